@@ -33,6 +33,7 @@ class DecoderOptions:
     layout      over how many ranks the model is divided, and how
     quantization  format of the matrices, as `paceline.decoder.weights.checkpoint.load_weights` takes it; None: ``amp``
     kv_cache_dtype  format of keys and values: "int8", "fp8_e4m3" or "fp8_e5m2"; None: ``amp``
+    modules_to_not_convert  tables of the vocabulary that ``quantization`` leaves in ``amp``
     """
 
     batch_size: int
@@ -42,6 +43,7 @@ class DecoderOptions:
     layout: Layout = WHOLE
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    modules_to_not_convert: tuple[str, ...] = ()
 
     @property
     def n_positions(self) -> int:

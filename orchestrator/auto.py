@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import check_positions
-from paceline.decoder.options import decoder_options
+from paceline.decoder.options import DecoderOptions, decoder_options
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import GQA, Shard
 from paceline.decoder.weights.checkpoint import load_weights
@@ -108,6 +109,7 @@ class AutoDecoder:
         group_query_attention: GQA | str | None = None,
         quantization: str | None = None,
         kv_cache_dtype: str | None = None,
+        modules_to_not_convert: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> SamplingDecoder:
         """Load a decoder.
@@ -126,6 +128,7 @@ class AutoDecoder:
         quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":
                                  those of a GGUF file; default: the format of ``amp``
         kv_cache_dtype           of keys and values: "int8", "fp8_e4m3", "fp8_e5m2"; default: the format of ``amp``
+        modules_to_not_convert   left alone by ``quantization``: "lm_head", "embed_tokens" or both; if tied, always both
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
@@ -150,14 +153,35 @@ class AutoDecoder:
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
-        check_positions(config.rope, options.n_positions)
-        shard = Shard(config, layout)
-        engine = make(backend, layout.degree, quantization, kv_cache_dtype=kv_cache_dtype)
-        if not engine.device_state:  # its state stays in this machine's memory
-            kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
-        weights = load_weights(place, config, options.dtype, progress=progress, shard=shard, quantization=quantization)
-        check_formats(backend, weights.values())
-        decoder = SamplingDecoder(config, options, weights, backend=engine)
-        engine.attach(decoder.body, os.fspath(place))
-        decoder.folder = place
-        return decoder
+        options = replace(options, modules_to_not_convert=tuple(modules_to_not_convert))
+        return _loaded(place, config, options, backend=backend, progress=progress)
+
+
+def _loaded(
+    place: Path,
+    config: ModelConfig,
+    options: DecoderOptions,
+    *,
+    backend: str,
+    progress: Callable[[int, int], None] | None,
+) -> SamplingDecoder:
+    """The decoder of a checkpoint with checked options; errors as `AutoDecoder.from_pretrained`."""
+    check_positions(config.rope, options.n_positions)
+    shard = Shard(config, options.layout)
+    engine = make(backend, options.layout.degree, options.quantization, kv_cache_dtype=options.kv_cache_dtype)
+    if not engine.device_state:  # its state stays in this machine's memory
+        kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
+    weights = load_weights(
+        place,
+        config,
+        options.dtype,
+        progress=progress,
+        shard=shard,
+        quantization=options.quantization,
+        modules_to_not_convert=options.modules_to_not_convert,
+    )
+    check_formats(backend, weights.values())
+    decoder = SamplingDecoder(config, options, weights, backend=engine)
+    engine.attach(decoder.body, os.fspath(place))
+    decoder.folder = place
+    return decoder

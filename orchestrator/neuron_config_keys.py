@@ -6,6 +6,8 @@ Not here: the keys that are read (`paceline.neuron_config`).
 
 from __future__ import annotations
 
+from math import inf
+
 _KERNEL = "kernels are the backend's choice"
 _LAYOUT = "the layout of weights and caches is the backend's"
 _COMPILER = "compiler and runtime flags are the Neuron backend's, which sets its own"
@@ -73,8 +75,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "save_sharded_checkpoint": "a checkpoint stays whole; ranks read their parts of it",
     "skip_sharding": "a checkpoint stays whole; ranks read their parts of it",
     "quantized_checkpoints_path": "weights are quantised while they are loaded; or give that folder as the checkpoint",
-    "modules_to_not_convert": "matrices of layers and of the vocabulary are quantised, nothing else is",
-    "draft_model_modules_to_not_convert": "matrices of layers and of the vocabulary are quantised, nothing else is",
+    "draft_model_modules_to_not_convert": "a draft is loaded with its own options; what it drafts changes no token",
     "quantization_scale_dtype": "scales are float32",
     # Numbers.
     "overrides_torch_dtype": "amp says it",
@@ -85,11 +86,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "cast_logits_dtype": "logits are float32",
     "bf16_rms_norm": "activations are float32",
     "has_pre_attention_norm": "an EAGLE head's checkpoint says it",
-    "qk_layernorm": "the model's configuration says it",
-    "pre_rope_rmsnorm": "the model's configuration says it",
-    "disable_normalize_top_k_affinities": "the model's configuration says it",
-    "normalize_top_k_affinities": "the model's configuration says it",
-    "router_config": "the model's configuration says it",
     "skip_vision": "texts alone are read",
     "enable_ve_data_parallel": "texts alone are read",
     # Ranks.
@@ -131,13 +127,13 @@ WITHOUT_EFFECT: dict[str, str] = {
             "attn_cls", "attn_kernel_enabled", "strided_context_parallel_kernel_enabled", "qkv_kernel_enabled",
             "qkv_nki_kernel_enabled", "qkv_cte_nki_kernel_fuse_rope", "qkv_kernel_nbsd_layout", "mlp_kernel_enabled",
             "mlp_tkg_nki_kernel_enabled", "fused_rmsnorm_skip_gamma", "mlp_kernel_fuse_residual_add",
-            "qkv_kernel_fuse_residual_add", "quantized_mlp_kernel_enabled", "out_proj_kernel_enabled",
+            "qkv_kernel_fuse_residual_add", "out_proj_kernel_enabled",
             "attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled", "attn_block_tkg_nki_kernel_enabled",
             "attn_block_cte_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cache_update",
             "attn_block_tkg_nki_kernel_cascaded_attention", "attn_block_tkg_nki_kernel_use_online_softmax",
-            "rmsnorm_quantize_kernel_enabled", "quantize_clamp_bound", "moe_fused_nki_kernel_enabled",
+            "moe_fused_nki_kernel_enabled",
             "router_topk_nki_kernel_enabled", "expert_mlp_nki_kernel_enabled", "shared_mlp_nki_kernel_enabled",
-            "fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "disable_argmax_kernel", "glu_mlp", "blockwise_matmul_config",
+            "fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "disable_argmax_kernel", "blockwise_matmul_config",
             "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb", "eagle_rolling_buffer_kernel_enabled",
             "fused_shared_experts", "use_index_calc_kernel",
         ),
@@ -165,6 +161,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_ep_degree": ((1,), "experts are not divided by themselves; use tp_degree"),
     "pp_stages": ((1,), "layers are not divided over stages; use tp_degree"),
     "early_expert_affinity_modulation": ((False,), "experts compute what the checkpoint's family says"),
+    "glu_mlp": ((True, None), "experts compute what the checkpoint's family says"),
     "glu_type": (("glu",), "experts compute what the checkpoint's family says"),
     "hidden_act_bias": ((0, 0.0), "experts compute what the checkpoint's family says"),
     "hidden_act_scaling_factor": ((1, 1.0), "experts compute what the checkpoint's family says"),
@@ -176,6 +173,17 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "return_router_logits": ((False,), "which experts a token is routed to is not given out"),
     "prefixed_length": ((0,), "put the prefix into the prompt"),
     "activation_quantization_type": ((None,), "activations are float32"),
+    "rmsnorm_quantize_kernel_enabled": ((False, None), "activations are float32"),
+    "quantized_mlp_kernel_enabled": ((False, None), "activations are float32"),
+    "quantize_clamp_bound": ((None, inf), "numbers are not clamped before they are rounded"),
+    "qk_layernorm": ((False, None), "the model's configuration says which norms there are"),
+    "pre_rope_rmsnorm": ((False, None), "the model's configuration says which norms there are"),
+    "normalize_top_k_affinities": ((True, None), "the model's configuration says it (norm_topk_prob)"),
+    "disable_normalize_top_k_affinities": ((False, None), "the model's configuration says it (norm_topk_prob)"),
+    "router_config": (
+        (None, {}, *({"act_fn": "softmax", "dtype": name} for name in ("float32", "torch.float32"))),
+        "experts are chosen by a softmax in float32",
+    ),
     "quantization_block_size": ((None,), "blocks have 32 numbers; use quantization='q8_0' when loading"),
     "quantization_block_axis": ((None,), "blocks have 32 numbers; use quantization='q8_0' when loading"),
     "is_mxfp4_compute": ((False,), "there are no products in that format"),
@@ -207,6 +215,15 @@ SAMPLING_WITHOUT_EFFECT: dict[str, str] = {
     "config": "the file of the model says it",
 }
 """Keys of NxD's sampling that change nothing here, and why."""
+
+QUANT_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
+    "quant_dtype": (("s8", "f8e4m3fn"), "weights are s8 or f8e4m3fn"),
+    "dequant_dtype": (None, "products are float32"),
+    "quantize_method": (("vector_dynamic",), "every row has a scale"),
+    "quantize_attn": ((True,), "matrices of layers are quantised all or none"),
+    "no_quantize_list": (([], ()), "matrices of layers are quantised all or none"),
+}
+"""The fields of transformers-neuronx' QuantizationConfig: the values that go (None: any), and why no others do."""
 
 KV_DEFAULT = "float8_e4m3fn"
 """What NxD stores keys and values as, where no type is named."""

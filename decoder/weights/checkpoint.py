@@ -7,7 +7,7 @@ some rows of a tensor and of the files; a rank's columns are read at once, and a
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -64,6 +64,7 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     shard: Shard | None = None,
     quantization: str | None = None,
+    modules_to_not_convert: Sequence[str] = (),
 ) -> dict[str, Stored]:
     """All tensors that the model's family asks for, from the folder or GGUF file ``path``, contiguous, on the CPU.
 
@@ -75,7 +76,8 @@ def load_weights(
     ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
     what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0. Matrices that a
     checkpoint holds in 8 bits (`paceline.decoder.weights.compressed`) stay so without it; with it, those of fp8_e4m3
-    keep to `E4M3_LARGEST`.
+    keep to `E4M3_LARGEST`. ``modules_to_not_convert`` names tables of the vocabulary ("lm_head", "embed_tokens") that
+    are loaded as ``dtype`` nevertheless.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
@@ -89,7 +91,9 @@ def load_weights(
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs)
+    left = _left_alone(specs, modules_to_not_convert, quantization)
     matrices = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
+    matrices = {name: form for name, form in matrices.items() if name not in left or places[name].scaled}
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
     portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
@@ -122,6 +126,30 @@ def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | No
         raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
     return {name: form for name, spec in specs.items() if spec.is_matrix}
+
+
+def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantization: str | None) -> set[str]:
+    """The tables of the vocabulary that are not to be quantised, by the names of their modules or the ends of those."""
+    if modules and quantization is None:
+        raise ConfigurationError(
+            f"modules_to_not_convert={list(modules)} says what quantisation leaves alone, and none is asked for; give "
+            "quantization, or leave it out"
+        )
+    tables: dict[str, set[str]] = {}
+    for name, spec in specs.items():
+        if spec.is_matrix and not spec.is_product:
+            for module in (tensor.removesuffix(".weight") for tensor in (name, *spec.copies)):
+                tables.setdefault(module, set()).update((name, *(copy for copy in spec.copies if copy in specs)))
+    left: set[str] = set()
+    for asked in modules:
+        found = [names for module, names in tables.items() if f".{module}".endswith(f".{asked}")]
+        if not found:
+            raise ConfigurationError(
+                f"modules_to_not_convert: {asked!r} cannot be left alone. Tables of the vocabulary can, "
+                f"{' and '.join(tables)}; the matrices of layers are quantised all or none"
+            )
+        left.update(*found)
+    return left
 
 
 def _stored_formats(

@@ -1,4 +1,4 @@
-"""Configurations of NxD Inference and transformers-neuronx, and the application around a decoder."""
+"""Configurations of NxD Inference and transformers-neuronx: what is read, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from paceline import DecoderApplication, NeuronConfig, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError, PacelineError
+from paceline import NeuronConfig
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
+from paceline.decoder.options import AMP
+from paceline.decoder.parallel.sharding import GQA
+from paceline.decoder.weights.quantize import WeightFormat
 from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
-from tests.fakes_models import load, logits_of, network, saved
+from paceline.neuron_config_values import CHOICES, LISTS, NUMBERS, OBJECTS, TEXTS
 
 FUSED: dict[str, Any] = {
     "batch_size": 2, "ctx_batch_size": 1, "tkg_batch_size": 2, "padding_side": "right", "seq_len": 2048,
@@ -75,7 +78,22 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kv_cache_quant": True, "kv_quant_config": {"direct_cast": True}}, {"kv_cache_dtype": "fp8_e4m3"}),
     ({"kv_quant_config": {"quant_dtype": "float8_e5m2", "k_quant_method": {}}}, {"kv_cache_dtype": "fp8_e5m2"}),
     ({"kv_quant_config": None, "kv_cache_quant": False}, {"kv_cache_dtype": None}),
-    ({"quantized": True, "quantization_dtype": "f8e4m3"}, {"quantization": "fp8_e4m3"}),
+    ({"quantized": True}, {"quantization": "int8_per_tensor"}),  # NxD's own default
+    ({"quantized": False, "quantization_type": "per_tensor_symmetric"}, {"quantization": None}),
+    (
+        {"quantized": True, "quantization_dtype": "f8e4m3", "quantization_type": "per_channel_symmetric"},
+        {"quantization": "fp8_e4m3"},
+    ),
+    (
+        {"quantized": True, "modules_to_not_convert": ["lm_head"]},
+        {"quantization": "int8_per_tensor", "modules_to_not_convert": ["lm_head"]},
+    ),
+    ({"quantized": False, "modules_to_not_convert": ["lm_head"]}, {"modules_to_not_convert": []}),
+    ({"quant": {"quant_dtype": "f8e4m3fn", "quantize_attn": True}}, {"quantization": "fp8_e4m3"}),
+    ({"enable_fused_speculation": False}, {"fused": None}),  # of a file without speculation
+    ({"enable_fused_speculation": False, "speculation_length": 4}, {"fused": False, "k": 3}),
+    ({"enable_fused_speculation": True, "speculation_length": 4}, {"fused": True, "k": 3}),
+    ({"router_config": {"act_fn": "softmax", "dtype": "float32"}}, {"without_effect": {}}),
     ({"quant": {"quant_dtype": "s8", "dequant_dtype": "bf16"}, "padding_side": "left"}, {"quantization": "int8"}),
     ({"is_prefix_caching": True, "prefix_buckets": [64, 128]}, {"prefix_caching": True}),
     ({"is_prefix_caching": False}, {"prefix_caching": False}),
@@ -100,6 +118,37 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_quant_config": {"k_method": 1}}, "kv_quant_config has no option k_method"),
     ({"kv_quant_config": True}, "kv_quant_config is a bool; it must be an object"),
     ({"quantized": True, "quantization_dtype": "f8e3m4"}, "quantization_dtype='f8e3m4'"),
+    ({"quantized": True, "quantization_type": "blockwise_symmetric"}, "quantization_type='blockwise_symmetric' cannot"),
+    ({"quantized": True, "quantization_type": "per_chanel_symmetric"}, "use per_channel_symmetric or per_tensor"),
+    ({"quantization_type": "per_chanel_symmetric"}, "use per_channel_symmetric or per_tensor"),
+    ({"quantized": True, "quantization_dtype": "f8e5m2"}, "of 8-bit floats, every row has a scale"),
+    ({"quantized": "yes"}, "quantized='yes' must be true or false"),
+    ({"quantized": True, "quant": {}}, "give one"),
+    ({"quant": True}, "quant is a bool; it must be an object"),
+    ({"quant": {"quantize_method": "direct_cast"}}, "quantize_method='direct_cast' cannot be followed: every row"),
+    ({"quant": {"quantize_attn": False}}, "quantize_attn=False cannot be followed: matrices of layers"),
+    ({"quant": {"no_quantize_list": ["lm_head"]}}, "no_quantize_list=.* cannot be followed"),
+    ({"quant": {"dtype": "s8"}}, "quant has no option dtype"),
+    ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head' must be a list of names"),
+    ({"router_config": {"act_fn": "sigmoid"}}, "router_config=.* cannot be followed: experts are chosen by a softmax"),
+    ({"normalize_top_k_affinities": False}, "norm_topk_prob"),
+    ({"disable_normalize_top_k_affinities": True}, "norm_topk_prob"),
+    ({"qk_layernorm": True}, "qk_layernorm=True cannot be followed"),
+    ({"quantize_clamp_bound": 2.5}, "quantize_clamp_bound=2.5 cannot be followed"),
+    ({"glu_mlp": False}, "glu_mlp=False cannot be followed"),
+    ({"padding_side": "middle"}, "padding_side='middle' is none of its values: it must be one of left, right"),
+    ({"enable_fused_speculation": "never"}, "enable_fused_speculation='never' must be true or false"),
+    ({"enable_bucketing": 3}, "enable_bucketing=3 must be true or false"),
+    ({"is_prefix_caching": "on"}, "is_prefix_caching='on' must be true or false"),
+    ({"kv_cache_quant": "int8"}, "kv_cache_quant='int8' must be true or false"),
+    ({"speculation_length": "5"}, "speculation_length='5' must be a number"),
+    ({"batch_size": True}, "batch_size=True must be a number"),
+    ({"seq_len": 12.5}, "seq_len=12.5 must be a number"),
+    ({"buckets": [128, "256"]}, "buckets=.* must be a list of numbers"),
+    ({"context_length_estimate": "64"}, "context_length_estimate='64' must be a list of numbers"),
+    ({"tp_degree": "2"}, "tp_degree='2'"),
+    ({"pp_degree": True}, "pp_degree=True cannot be followed"),
+    ({"group_query_attention": "zzz"}, "group_query_attention='zzz': input should be 'shard-over-heads'"),
     ({"torch_dtype": "int8"}, "torch_dtype='int8' is unknown"),
     ({"on_device_sampling_config": {"top_q": 1}}, "no option 'top_q'"),
     ({"on_device_sampling_config": {"temperature": 0}}, "temperature"),
@@ -126,94 +175,54 @@ def test_what_is_no_configuration_raises(source: str, tmp_path: Path) -> None:
         NeuronConfig.from_json('{"colour": 1}')
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("amp", "x", "'bf16', 'f16' or 'f32'"),
+        ("quantization", "nope", "'int8', .*'q4_1' or 'gguf'"),
+        ("kv_cache_dtype", "int4", "'int8', 'fp8_e4m3' or 'fp8_e5m2'"),
+        ("group_query_attention", "zzz", "'shard-over-heads', .* or 'shard-over-batch'"),
+        ("fused", "maybe", "valid boolean"),
+        ("batch_size", "2", "valid integer"),
+        ("n_positions", "64", "valid integer"),
+        ("modules_to_not_convert", "lm_head", "valid list"),
+    ],
+)
+def test_every_option_has_a_type(name: str, value: object, choices: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}='{value}': .*{choices}"):
+        NeuronConfig(**{name: value})
+
+
+def test_formats_and_layouts_are_those_of_the_decoder() -> None:
+    options = NeuronConfig.model_json_schema()["properties"]
+    for name, known in (
+        ("amp", AMP),
+        ("quantization", [*(form.value for form in WeightFormat), "gguf"]),
+        ("kv_cache_dtype", CACHE_DTYPES),
+        ("group_query_attention", [layout.value for layout in GQA]),
+    ):
+        (choices,) = (one["enum"] for one in options[name].get("anyOf", [options[name]]) if "enum" in one)
+        assert choices == list(known)
+
+
 def test_every_key_has_one_meaning() -> None:
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
-    for name in WITHOUT_EFFECT:
-        assert read(**{name: None}).without_effect == {name: WITHOUT_EFFECT[name]}
+    kinds = [set(CHOICES), NUMBERS, LISTS, TEXTS, OBJECTS]
+    assert sum(map(len, kinds)) == len(set().union(*kinds)), "a key has one kind of value"
+    assert set().union(*kinds) <= WITHOUT_EFFECT.keys()
     for name, (values, _) in REFUSED.items():
         assert not read(**{name: values[0]}).without_effect
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(network(), tmp_path_factory.mktemp("application") / "target")
-
-
-def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
-    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32", is_prefix_caching=True)
-    application = DecoderApplication(folder, config, backend="eager")
-    with pytest.raises(ConfigurationError, match="not loaded"):
-        application.forward(torch.tensor([[1]]))
-    application.load()
-    assert application.decoder.options.chunks == (16,) and application.decoder.batch_size == 2
-    text = [5, 9, 13, 7]
-    exact = logits_of(network(), text)
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    made = application.forward(torch.tensor([[0, *text[:2]], text[:3]]), mask)
-    torch.testing.assert_close(made, exact[1:3], atol=1e-4, rtol=1e-4)
-    made = application(torch.tensor([[text[2]], [text[3]]]))
-    torch.testing.assert_close(made, exact[2:4], atol=1e-4, rtol=1e-4)
-    application.reset()
-    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
-    plain = load(folder).sample([text], max_new_tokens=8)
-    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
-    assert application.generator().config.prefix_caching is True
-    ids = torch.tensor([text])
-    made = application.adapter().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
-    assert torch.equal(made, plain)
-    application.close()
-
-
-def test_an_application_on_compiled_graphs(folder: Path, tmp_path: Path) -> None:
-    config = read(seq_len=64, enable_bucketing=False, max_context_length=16, torch_dtype="float32")
-    text = [5, 9, 13, 7]
-    exact, plain = logits_of(network(), text), load(folder).sample([text], max_new_tokens=8)
-    first = DecoderApplication(folder, config)
-    first.compile(tmp_path / "graphs")
-    first.close()
-    application = DecoderApplication(folder, config)
-    application.load(tmp_path / "graphs")
-    compiled: list[str] = []
-    application.decoder.on_graph = lambda event: compiled.append(event.message)
-    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
-    assert compiled and not any(compiled), "every graph was there"
-    torch.testing.assert_close(application(torch.tensor([text[:3]])), exact[2:3], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(application(torch.tensor([text[3:]])), exact[3:], atol=1e-4, rtol=1e-4)
-    application.reset()
-    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
-    application.quantize(tmp_path / "int8")
-    application.close()
-    texts = []
-    for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):
-        quantized = DecoderApplication(path, config.model_copy(update={"quantization": quantization}), backend="eager")
-        quantized.load()
-        texts.append(quantized.generator().sample([text], max_new_tokens=8))
-        quantized.close()
-    assert torch.equal(*texts)
-
-
-def test_an_application_speculates_as_its_file_says(folder: Path) -> None:
-    fields = {"neuron_config": {"seq_len": 64, "torch_dtype": "float32", "speculation_length": 4}}
-    config = NeuronConfig.from_neuron_config({**fields, "fused_spec_config": {"draft_model_path": str(folder)}})
-    application = DecoderApplication(folder, config, backend="eager")
-    application.load()
-    generator = application.generator()
-    assert isinstance(generator, SpeculativeGenerator) and generator.config.k == 3
-    assert torch.equal(generator.sample([[5, 9]], max_new_tokens=9), load(folder).sample([[5, 9]], max_new_tokens=9))
-    assert generator.statistics.num_accepted_tokens > 0
-
-
-def test_graphs_of_another_configuration_are_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "paceline_config.json").write_text(NeuronConfig(batch_size=3).to_json())
-    with pytest.raises(ConfigurationError, match="compiled for another configuration"):
-        DecoderApplication(folder, NeuronConfig(), backend="eager").load(tmp_path)
-    with pytest.raises(PacelineError, match="no compiled graphs to save"):
-        DecoderApplication(folder, read(seq_len=64), backend="eager").compile(tmp_path)
-
-
-def test_the_page_has_every_name() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    assert [name for name in (*WITHOUT_EFFECT, *REFUSED) if f"`{name}`" not in page] == []
+def test_the_page_has_every_name_with_its_reason() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")]
+    rows = [(set(re.findall(r"`(\w+)`", names)), rest) for names, *rest in cells]
+    for name, reason in WITHOUT_EFFECT.items():
+        assert any(name in names and rest == [reason] for names, rest in rows), name
+    for name, (values, reason) in REFUSED.items():
+        said = [", ".join(f"`{value!r}`" for value in values), reason]
+        assert any(name in names and rest == said for names, rest in rows), name
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -224,6 +233,24 @@ def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
         read(**{name: 7})
 
 
+def values_of(name: str) -> tuple[list[object], list[object]]:
+    """What the files of both projects have under a key, and what none of them has."""
+    if name in CHOICES:
+        return [*CHOICES[name]], ["middle", 1, True]
+    if name in NUMBERS:
+        return [0, 1, 128], [-1, "128", 1.5, True, [1]]
+    if name in LISTS:
+        return [[], [128, 256], ["layers.0"]], [128, "layers.0", True]
+    if name in TEXTS:
+        return ["some/folder"], [1, True, ["a"]]
+    return ([{}, {"depth": 2}, True, [[0, 1]]], []) if name in OBJECTS else ([True, False], ["true", 1, {}])
+
+
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_what_changes_nothing_is_named_with_the_reason(name: str) -> None:
-    assert read(**{name: None}).without_effect == {name: WITHOUT_EFFECT[name]}
+    good, bad = values_of(name)
+    for value in (None, *good):
+        assert read(**{name: value}).without_effect == {name: WITHOUT_EFFECT[name]}
+    for value in bad:
+        with pytest.raises(ConfigurationError, match=f"^{name}=.* is none of its values: it must be "):
+            read(**{name: value})

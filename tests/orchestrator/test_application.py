@@ -1,0 +1,143 @@
+"""The application around a decoder, and decoders whose tables of the vocabulary are not quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import DecoderApplication, NeuronConfig, SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, PacelineError
+from paceline.decoder.weights.quantize import PackedMatrix
+from tests.fakes_models import load, logits_of, network, saved
+
+
+def read(**fields: Any) -> NeuronConfig:
+    return NeuronConfig.from_neuron_config(fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(network(), tmp_path_factory.mktemp("application") / "target")
+
+
+def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
+    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32", is_prefix_caching=True)
+    application = DecoderApplication(folder, config, backend="eager")
+    with pytest.raises(ConfigurationError, match="not loaded"):
+        application.forward(torch.tensor([[1]]))
+    application.load()
+    assert application.decoder.options.chunks == (16,) and application.decoder.batch_size == 2
+    text = [5, 9, 13, 7]
+    exact = logits_of(network(), text)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    made = application.forward(torch.tensor([[0, *text[:2]], text[:3]]), mask)
+    torch.testing.assert_close(made, exact[1:3], atol=1e-4, rtol=1e-4)
+    made = application(torch.tensor([[text[2]], [text[3]]]))
+    torch.testing.assert_close(made, exact[2:4], atol=1e-4, rtol=1e-4)
+    application.reset()
+    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
+    plain = load(folder).sample([text], max_new_tokens=8)
+    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
+    assert application.generator().config.prefix_caching is True
+    ids = torch.tensor([text])
+    made = application.adapter().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(made, plain)
+    application.close()
+
+
+def test_an_application_on_compiled_graphs(folder: Path, tmp_path: Path) -> None:
+    config = read(seq_len=64, enable_bucketing=False, max_context_length=16, torch_dtype="float32")
+    text = [5, 9, 13, 7]
+    exact, plain = logits_of(network(), text), load(folder).sample([text], max_new_tokens=8)
+    first = DecoderApplication(folder, config)
+    first.compile(tmp_path / "graphs")
+    first.close()
+    application = DecoderApplication(folder, config)
+    application.load(tmp_path / "graphs")
+    compiled: list[str] = []
+    application.decoder.on_graph = lambda event: compiled.append(event.message)
+    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
+    assert compiled and not any(compiled), "every graph was there"
+    torch.testing.assert_close(application(torch.tensor([text[:3]])), exact[2:3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(application(torch.tensor([text[3:]])), exact[3:], atol=1e-4, rtol=1e-4)
+    application.reset()
+    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
+    application.quantize(tmp_path / "int8")
+    application.close()
+    texts = []
+    for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):
+        quantized = DecoderApplication(path, config.model_copy(update={"quantization": quantization}), backend="eager")
+        quantized.load()
+        texts.append(quantized.generator().sample([text], max_new_tokens=8))
+        quantized.close()
+    assert torch.equal(*texts)
+
+
+def test_an_application_speculates_as_its_file_says(folder: Path) -> None:
+    fields = {"neuron_config": {"seq_len": 64, "torch_dtype": "float32", "speculation_length": 4}}
+    config = NeuronConfig.from_neuron_config({**fields, "fused_spec_config": {"draft_model_path": str(folder)}})
+    application = DecoderApplication(folder, config, backend="eager")
+    application.load()
+    generator = application.generator()
+    assert isinstance(generator, SpeculativeGenerator) and generator.config.k == 3
+    assert torch.equal(generator.sample([[5, 9]], max_new_tokens=9), load(folder).sample([[5, 9]], max_new_tokens=9))
+    assert generator.statistics.num_accepted_tokens > 0
+
+
+def test_graphs_of_another_configuration_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "paceline_config.json").write_text(NeuronConfig(batch_size=3).to_json())
+    with pytest.raises(ConfigurationError, match="compiled for another configuration"):
+        DecoderApplication(folder, NeuronConfig(), backend="eager").load(tmp_path)
+    with pytest.raises(PacelineError, match="no compiled graphs to save"):
+        DecoderApplication(folder, read(seq_len=64), backend="eager").compile(tmp_path)
+
+
+def test_a_table_of_the_vocabulary_is_left_alone(folder: Path) -> None:
+    text = [5, 9, 13, 7]
+    made = {}
+    for names in ([], ["lm_head"], ["model.embed_tokens", "lm_head"]):
+        fields = {"seq_len": 64, "torch_dtype": "float32", "quantized": True, "modules_to_not_convert": names}
+        application = DecoderApplication(folder, read(**fields, max_context_length=16), backend="eager")
+        application.load()
+        model = application.decoder.body.model
+        packed = [isinstance(one, PackedMatrix) for one in (model.embedding, model.head)]
+        assert packed == ["model.embed_tokens" not in names, "lm_head" not in names]
+        made[len(names)] = application(torch.tensor([text]))
+        application.close()
+    exact = logits_of(network(), text)[-1:]
+    errors = [float((made[count] - exact).abs().max()) for count in range(3)]
+    assert errors[0] != errors[1] != errors[2] and errors[2] < errors[0]
+
+
+BAD_MODULES = [
+    ({"quantization": "int8", "modules_to_not_convert": ["layers.0"]}, "'layers.0' cannot be left alone"),
+    ({"quantization": "int8", "modules_to_not_convert": ["q_proj"]}, "'q_proj' cannot be left alone"),
+    ({"modules_to_not_convert": ["lm_head"]}, "and none is asked for"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD_MODULES)
+def test_what_cannot_be_left_alone_raises(folder: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        NeuronConfig(**options, amp="f32", n_positions=64).load(folder, backend="eager")
+
+
+def test_a_tied_table_is_left_alone_by_either_name_on_two_ranks(tmp_path: Path) -> None:
+    made = network()
+    made.lm_head.weight = made.model.embed_tokens.weight
+    made.config.tie_word_embeddings = True
+    tied = saved(made, tmp_path / "tied")
+    texts = []
+    for name, degree in (("lm_head", 1), ("embed_tokens", 1), ("lm_head", 2)):
+        config = NeuronConfig(
+            quantization="int8", modules_to_not_convert=[name], amp="f32", n_positions=64, tp_degree=degree
+        )
+        decoder = config.load(tied, backend="eager")
+        model = decoder.body.model
+        assert not isinstance(model.embedding, PackedMatrix) and isinstance(model.layers[0].mlp.down, PackedMatrix)
+        texts.append(decoder.sample([[5, 9, 13, 7]], max_new_tokens=8))
+        decoder.close()
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
