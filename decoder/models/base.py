@@ -47,6 +47,9 @@ class DecoderModel(nn.Module):
     bare_prefix: ClassVar[str] = ""
     """What names of `tensors` begin with that a checkpoint of the network without its head leaves away."""
 
+    keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of config.json that `config` reads, besides those of every family (`known_keys.STANDARD`)."""
+
     cos: Tensor
     sin: Tensor
     ids: Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
-from paceline.decoder.models.reading import assembled, refuse_others, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import assembled, translated
 
 _RENAMED = {
     "n_embed": "hidden_size",
@@ -38,6 +39,13 @@ class BloomModel(AssembledModel):
             "down": "mlp.dense_4h_to_h",
         },
     )
+
+    keys = frozenset(
+        {
+            "apply_residual_connection_post_layernorm", "layer_norm_epsilon", "n_embed", "n_head", "n_layer",
+            "seq_length", "slow_but_exact",
+        }
+    )  # fmt: skip
 
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:

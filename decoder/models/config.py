@@ -5,13 +5,14 @@ Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layou
 mean is said by the model's family; `standard` reads those that most families have. Runs no code from the folder, does
 not import transformers, and looks neither at the weights (`paceline.decoder.weights.checkpoint`) nor at the tokenizer.
 Keys that say nothing about the computation are ignored; those that would change it in a way that is not implemented are
-refused by name.
+refused by name, and those that nobody knows are named in a warning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +21,14 @@ from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
+from paceline.decoder.models.known_keys import unknown_keys
 from paceline.decoder.models.rope import ROPE_TYPES, RopeConfig
 from paceline.decoder.weights.compressed import check_quantization_config
 from paceline.decoder.weights.files import is_gguf
 from paceline.decoder.weights.known_models import KNOWN_MODELS
 from paceline.decoder.weights.locate import checkpoint_path
+
+log = logging.getLogger("paceline")
 
 _ROPE_KEYS = frozenset(
     {
@@ -87,6 +91,13 @@ class ModelConfig:
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"
         generation = Fields(read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file))
+        if unknown := unknown_keys(config, registry.family(config.text("model_type"), config.where).keys):
+            log.warning(
+                "%s: nobody here knows what %s asks for, and nothing is done about it; if it changes what the model "
+                "computes, this will be another model",
+                config.where,
+                ", ".join(unknown),
+            )
         return _parse(config, generation)
 
     @classmethod
@@ -111,6 +122,7 @@ class ModelConfig:
 
 def _parse(config: Fields, generation: Fields) -> ModelConfig:
     """Ask the family that config.json names."""
+    unknown_keys(config, registry.family(config.text("model_type"), config.where).keys)  # refuses what it must
     return registry.family(config.text("model_type"), config.where).config(config, generation)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint
-from paceline.decoder.models.reading import activation, assembled, refuse_others, sliding, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import activation, assembled, sliding, translated
 
 GEMMA_NAMES = replace(
     LLAMA_NAMES,
@@ -30,12 +31,28 @@ DEFAULTS: dict[str, object] = {
 }
 
 
+GEMMA_KEYS = frozenset(
+    {
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "use_bidirectional_attention",
+    }
+)
+
+
 class Gemma2Model(AssembledModel):
     """See `DecoderModel`."""
 
     bare_prefix = "model."
 
     names = GEMMA_NAMES
+
+    keys = GEMMA_KEYS
 
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:

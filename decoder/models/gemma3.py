@@ -8,7 +8,7 @@ from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig
-from paceline.decoder.models.gemma2 import DEFAULTS, GEMMA_NAMES, gemma_plan
+from paceline.decoder.models.gemma2 import DEFAULTS, GEMMA_KEYS, GEMMA_NAMES, gemma_plan
 from paceline.decoder.models.reading import assembled, translated
 
 
@@ -19,11 +19,13 @@ class Gemma3Model(AssembledModel):
 
     names = GEMMA_NAMES
 
+    keys = GEMMA_KEYS | {"_sliding_window_pattern", "rope_local_base_freq", "sliding_window_pattern"}
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' Gemma3TextConfig, except that sizes have none."""
         config = translated(fields, {}, {**DEFAULTS, "max_position_embeddings": 131072})
-        pattern = config.integer("sliding_window_pattern", 6)
+        pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
         full, local = _rotations(config)
         plan = replace(gemma_plan(config, full=lambda layer: (layer + 1) % pattern == 0), head_norms=True)
         slow = assembled(local, generation, plan).rope
@@ -40,8 +42,8 @@ def _rotations(config: Fields) -> tuple[Fields, Fields]:
     both = config.child("rope_parameters")
     if both is not None and {"full_attention", "sliding_attention"} & set(both.values):
         sides = both.child("full_attention"), both.child("sliding_attention")
-        if sides[0] is None or sides[1] is None:
-            raise CheckpointError(f"{both.where}: full_attention and sliding_attention must both be there.")
+        if sides[0] is None or sides[1] is None or len(both.values) > 2:
+            raise CheckpointError(f"{both.where}: full_attention and sliding_attention must both be there, alone.")
         full, local = ({**rest, "rope_parameters": side.values} for side in sides if side is not None)
     else:
         base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)

@@ -7,7 +7,8 @@ import re
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
-from paceline.decoder.models.reading import activation, assembled, refuse_others, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import activation, assembled, translated
 
 RENAMED = {
     "n_embd": "hidden_size",
@@ -49,6 +50,20 @@ class Gpt2Model(AssembledModel):
             "down": "mlp.c_proj",
         },
         transposed=True,
+    )
+
+    keys = frozenset(
+        {
+            "activation_function",
+            "layer_norm_epsilon",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_layer",
+            "n_positions",
+            "scale_attn_by_inverse_layer_idx",
+            "scale_attn_weights",
+        }
     )
 
     @staticmethod

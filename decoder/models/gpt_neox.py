@@ -35,6 +35,8 @@ class GptNeoxModel(AssembledModel):
         },
     )
 
+    keys = frozenset({"attention_bias", "layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' GPTNeoXConfig, except that sizes have none."""

@@ -30,12 +30,25 @@ class GptjModel(AssembledModel):
         },
     )
 
+    keys = frozenset(
+        {
+            "activation_function",
+            "layer_norm_epsilon",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_layer",
+            "n_positions",
+            "rotary_dim",
+        }
+    )
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' GPTJConfig, except that sizes have none."""
         config = translated(fields, RENAMED, DEFAULTS)
         config = translated(config, {}, {"intermediate_size": 4 * config.integer("hidden_size")})
-        width = config.integer("hidden_size") // config.integer("num_attention_heads")
+        width = max(1, config.integer("hidden_size") // config.integer("num_attention_heads"))
         plan = Blueprint(
             norm="layer",
             activation=activation(config, "activation_function"),

@@ -27,6 +27,8 @@ class LlamaModel(DecoderModel):
     # Rotary frequencies, which old versions of transformers saved although config.json determines them.
     ignored = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
+    keys = frozenset({"attention_bias", "mlp_bias"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> ModelConfig:
         """Defaults are those of transformers' LlamaConfig, except that the sizes of the network have none."""

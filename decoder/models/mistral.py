@@ -15,6 +15,8 @@ class MistralModel(AssembledModel):
 
     names = LLAMA_NAMES
 
+    keys = frozenset({"layer_types", "sliding_window"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' MistralConfig, except that sizes have none."""

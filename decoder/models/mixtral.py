@@ -7,7 +7,8 @@ from dataclasses import replace
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint, Experts
-from paceline.decoder.models.reading import activation, assembled, everywhere, refuse_others, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import activation, assembled, everywhere, translated
 
 
 class MixtralModel(AssembledModel):
@@ -24,6 +25,10 @@ class MixtralModel(AssembledModel):
             "up": "block_sparse_moe.experts.{e}.w3",
             "down": "block_sparse_moe.experts.{e}.w2",
         },
+    )
+
+    keys = frozenset(
+        {"capacity_factor", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
     )
 
     @staticmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
-from paceline.decoder.models.reading import activation, assembled, refuse_others, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import activation, assembled, translated
 
 _FIRST = 2  # rows of the table before position 0, where fairseq kept padding
 _DEFAULTS = {"activation_function": "relu", "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 2}
@@ -34,6 +35,18 @@ class OptModel(AssembledModel):
             "up": "fc1",
             "down": "fc2",
         },
+    )
+
+    keys = frozenset(
+        {
+            "_remove_final_layer_norm",
+            "activation_function",
+            "do_layer_norm_before",
+            "enable_bias",
+            "ffn_dim",
+            "layer_norm_elementwise_affine",
+            "word_embed_proj_dim",
+        }
     )
 
     @staticmethod

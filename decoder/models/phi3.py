@@ -26,6 +26,8 @@ class Phi3Model(AssembledModel):
         },
     )
 
+    keys = frozenset({"layer_types", "sliding_window"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' Phi3Config, except that sizes have none."""

@@ -15,6 +15,8 @@ class Qwen2Model(AssembledModel):
 
     names = LLAMA_NAMES
 
+    keys = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' Qwen2Config, except that sizes have none."""

@@ -16,6 +16,8 @@ class Qwen3Model(AssembledModel):
 
     names = LLAMA_NAMES
 
+    keys = frozenset({"attention_bias", "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
+
     @staticmethod
     def config(fields: Fields, generation: Fields) -> AssembledConfig:
         """Defaults are those of transformers' Qwen3Config, except that sizes have none."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint, Experts
-from paceline.decoder.models.reading import activation, assembled, everywhere, refuse_others, translated
+from paceline.decoder.models.known_keys import refuse_others
+from paceline.decoder.models.reading import activation, assembled, everywhere, translated
 
 _NEUTRAL = {"decoder_sparse_step": 1, "mlp_only_layers": [], "capacity_factor": None}
 
@@ -26,6 +27,23 @@ class Qwen3MoeModel(AssembledModel):
             "up": "mlp.experts.{e}.up_proj",
             "down": "mlp.experts.{e}.down_proj",
         },
+    )
+
+    keys = frozenset(
+        {
+            "attention_bias",
+            "capacity_factor",
+            "decoder_sparse_step",
+            "layer_types",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "sliding_window",
+            "use_sliding_window",
+        }
     )
 
     @staticmethod

@@ -41,17 +41,6 @@ def translated(config: Fields, renamed: Mapping[str, str], defaults: Mapping[str
     return Fields(values, config.where)
 
 
-def refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
-    """Raise UnknownArchitectureError where a key has another value than the one that changes nothing."""
-    for key, value in neutral.items():
-        actual = config.values.get(key)
-        if actual is not None and actual != value:
-            raise UnknownArchitectureError(
-                f"{config.where}: {key} = {actual!r} would change the computation in a way that is not implemented for "
-                f"model_type {config.text('model_type')!r}; supported: {value!r}."
-            )
-
-
 def activation(config: Fields, key: str = "hidden_act") -> Activation:
     """The activation that a key names."""
     name = config.text(key)
