@@ -62,7 +62,7 @@ LONG = (
     "tests/decoder/test_float32_integers.py",
     "tests/equality/test_reject.py",
     "tests/decoder/test_families.py",
-    "tests/orchestrator/test_neuron_config.py",
+    "tests/orchestrator/test_application.py",
     "tests/decoder/test_row_invariance.py",
     "tests/docs/test_results.py",
     "tests/decoder/test_sampling_kinds.py",
