@@ -42,7 +42,7 @@ from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
-from paceline.serving.settings import ApiSettings
+from paceline.serving.settings import DEFAULT_STREAM_INTERVAL_MS, ApiSettings
 from paceline.text.tokenizer import load_tokenizer
 
 PROMPTS = ["def main", "class Queue:", "import os", "# sorts a list\n", "def test_", "for line in"]
@@ -183,7 +183,8 @@ def service(options: argparse.Namespace) -> Iterator[int]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         groups = plan_groups(models_of([entry], folder=Path(), where="benchmark"), machine)
         options.threads = dict(groups[0].plan.placements[0].env)["OMP_NUM_THREADS"]
-        app = application(groups, FaultPolicy(), ApiSettings(access_log=False))
+        settings = ApiSettings(access_log=False, stream_interval_ms=options.interval_ms)
+        app = application(groups, FaultPolicy(), settings)
         serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
         yield port
     finally:
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=[])
     parser.add_argument("--requests", type=int, default=32, help="requests of the open loop")
     parser.add_argument("--offline", type=int, default=0, help=argparse.SUPPRESS)  # batch size, in a process of its own
+    parser.add_argument("--interval-ms", type=float, default=DEFAULT_STREAM_INTERVAL_MS, help="between messages")
     parser.add_argument("--no-offline", action="store_true", help="measure the service alone; ratios are 0")
     options = parser.parse_args()
     options.threads = ""

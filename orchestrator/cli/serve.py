@@ -21,7 +21,13 @@ from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.room import fit_together
-from paceline.serving.settings import DEFAULT_MAX_BODY, ApiSettings, SpecMetrics, is_loopback
+from paceline.serving.settings import (
+    DEFAULT_MAX_BODY,
+    DEFAULT_STREAM_INTERVAL_MS,
+    ApiSettings,
+    SpecMetrics,
+    is_loopback,
+)
 
 app = typer.Typer()
 
@@ -50,6 +56,9 @@ class ServeOptions:
         int | None, typer.Option(help="Requests of one API key at the same time; more get status 429.")
     ] = None
     request_timeout_s: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None
+    stream_interval_ms: Annotated[
+        float, typer.Option(help="Between the messages of a stream; 0: one for every round.")
+    ] = DEFAULT_STREAM_INTERVAL_MS
     per_request_spec_decode_metrics: Annotated[
         str, typer.Option(help="What answers say about acceptance: none, summary or detailed.")
     ] = "summary"
@@ -76,6 +85,7 @@ class ServeOptions:
             self.max_sequence_tokens,
             self.max_requests_per_key,
             request_timeout_s=self.request_timeout_s,
+            stream_interval_ms=self.stream_interval_ms,
             spec_metrics=spec_metrics,
         )
 

@@ -19,6 +19,7 @@ from paceline.serving.refused import RefusedError
 from paceline.serving.render.pieces import DONE, event
 from paceline.serving.router import Accepted, Chunk, Failed, Item, RequestContext
 
+_TOGETHER_S = 0.05  # that the head of an answer waits for its first events, with which it is one message
 PING = b": ping\n\n"  # a comment, which clients pass over
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -126,9 +127,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            item = await self._first()
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while True:
+            if item is None:
                 item = await self._source.next(self._ping_s)
+            while True:
                 if item is None:
                     await send(_part(PING))
                 elif isinstance(item, Failed):
@@ -139,6 +142,7 @@ class EventStream(Response):
                         await send(_part(item.data, more=not item.last))
                     if item.last:
                         break
+                item = await self._source.next(self._ping_s)
         except RefusedError as error:  # the answer has begun, so it is an event
             self._about["error"] = error.code or error.message
             await send(_part(_error_event(error, self._generation), more=False))
@@ -146,6 +150,13 @@ class EventStream(Response):
             self._about["status"] = CLIENT_CLOSED
         finally:
             await self._source.close()
+
+    async def _first(self) -> Item | None:
+        """What comes soon enough to go with the head of the answer."""
+        try:
+            return await self._source.next(min(_TOGETHER_S, self._ping_s))
+        except RefusedError as error:
+            return Failed.of(error)
 
 
 def _part(data: bytes, *, more: bool = True) -> Message:

@@ -88,6 +88,7 @@ def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) ->
             timeout_s=settings.request_timeout_s,
             spec_metrics=settings.spec_metrics,
             max_sequence=settings.max_sequence_tokens,
+            interval_s=settings.stream_interval_ms / 1000,
         )
         items: AsyncIterator[Item] = router.stream(generation_request, context)
         return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from paceline.core.detokenizer import Decodes, Tokenizer
 from paceline.core.errors import BackendError, PlacementError
 from paceline.engine.request import Request, TargetLimits
-from paceline.serving.gathering import Gathering
 from paceline.serving.openai.chat import ChatRequest, NamedTool
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -43,6 +42,9 @@ from paceline.workers.shared_engine import SharedEngine
 
 log = logging.getLogger("paceline")
 
+_TOGETHER_S = 0.05  # that a request may wait for its first token until it is said that a model takes it
+_BODY_S = 0.25  # between the parts of an answer that is not streamed: it is written down on the way, not all at its end
+
 
 class ModelServer:
     """Serves one model. Used from one event loop; its calls share the rounds of the engine.
@@ -61,7 +63,6 @@ class ModelServer:
             reasoning=None if form.reasoning is None else form.reasoning.name,
         )
         self._calls: AsyncEngine | None = None
-        self._answers = 0  # under way
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
@@ -76,39 +77,34 @@ class ModelServer:
         if self._calls is None or self._calls.is_over:
             self._calls = AsyncEngine(self._engine)
         self._calls.check_loop()
-        gathering, answer = Gathering(), None
-        self._answers += 1
+        answer = None
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
-            async with aclosing(self._generate(requests, context)) as updates:
+            async with aclosing(self._generate(requests, context, stream=request.stream)) as updates:
                 first = asyncio.ensure_future(anext(updates, None))
                 try:
-                    await asyncio.sleep(0)  # the call is enqueued, or refused
-                    if not first.done():
+                    # The call is enqueued, or refused, and perhaps its first token is there.
+                    await asyncio.wait([first], timeout=_TOGETHER_S)
+                    if first.done() and first.exception() is None:
+                        yield Accepted(prompts.num_tokens, followed=True)
+                    elif not first.done():
                         yield Accepted(prompts.num_tokens)
-                        update = await first
-                    else:
-                        update = first.result()
-                        yield Accepted(prompts.num_tokens)
+                    update = await first
                 finally:
                     first.cancel()
                     await asyncio.wait([first])  # a generator that runs cannot be closed
                 while update is not None:
-                    data = gathering.add(answer.push(update.outputs), answers=self._answers, ended=update.ended)
+                    data = answer.push(update.outputs)
                     if update.ended and update.error is None:
                         yield Chunk(data + answer.end(), answer.sent, last=True)
                         return
                     if data:
                         yield Chunk(data, answer.sent)
                     update = await anext(updates, None)
-            yield Chunk(gathering.rest() + answer.end(), answer.sent, last=True)
+            yield Chunk(answer.end(), answer.sent, last=True)
         except Exception as error:  # tokenizers too, which raise errors of any class
-            if answer is not None and (data := gathering.rest()):
-                yield Chunk(data, answer.sent)
             yield Failed.of(refusal(error, request.prompt_field), lost=isinstance(error, BackendError | PlacementError))
-        finally:
-            self._answers -= 1
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""
@@ -135,10 +131,13 @@ class ModelServer:
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
         )
 
-    async def _generate(self, requests: Sequence[Request], context: RequestContext) -> AsyncGenerator[CallUpdate, None]:
+    async def _generate(
+        self, requests: Sequence[Request], context: RequestContext, *, stream: bool
+    ) -> AsyncGenerator[CallUpdate, None]:
         assert self._calls is not None, "stream() has made it"
         deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
-        call = Call(f"{context.id}-{time.monotonic_ns()}", requests, key=context.client, deadline=deadline)
+        ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if stream else _BODY_S
+        call = Call(ticket, requests, key=context.client, deadline=deadline, interval_s=interval_s)
         async with aclosing(self._calls.generate(call)) as updates:
             async for update in updates:
                 yield update

@@ -29,7 +29,7 @@ from paceline.serving.metrics import MetricSet, timed
 from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
-from paceline.serving.router import Item, ModelCard, PlacedModel, RequestContext
+from paceline.serving.router import Accepted, Item, ModelCard, PlacedModel, RequestContext
 from paceline.serving.watch import watch_cluster
 from paceline.text.tokenizer import load_tokenizer
 from paceline.workers.target import TargetHost, make_target
@@ -67,14 +67,14 @@ class ModelReplica:
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
-    ) -> AsyncIterator[Item]:
-        """See `ModelServer.stream`."""
+    ) -> AsyncIterator[Item | tuple[Item, ...]]:
+        """See `ModelServer.stream`. Several items that are there together are one message."""
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
         answer = self._server.stream(request, context, skip)
         async with aclosing(timed(answer, self._metrics, resumed=bool(skip))) as items:  # type: ignore[type-var]
-            async for item in items:
-                yield item
+            async for message in messages(items):
+                yield message
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""
@@ -120,6 +120,7 @@ class ModelReplica:
     async def _count(self) -> None:
         while True:
             self._update_metrics()
+            await asyncio.to_thread(self._metrics.to_ray())
             await asyncio.sleep(_FIGURES_S)
 
     def _update_metrics(self) -> None:
@@ -130,6 +131,17 @@ class ModelReplica:
         group: ReplicaGroup | None = self.__dict__.get("_group")
         if group is not None:
             group.close()
+
+
+async def messages(items: AsyncIterator[Item]) -> AsyncIterator[Item | tuple[Item, ...]]:
+    """Items of an answer as they are sent: those that are there together are one message."""
+    begun: tuple[Item, ...] = ()
+    async for item in items:
+        if isinstance(item, Accepted) and item.followed:
+            begun = (item,)
+            continue
+        yield (*begun, item) if begun else item
+        begun = ()
 
 
 class _Heartbeat:

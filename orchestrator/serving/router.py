@@ -35,6 +35,7 @@ class RequestContext:
     deadline      seconds since 1970 when the answer must be complete; None: never
     spec_metrics  what the answer says about acceptance, unless the request says it
     max_sequence  tokens of a prompt and its answer together; None: as many as the model has positions
+    interval_s    between the messages of a stream, at least; see `paceline.workers.calls.Call`
     """
 
     id: str
@@ -43,6 +44,7 @@ class RequestContext:
     deadline: float | None = None
     spec_metrics: SpecMetrics = "none"
     max_sequence: int | None = None
+    interval_s: float = 0.0
 
     @classmethod
     def new(
@@ -52,19 +54,25 @@ class RequestContext:
         timeout_s: float | None = None,
         spec_metrics: SpecMetrics = "none",
         max_sequence: int | None = None,
+        interval_s: float = 0.0,
     ) -> RequestContext:
         """Of a request that comes in now."""
         now = time.time()
         client = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
         deadline = None if timeout_s is None else now + timeout_s
-        return cls(secrets.token_hex(12), int(now), client, deadline, spec_metrics, max_sequence)
+        return cls(secrets.token_hex(12), int(now), client, deadline, spec_metrics, max_sequence, interval_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first item of an answer: a model takes the request. ``prompt_tokens``: of all its prompts."""
+    """The first item of an answer: a model takes the request.
+
+    prompt_tokens  of all its prompts
+    followed       the next item is there already, so that both can go as one message
+    """
 
     prompt_tokens: int
+    followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

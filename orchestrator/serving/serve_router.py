@@ -166,17 +166,22 @@ class ServeRouter:
             RayError, RayServeException, TimeoutError: it is lost, or there is none.
         """
         items = self._routes[request.model].handle.options(stream=True).stream.remote(request, context, tuple(sent))
+        ended = False
         try:
             iterator = aiter(items)
             try:
-                yield await asyncio.wait_for(anext(iterator), seconds)
+                message = await asyncio.wait_for(anext(iterator), seconds)
+                while True:
+                    for item in message if isinstance(message, tuple) else (message,):
+                        ended = isinstance(item, Failed) or (isinstance(item, Chunk) and item.last)
+                        yield item
+                    message = await anext(iterator)
             except StopAsyncIteration:
                 return
-            async for item in iterator:
-                yield item
         finally:
-            with suppress(Exception):  # it may be done, or its replica gone
-                items.cancel()
+            if not ended:
+                with suppress(Exception):  # it may be done, or its replica gone
+                    items.cancel()
 
     # ---- other questions
 

@@ -13,6 +13,8 @@ SpecMetrics = Literal["none", "summary", "detailed"]
 """As vLLM's ``--per-request-spec-decode-metrics``."""
 
 DEFAULT_MAX_BODY = 1 << 20
+DEFAULT_STREAM_INTERVAL_MS = 20.0
+MAX_STREAM_INTERVAL_MS = 1000.0  # more is no stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class ApiSettings:
     max_requests_per_key   requests of one API key that are answered or wait at the same time; None: any number
     request_timeout_s   seconds that an answer may take; None: as long as it takes
     ping_s              seconds of silence in a stream after which a comment is sent, so that no proxy closes it
+    stream_interval_ms  between the messages of a stream, which have the events of all rounds since the last one. The
+                        first token, the end and errors do not wait. 0: a message for every round
     spec_metrics        what answers say about acceptance: nothing, totals, or every step too
     access_log          whether every request is logged, as a line of JSON
     page                whether the page at / is served
@@ -39,6 +43,7 @@ class ApiSettings:
     max_requests_per_key: int | None = None
     request_timeout_s: float | None = None
     ping_s: float = 15.0
+    stream_interval_ms: float = DEFAULT_STREAM_INTERVAL_MS
     spec_metrics: SpecMetrics = "summary"
     access_log: bool = True
     page: bool = True
@@ -56,6 +61,9 @@ class ApiSettings:
             raise ConfigurationError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
         if not self.ping_s > 0:
             raise ConfigurationError(f"ping_s must be above 0, not {self.ping_s}")
+        if not 0 <= self.stream_interval_ms <= MAX_STREAM_INTERVAL_MS:
+            most = f"{MAX_STREAM_INTERVAL_MS:g}"
+            raise ConfigurationError(f"stream_interval_ms must be from 0 to {most}, not {self.stream_interval_ms}")
         if self.spec_metrics not in get_args(SpecMetrics):
             raise ConfigurationError(
                 f"spec_metrics={self.spec_metrics!r} is unknown; use {', '.join(get_args(SpecMetrics))}"

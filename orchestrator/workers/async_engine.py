@@ -90,9 +90,4 @@ class _Stream:
         await self._came.wait()
         self._came.clear()
         taken, self._updates = self._updates, deque()
-        if len(taken) == 1:
-            return taken[0]
-        outputs = tuple(output for update in taken for output in update.outputs)
-        finished = tuple(timing for update in taken for timing in update.finished)
-        last = taken[-1]
-        return CallUpdate(last.ticket, outputs, finished, last.ended, last.error)
+        return CallUpdate.joined(taken)

@@ -28,6 +28,8 @@ class Call:
     verify_width  see `paceline.engine.request.SamplingParams`
     key           who asks: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
+    interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
+                  errors do not wait. 0 = an update for every round
     """
 
     ticket: str
@@ -36,6 +38,7 @@ class Call:
     verify_width: int | None = None
     key: str = ""
     deadline: float | None = None
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class CallUpdate:
-    """What one call hears of one step of the engine.
+    """What one call hears of one step of the engine, or of several together.
 
     ticket    of the call
     outputs   what its requests gained
@@ -70,6 +73,16 @@ class CallUpdate:
     finished: tuple[RequestTiming, ...] = ()
     ended: bool = False
     error: Exception | None = None
+
+    @classmethod
+    def joined(cls, updates: Sequence[CallUpdate]) -> CallUpdate:
+        """Those of one call, in order, as one."""
+        if len(updates) == 1:
+            return updates[0]
+        outputs = tuple(output for update in updates for output in update.outputs)
+        finished = tuple(timing for update in updates for timing in update.finished)
+        last = updates[-1]
+        return cls(last.ticket, outputs, finished, last.ended, last.error)
 
 
 Sink = Callable[[list[CallUpdate]], None]
@@ -152,17 +165,20 @@ class CallState:
         self.running[request.index] = SeatedTimes(monotonic())
         return request, emitted
 
-    def update(self, outputs: Sequence[RequestOutput]) -> CallUpdate:
-        """What its caller hears of a step in which its requests gained these outputs."""
-        finished, now = [], monotonic()
+    def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, bool]:
+        """What its caller hears of a step in which its requests gained these outputs, and whether one of them is the
+        first or the last of its request.
+        """
+        finished, now, urgent = [], monotonic(), False
         for output in outputs:
             times = self.running[output.index]
             if times.first is None:
-                times.first = now
+                times.first, urgent = now, True
             if output.finish_reason is not None:
                 del self.running[output.index]
                 self.unfinished -= 1
                 queue, prefill = times.seated - self.arrived, times.first - times.seated
                 finished.append(RequestTiming(self.indices[output.index], queue, prefill, now - times.first))
         own_outputs = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
-        return CallUpdate(self.call.ticket, own_outputs, tuple(finished), ended=not self.unfinished)
+        update = CallUpdate(self.call.ticket, own_outputs, tuple(finished), ended=not self.unfinished)
+        return update, urgent or bool(finished)

@@ -28,6 +28,7 @@ from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallState, CallUpdate, Sink
 from paceline.workers.engine_figures import EngineFigures, Totals
+from paceline.workers.holding import Holding
 from paceline.workers.replay import Replay
 from paceline.workers.turns import Turns
 
@@ -63,7 +64,7 @@ class SharedEngine:
         self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
         self._verify_width: int | None = None  # of the rounds that run now
         self._numbers = count()
-        self._totals = Totals()
+        self._totals, self._holding = Totals(), Holding()
         self.heartbeat = 0
         self.failure: Exception | None = None
         threading.Thread(
@@ -183,7 +184,7 @@ class SharedEngine:
                 self._fail(error)
 
     def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
-        """Tell every sink of a step, once."""
+        """Tell every sink of a step, once; or of several, where its calls ask for that."""
         with self._changed:
             gained: dict[int, tuple[CallState, list[RequestOutput]]] = {}
             for output in outputs:
@@ -193,18 +194,17 @@ class SharedEngine:
                 gained.setdefault(id(state), (state, []))[1].append(output)
                 if output.finish_reason is not None:
                     del self._running[output.index]
-            told: dict[Sink, list[CallUpdate]] = {}
             for state, own in gained.values():
                 error = state.failed or next((one.error for one in own if one.error is not None), None)
                 if error is not None:
                     self._end(state, error)
                     continue
-                update = state.update(own)
+                update, urgent = state.update(own)
                 self._totals.finished(update.finished)
                 if update.ended:
                     del self._calls[state.call.ticket]
-                told.setdefault(state.sink, []).append(update)
-            for sink, updates in told.items():
+                self._holding.add(state, update, urgent=urgent)
+            for sink, updates in self._holding.due().items():
                 sink(updates)
 
     def _after_run(self) -> None:
@@ -219,7 +219,8 @@ class SharedEngine:
         self._aborted.update(state.running)
         for number in state.running:
             self._running.pop(number, None)
-        state.sink([CallUpdate(state.call.ticket, ended=True, error=error)])
+        held = self._holding.end(state.call.ticket)
+        state.sink([CallUpdate.joined([*held, CallUpdate(state.call.ticket, ended=True, error=error)])])
 
     def _end_late(self) -> None:
         """End the calls whose time is over."""

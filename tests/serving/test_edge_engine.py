@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -12,7 +13,6 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.engine.request import Request
-from paceline.serving import gathering
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
 from paceline.serving.model_server import ModelServer
@@ -22,6 +22,7 @@ from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.prompts import ChatFormat, Prompts, chat_prompts
+from paceline.serving.replica import messages
 from paceline.serving.router import Accepted, Chunk, Failed, RequestContext
 from paceline.serving.sampling import sampling_params
 from paceline.serving.settings import ApiSettings
@@ -250,22 +251,29 @@ BODIES: list[tuple[type[Any], dict[str, object]]] = [
 ]
 
 
-async def items(made: ModelServer, request: GenerationRequest, skip: Sequence[int] = ()) -> list[Chunk]:
-    found = [item async for item in made.stream(request, CONTEXT, skip)]
+async def items(
+    made: ModelServer, request: GenerationRequest, skip: Sequence[int] = (), *, interval_s: float = 0.0
+) -> list[Chunk]:
+    found = [item async for item in made.stream(request, replace(CONTEXT, interval_s=interval_s), skip)]
     assert not any(isinstance(item, Failed) for item in found), found
     assert isinstance(found[0], Accepted)
     return [item for item in found if isinstance(item, Chunk)]
 
 
+@pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["every round", "held"])
 @pytest.mark.parametrize(("kind", "fields"), BODIES)
-def test_another_server_goes_on_where_the_first_was_lost(kind: type[Any], fields: dict[str, object]) -> None:
-    """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events."""
+def test_another_server_goes_on_where_the_first_was_lost(
+    kind: type[Any], fields: dict[str, object], interval_s: float
+) -> None:
+    """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events. What
+    waited for its chunk when the first was lost was not sent, and comes from the other.
+    """
     body = {"model": "m", "stream": True, "seed": 5, "stream_options": {"include_usage": True}, **fields}
     request = read_body(kind, json.dumps(body).encode())
 
     async def work() -> None:
         first, second = server(), server()
-        chunks = await items(first, request)
+        chunks = await items(first, request, interval_s=interval_s)
         whole = contents(b"".join(chunk.data for chunk in chunks))
         for cut in range(1, len(chunks)):
             sent = b"".join(chunk.data for chunk in chunks[:cut])
@@ -276,18 +284,40 @@ def test_another_server_goes_on_where_the_first_was_lost(kind: type[Any], fields
     asyncio.run(work())
 
 
-def test_a_stream_whose_events_wait_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_rounds_wait_is_the_same() -> None:
+    """Text, log-probabilities, acceptance and usage."""
     body = {"model": "m", "stream": True, "seed": 5, "prompt": "abc", "max_tokens": 80, "ignore_eos": True}
+    body |= {"logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": True}}
     request = read_body(CompletionRequest, json.dumps(body).encode())
-    at_once = asyncio.run(items(server(), request))
-    monkeypatch.setattr(gathering, "MANY", 1)
-    monkeypatch.setattr(gathering, "OFTEN_S", float("inf"))
-    waited = asyncio.run(items(server(), request))
-    assert len(waited) <= 2, "the first events, and all others with the last"
-    assert contents(b"".join(one.data for one in waited)) == contents(b"".join(one.data for one in at_once))
+    at_once, waited = (asyncio.run(items(server(), request, interval_s=wait)) for wait in (0.0, float("inf")))
+    assert len(waited) == 2, "the first events, and all others with the last"
+    assert len(at_once) > 10 and (at_once[0].sent, at_once[-1].sent) == (waited[0].sent, waited[-1].sent)
+    found = [contents(b"".join(one.data for one in chunks)) for chunks in (at_once, waited)]
+    assert found[0] == found[1] and len(found[0]["ids", 0]) == len(found[0]["logprobs", 0]) == 80
+    assert found[0]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
 
-def contents(data: bytes) -> dict[object, object]:
+def test_an_answer_that_is_not_streamed_is_one_chunk() -> None:
+    request = read_body(CompletionRequest, b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 80}')
+    (chunk,) = asyncio.run(items(server(), request))
+    assert chunk.last and json.loads(chunk.data)["usage"]["completion_tokens"] == sum(chunk.sent)
+
+
+def test_a_first_token_that_is_there_soon_is_said_to_be() -> None:
+    """So that a replica sends both in one message."""
+    request = read_body(
+        CompletionRequest, b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
+    )
+
+    async def sent() -> list[Any]:
+        return [one async for one in messages(server().stream(request, CONTEXT))]
+
+    begun, *rest = asyncio.run(sent())
+    assert isinstance(begun, tuple) and [type(one) for one in begun] == [Accepted, Chunk] and begun[0].followed
+    assert rest and all(isinstance(one, Chunk) for one in rest)
+
+
+def contents(data: bytes) -> dict[object, Any]:
     """What a client has of a stream: text by choice, roles, finish reasons, usage, numbers of events."""
     found: dict[object, Any] = {}
     for part in data.decode().split("\n\n"):
@@ -302,5 +332,8 @@ def contents(data: bytes) -> dict[object, object]:
             found[choice["index"]] = found.get(choice["index"], "") + (delta.get("content") or delta.get("text") or "")
             found["role", choice["index"]] = found.get(("role", choice["index"]), 0) + ("role" in delta)
             found["finish", choice["index"]] = choice["finish_reason"]
-        found["usage"] = event.get("usage")
+            found.setdefault(("ids", choice["index"]), []).extend(choice.get("token_ids", []))
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs", [])
+            found.setdefault(("logprobs", choice["index"]), []).extend(logprobs)
+        found["usage"], found["metrics"] = event.get("usage"), event.get("metrics")
     return found

@@ -321,6 +321,8 @@ def test_a_long_body_does_not_hold_up_the_loop() -> None:
         {"max_sequence_tokens": -1},
         {"ping_s": 0},
         {"request_timeout_s": 0},
+        {"stream_interval_ms": -1},
+        {"stream_interval_ms": 5000},
         {"spec_metrics": "all"},
     ],
 )

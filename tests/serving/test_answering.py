@@ -1,0 +1,90 @@
+"""How an answer is sent: what goes together, and what goes when nothing comes. The model's side is a queue of items."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from starlette.requests import Request
+
+from paceline.serving.answering import EventStream, answer
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.router import Accepted, Chunk, Item, RequestContext
+
+GENERATION = CompletionRequest(model="m", prompt="x", stream=True)
+
+
+class Slowly:
+    """A source of items that a test lets through one by one."""
+
+    def __init__(self, *items: Item) -> None:
+        self.let, self.taken = asyncio.Queue[Item](), 0
+        for item in items:
+            self.let.put_nowait(item)
+
+    def __aiter__(self) -> Slowly:
+        return self
+
+    async def __anext__(self) -> Item:
+        item = await self.let.get()
+        self.taken += 1
+        return item
+
+
+class Client:
+    """Waits for its answer. ``sent``: kind of each message, its bytes, and how many items were taken by then."""
+
+    def __init__(self, source: Slowly) -> None:
+        self._source, self.sent = source, list[tuple[str, bytes, int]]()
+        self.scope: dict[str, Any] = {"type": "http", "state": {"access": {}}}
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def send(self, message: Any) -> None:
+        kind = message["type"].rpartition(".")[2]
+        self.sent.append((kind, message.get("body", b""), self._source.taken))
+
+    async def answer(self) -> EventStream:
+        context = RequestContext("a", 0)
+        made = await answer(Request(self.scope, self.receive), GENERATION, self._source, ping_s=600.0, context=context)
+        assert isinstance(made, EventStream)
+        return made
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_the_head_goes_with_the_first_events_if_they_come_soon(soon: bool) -> None:
+    """Ray Serve makes one message of what is sent without a pause. Where nothing comes, the head goes alone."""
+
+    async def work() -> list[tuple[str, bytes, int]]:
+        source = Slowly(Accepted(1), *([Chunk(b"a", (1,))] if soon else []))
+        client = Client(source)
+        made = await client.answer()
+        running = asyncio.create_task(made(client.scope, client.receive, client.send))
+        while not client.sent:
+            await asyncio.sleep(0.002)
+        source.let.put_nowait(Chunk(b"b", (2,), last=True))
+        await running
+        return client.sent
+
+    sent = asyncio.run(work())
+    assert sent == ([("start", b"", 2), ("body", b"a", 2)] if soon else [("start", b"", 1)]) + [
+        ("body", b"b", 3 if soon else 2)
+    ]
+
+
+def test_a_failure_before_the_first_event_has_a_head() -> None:
+    async def work() -> list[tuple[str, bytes, int]]:
+        client = Client(Slowly(Accepted(1)))
+        made = await client.answer()
+        made._source._deadline = 0.0  # it is over when the first event could go
+        await made(client.scope, client.receive, client.send)
+        return client.sent
+
+    head, failure = asyncio.run(work())
+    assert head[0] == "start" and failure[0] == "body" and b"deadline_exceeded" in failure[1]
