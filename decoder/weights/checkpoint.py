@@ -257,7 +257,7 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
                 f"{place.file}: {name} has shape {list(place.info.shape)}, but {_configuration(place.file)} asks for "
                 f"{list(spec.shape)}; use the one that belongs to these weights."
             )
-        if not (place.scaled and spec.is_matrix and not spec.transposed):
+        if not (place.scaled and spec.is_matrix):
             check_stored(name, place.info.dtype, where=place.file)
 
 

@@ -1,8 +1,10 @@
 """What config.json says of quantised weights in a safetensors checkpoint, and which formats of compressed-tensors are
-read: ``int-quantized`` and ``float-quantized``, which are written here too, and ``pack-quantized``.
+read and written here: ``int-quantized``, ``float-quantized`` and ``pack-quantized``.
 
 A matrix X.weight is int8 or float8_e4m3fn [N, K], and X.weight_scale has a scale for every row, [N, 1], or one for all
-of them, [1]; config.json says so in ``quantization_config``. Weights alone are quantised. Not here: the files, how
+of them, [1]; config.json says so in ``quantization_config``. What compressed-tensors has no place for is written in the
+same layout under another ``quant_method``, so that no other program takes it for what it is not: float8_e5m2, and
+matrices that a family stores as [K, N], with scales [1, N]. Weights alone are quantised. Not here: the files, how
 numbers are rounded, and packed matrices (`paceline.decoder.weights.packed`).
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import UnknownArchitectureError
-from paceline.decoder.weights.quantize import WeightFormat
+from paceline.decoder.weights.quantize import GROUP, WeightFormat
 
 SCALE = "_scale"
 """Behind the name of a matrix: its scales."""
@@ -40,7 +42,10 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 }
 """What config.json says of a checkpoint that is written here with ``quantization="int8"``."""
 
-STORED_FORMATS = {"I8": WeightFormat.INT8, "F8_E4M3": WeightFormat.FP8_E4M3}
+OWN_METHOD = "paceline"
+"""The ``quant_method`` of what other programs do not read."""
+
+STORED_FORMATS = {"I8": WeightFormat.INT8, "F8_E4M3": WeightFormat.FP8_E4M3, "F8_E5M2": WeightFormat.FP8_E5M2}
 """By what safetensors call a type: the format of a matrix with scales."""
 
 _EIGHT_BITS: dict[str, tuple[object, ...]] = {
@@ -67,16 +72,25 @@ _WEIGHTS = {
 _NOTHING: tuple[object, ...] = (None, {}, [])
 
 
-def quantization_config(form: WeightFormat) -> dict[str, Any] | None:
-    """What config.json says of matrices in a format; None: the layout has no place for it."""
-    if form not in (WeightFormat.INT8, WeightFormat.INT8_PER_TENSOR, WeightFormat.FP8_E4M3):
+def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str, Any] | None:
+    """What config.json says of matrices in a format; None: the layout has no place for it.
+
+    turned  whether the family stores its matrices as [in, out]
+    """
+    if form is WeightFormat.Q4_1 or (turned and form.block_bytes):
         return None
     made = copy.deepcopy(QUANTIZATION_CONFIG)
     weights = made["config_groups"]["group_0"]["weights"]
-    if form is WeightFormat.FP8_E4M3:
+    if form.block_bytes:
+        bits = 4 if form is WeightFormat.Q4_0 else 8
+        made["format"] = "pack-quantized"
+        weights.update(num_bits=bits, strategy="group", group_size=GROUP)
+    if form.dtype.is_floating_point:
         made["format"], weights["type"] = "float-quantized", "float"
     if form is WeightFormat.INT8_PER_TENSOR:
         weights["strategy"] = "tensor"
+    if turned or form is WeightFormat.FP8_E5M2:
+        made["quant_method"] = OWN_METHOD
     return made
 
 
@@ -89,8 +103,8 @@ def check_quantization_config(values: object, where: str) -> None:
     wrong = _why_not(values)
     if wrong:
         raise UnknownArchitectureError(
-            f"{where}: quantization_config says that the weights are quantised, and of that only int8 and float8_e4m3 "
-            "weights with a scale for every row or matrix, and 4 or 8 bits in groups, are supported "
+            f"{where}: quantization_config says that the weights are quantised, and of that only 8-bit weights "
+            "with a scale for every row or matrix, and 4 or 8 bits in groups, are supported "
             f"(compressed-tensors, {', '.join(_WEIGHTS)}), not {wrong}; use the checkpoint in float32, bfloat16 or "
             "float16, and quantization=... when loading it."
         )
@@ -101,7 +115,7 @@ def _why_not(values: object) -> str:
         return f"a {type(values).__name__}"
     form = values.get("format")
     for name, allowed in (
-        ("quant_method", ("compressed-tensors",)),
+        ("quant_method", ("compressed-tensors", OWN_METHOD)),
         ("format", tuple(_WEIGHTS)),
         ("kv_cache_scheme", _NOTHING),
         ("transform_config", _NOTHING),

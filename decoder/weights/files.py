@@ -32,7 +32,7 @@ _CANDIDATES = (
     "pytorch_model.bin.index.json",
 )
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPE_NAMES = {**_FLOATS, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+_DTYPE_NAMES = {**_FLOATS, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 FLOAT_NAMES = frozenset(_FLOATS.values())
 _SPLIT = "pytorch_model.bin"  # a folder of that name has a file for every tensor, see `paceline.decoder.weights.split`
 _PRESHARDED = "DecoderLMHead.safetensors"

@@ -103,36 +103,47 @@ class PackedFile:
         return self.read(name).narrow(1, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        """See `WeightFile`. A symmetric matrix of 4 bits is Q4_0 where its scales are numbers of float16, and one of 8
-        bits with a scale for every row is int8, number by number.
+        """See `WeightFile`. A symmetric matrix in groups is Q4_0, or, where that is wanted, Q8_0, if its scales are
+        numbers of float16, and one of 8 bits with a scale for every row is int8, number by number.
         """
         if name not in self.matrices:
             return self.source.read_quantized(name, wanted)
         matrix = self._matrix(name)
-        rows, columns = self.matrices[name]
-        if matrix.zeros is not None or wanted not in (
-            None,
-            WeightFormat.INT8 if matrix.bits == 8 else WeightFormat.Q4_0,
-        ):
+        if matrix.zeros is not None:
             return None
-        if matrix.bits == 8:
-            if matrix.groups > 1 or not bool((matrix.scales > 0).all()):
-                return None
-            numbers = torch.empty(rows, columns, dtype=torch.int8)
-            for span in _spans(rows, columns):
-                numbers[slice(*span)] = self._numbers(matrix, span)
-            return QuantizedTensor(numbers, matrix.scales[:, 0].clone(), WeightFormat.INT8, columns)
+        if matrix.bits == 8 and wanted in (None, WeightFormat.INT8):
+            return self._integers(matrix)
+        form = WeightFormat.Q4_0 if matrix.bits == 4 else WeightFormat.Q8_0
+        return self._blocks(matrix, form) if wanted in (None, form) else None
+
+    def _integers(self, matrix: _Matrix) -> QuantizedTensor | None:
+        """Of 8 bits, with a scale for every row."""
+        rows, columns = self.matrices[matrix.name]
+        if matrix.groups > 1 or not bool((matrix.scales > 0).all()):
+            return None
+        numbers = torch.empty(rows, columns, dtype=torch.int8)
+        for span in _spans(rows, columns):
+            numbers[slice(*span)] = self._numbers(matrix, span)
+        return QuantizedTensor(numbers, matrix.scales[:, 0].clone(), WeightFormat.INT8, columns)
+
+    def _blocks(self, matrix: _Matrix, form: WeightFormat) -> QuantizedTensor | None:
+        """As blocks of GGUF, where their scales are the same numbers."""
+        rows, columns = self.matrices[matrix.name]
         half = matrix.scales.half()
         if columns // matrix.groups % GROUP or not torch.equal(half.float(), matrix.scales):
             return None
         blocks = columns // GROUP
-        data = torch.empty(rows, WeightFormat.Q4_0.row_bytes(columns), dtype=torch.uint8)
+        data = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
         for span in _spans(rows, columns):
             scales = half[slice(*span)].repeat_interleave(blocks // matrix.groups, 1).unsqueeze(2).contiguous()
-            nibbles = (self._numbers(matrix, span) + 8).view(torch.uint8).view(-1, blocks, 2, GROUP // 2)
-            low, high = nibbles.unbind(2)
-            data[slice(*span)] = torch.cat((scales.view(torch.uint8), low | high << 4), 2).flatten(1)
-        return QuantizedTensor(data, None, WeightFormat.Q4_0, columns)
+            numbers = self._numbers(matrix, span)
+            if form is WeightFormat.Q8_0:
+                block = numbers.view(torch.uint8).view(-1, blocks, GROUP)
+            else:
+                low, high = (numbers + 8).view(torch.uint8).view(-1, blocks, 2, GROUP // 2).unbind(2)
+                block = low | high << 4
+            data[slice(*span)] = torch.cat((scales.view(torch.uint8), block), 2).flatten(1)
+        return QuantizedTensor(data, None, form, columns)
 
     def _floats(self, name: str, span: tuple[int, int]) -> Tensor:
         """Rows of a packed matrix, float32 [n, K]."""
@@ -197,6 +208,29 @@ class PackedFile:
             if part not in other.infos():
                 raise MissingWeightsError(f"{file} lacks {part}, which its index names; download the checkpoint again.")
             return other.read(part).clone()
+
+
+def packed_parts(name: str, matrix: QuantizedTensor) -> dict[str, Tensor]:
+    """The tensors of a matrix of Q4_0 or Q8_0, by their names; read again they are the same blocks."""
+    form, (rows, columns) = matrix.format, matrix.shape
+    assert form in (WeightFormat.Q4_0, WeightFormat.Q8_0), "blocks with a scale alone"
+    bits = 4 if form is WeightFormat.Q4_0 else 8
+    blocks = matrix.data.view(rows, -1, form.block_bytes)
+    words = torch.empty(rows, columns * bits // 32, dtype=torch.int32)
+    for span in _spans(rows, columns):
+        stored = blocks[slice(*span), :, 2:]
+        # Words are little-endian, as the processors are: their bytes in order, two numbers of 4 bits in each.
+        if bits == 4:
+            numbers = torch.cat((stored & 15, stored >> 4), 2).flatten(1)
+            line = numbers[:, 0::2] | numbers[:, 1::2] << 4
+        else:
+            line = (stored ^ 0x80).flatten(1)  # 128 more than the signed number
+        words[slice(*span)] = line.contiguous().view(torch.int32)
+    return {
+        name + _PACKED: words,
+        name + _SCALE: blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2),
+        name + _SHAPE: torch.tensor([rows, columns]),
+    }
 
 
 def _is_part(name: str, infos: dict[str, TensorInfo], elsewhere: dict[str, str]) -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError, WeightValueError
 from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
+from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.files import WeightFile, is_gguf, is_mapped, open_weight_file
 from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize, quantize_pieces
-from paceline.decoder.weights.scaled import within_e4m3
+from paceline.decoder.weights.scaled import scale_name, scaled_matrix, within_e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSli
         WeightValueError: it holds NaN or infinity.
     """
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
-    made = stored.source.read_quantized(stored.name, form)
+    made = _turned(stored, form) if stored.spec.transposed else stored.source.read_quantized(stored.name, form)
     if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
         made = within_e4m3(made)
     if made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR:
@@ -79,6 +80,24 @@ def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSli
         return made.columns_of(*span, part.size)
     pieces = [made.rows(*span) for span in part.ranges]
     return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
+
+
+def _turned(stored: TensorInFile, form: WeightFormat | None) -> QuantizedTensor | None:
+    """A matrix that is stored as [in, out], in 8 bits with scales beside it, as [out, in]."""
+    infos = stored.source.infos()
+    scale = scale_name(stored.name, infos)
+    if scale is None:
+        return None
+    found = STORED_FORMATS[infos[stored.name].dtype]
+    if form not in (None, found):
+        return None
+    return scaled_matrix(
+        stored.name,
+        found,
+        _shape(stored),
+        read=lambda begin, end: stored.source.read_range(stored.name, (begin, end), dim=1).t(),
+        scales=stored.source.read(scale),
+    )
 
 
 def read_tensor(stored: TensorInFile, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:

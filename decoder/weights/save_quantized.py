@@ -1,7 +1,8 @@
-"""`save_quantized`: a checkpoint with weights of 8 bits, made of one with floats, in the layout of compressed-tensors.
+"""`save_quantized`: a checkpoint with weights of 8 or 4 bits, made of one with floats, in the layout of
+compressed-tensors.
 
-It loads faster and takes a quarter of the disk of float32; the model is the one that the same ``quantization`` makes of
-the original when it is loaded, number by number.
+It loads faster and takes a quarter of the disk of float32, or less; the model is the one that the same ``quantization``
+makes of the original when it is loaded, number by number.
 """
 
 import json
@@ -21,6 +22,7 @@ from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.compressed import SCALE, quantization_config
 from paceline.decoder.weights.files import is_gguf, write_weight_file
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.packed import packed_parts
 from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 
 _COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
@@ -29,20 +31,22 @@ _COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "v
 def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str], quantization: str = "int8") -> None:
     """Write the checkpoint ``path`` into ``folder`` with quantised matrices: those of layers and of the vocabulary.
 
-    `AutoDecoder.from_pretrained` loads it as it stands, without an option.
+    `AutoDecoder.from_pretrained` loads 8 bits with scales for rows as they stand, without an option. "q4_0" and "q8_0"
+    are written as numbers that are packed in groups, which it loads as ``amp`` says, or as they stand if it is given
+    the same ``quantization``.
 
     Raises:
-        ConfigurationError: the format is none of "int8", "int8_per_tensor" and "fp8_e4m3", both folders are
-            one, or the family stores its matrices turned.
+        ConfigurationError: the format is none of "int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0" and "q4_0",
+            both folders are one, or the family stores its matrices turned and the format has blocks.
         CheckpointError: the checkpoint cannot be used.
         StorageError: the folder cannot be written.
     """
     place, into = checkpoint_path(path), Path(folder)
-    said = None if quantization == "gguf" else quantization_config(WeightFormat.of(quantization))
-    if said is None:
+    form = None if quantization == "gguf" else WeightFormat.of(quantization)
+    if form is None or form is WeightFormat.Q4_1:
         raise ConfigurationError(
-            f"quantization={quantization!r} cannot be saved here: safetensors hold int8, int8_per_tensor and fp8_e4m3; "
-            "blocks of 32 numbers are those of GGUF files, which the package gguf writes"
+            f"quantization={quantization!r} cannot be saved here: safetensors hold int8, int8_per_tensor, fp8_e4m3, "
+            "fp8_e5m2, q8_0 and q4_0; blocks with a least weight are those of GGUF files, which the package gguf writes"
         )
     if is_gguf(place):
         raise ConfigurationError(f"{place} is a GGUF file; save_quantized takes a folder with config.json")
@@ -50,17 +54,16 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
         raise ConfigurationError(f"{into} is the checkpoint itself; name another folder")
     config = ModelConfig.from_pretrained(place)
     specs = registry.family(config.model_type).tensors(config)
-    if any(spec.transposed for spec in specs.values() if spec.is_matrix):
+    said = quantization_config(form, turned=any(spec.transposed for spec in specs.values()))
+    if said is None:
         raise ConfigurationError(
-            f"{config.model_type} stores matrices as [in, out], for which the layout has no place; load it with "
-            "quantization='int8' instead"
+            f"{config.model_type} stores matrices as [in, out], for which there are no blocks; use "
+            "quantization='int8', 'int8_per_tensor', 'fp8_e4m3' or 'fp8_e5m2'"
         )
     tensors: dict[str, Tensor] = {}
     for name, stored in load_weights(place, config, torch.float32, quantization=quantization).items():
         if isinstance(stored, QuantizedTensor):
-            assert stored.scales is not None, "rows have scales"
-            one = stored.format is WeightFormat.INT8_PER_TENSOR
-            tensors[name], tensors[name + SCALE] = stored.data, stored.scales[:1] if one else stored.scales.unsqueeze(1)
+            tensors |= _parts(name, stored, turned=specs[name].transposed)
         else:
             tensors[name] = stored
     with atomic_write(into):
@@ -71,3 +74,14 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
         write_weight_file(into / "model.safetensors", tensors)
         fields = {**read_json_object(place / "config.json"), "quantization_config": said}
         (into / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _parts(name: str, matrix: QuantizedTensor, *, turned: bool) -> dict[str, Tensor]:
+    """The tensors of a quantised matrix [out, in]; ``turned``: as [in, out]."""
+    if matrix.scales is None:
+        return packed_parts(name, matrix)
+    if matrix.format is WeightFormat.INT8_PER_TENSOR:
+        scales = matrix.scales[:1]
+    else:
+        scales = matrix.scales.unsqueeze(0 if turned else 1)
+    return {name: matrix.data.t().contiguous() if turned else matrix.data, name + SCALE: scales}

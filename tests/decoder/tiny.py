@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, object]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     "one key head": {"num_key_value_heads": 1, "head_dim": 16},
     "blocks": {"intermediate_size": 64},
+    "blocks of two ranks": {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128},
     "odd": {
         "hidden_size": 36,
         "num_attention_heads": 9,

@@ -1,0 +1,131 @@
+"""Checkpoints that `save_quantized` writes: read again they are the numbers that loading the original gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline import AutoDecoder, save_quantized
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import Layout, Shard
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.compressed import OWN_METHOD
+from paceline.decoder.weights.packed import packed_parts
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat, quantize
+from tests.decoder import families, tiny
+from tests.decoder.test_packed import packed
+
+ROWS = ["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"]
+BLOCKS = ["q8_0", "q4_0"]
+SHARDS = [None, 0, 1]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Llama with rows of whole blocks; GPT-2, whose products are [in, out]; tied tables; a mixture."""
+    made = {}
+    for name, network in (
+        ("llama", tiny.network("blocks of two ranks")),
+        ("tied", tiny.network("llama 3")),
+        ("gpt2", families.network("gpt2")),
+        ("mixtral", families.network("mixtral")),
+    ):
+        made[name] = tmp_path_factory.mktemp(name)
+        network.save_pretrained(made[name])
+    return made
+
+
+def weights(folder: Path, form: str | None, rank: int | None) -> dict[str, Stored]:
+    config = ModelConfig.from_pretrained(folder)
+    shard = None if rank is None else Shard(config, Layout(2), rank)
+    return load_weights(folder, config, torch.float32, shard=shard, quantization=form)
+
+
+def equal(one: Stored, other: Stored) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    scales = [torch.zeros(0) if found.scales is None else found.scales for found in (one, other)]
+    same = torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and torch.equal(*scales)
+    return same and (one.format.dtype, one.columns) == (other.format.dtype, other.columns)
+
+
+@pytest.mark.parametrize("rank", SHARDS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("llama", form) for form in ROWS + BLOCKS]
+    + [("gpt2", form) for form in ROWS]
+    + [("tied", "fp8_e5m2"), ("mixtral", "fp8_e5m2"), ("mixtral", "int8")],
+)
+def test_every_number_comes_back(
+    originals: dict[str, Path], tmp_path: Path, name: str, form: str, rank: int | None
+) -> None:
+    save_quantized(originals[name], tmp_path / "made", form)
+    expected = weights(originals[name], form, rank)
+    assert sum(isinstance(one, QuantizedTensor) for one in expected.values()) > 10
+    for asked in (None, form) if form in ROWS else (form,):
+        found = weights(tmp_path / "made", asked, rank)
+        assert found.keys() == expected.keys()
+        assert [key for key, one in found.items() if not equal(one, expected[key])] == []
+
+
+def test_packed_matrices_load_as_floats_too(originals: dict[str, Path], tmp_path: Path) -> None:
+    for form in BLOCKS:
+        save_quantized(originals["llama"], tmp_path / form, form)
+        found, blocks = weights(tmp_path / form, None, None), weights(originals["llama"], form, None)
+        for key, one in blocks.items():
+            other = found[key]
+            meant = one.dequantize() if isinstance(one, QuantizedTensor) else one
+            assert isinstance(other, Tensor) and torch.equal(meant, other)
+        assert (tmp_path / form / "model.safetensors").stat().st_size < 0.65 * (
+            originals["llama"] / "model.safetensors"
+        ).stat().st_size
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_words_are_those_of_compressed_tensors(form: str) -> None:
+    """Number i of a row begins at bit i * bits, with 2^(bits - 1) added."""
+    matrix = quantize(torch.randn(5, 96, generator=torch.Generator().manual_seed(0)), WeightFormat(form))
+    made = packed_parts("x.weight", matrix)
+    scales = made["x.weight_scale"].float().repeat_interleave(32, 1)
+    numbers = (matrix.dequantize() / scales).round().to(torch.int8)
+    assert torch.equal(made["x.weight_packed"], packed(numbers, 4 if form == "q4_0" else 8))
+    assert made["x.weight_shape"].tolist() == [5, 96] and made["x.weight_scale"].dtype is torch.float16
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8_e5m2"])
+def test_turned_matrices_decode_as_the_original_quantised(
+    originals: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    save_quantized(originals["gpt2"], tmp_path / "made", form)
+    texts = []
+    for folder, asked in ((tmp_path / "made", None), (originals["gpt2"], form)):
+        decoder = AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", quantization=asked)
+        texts.append(decoder.sample([[5, 9, 13, 7]], max_new_tokens=24))
+    assert torch.equal(*texts)
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert tensors[name].shape == (32, 128) and tensors[name + "_scale"].shape == (1, 128)
+
+
+def test_only_what_others_read_is_called_compressed_tensors(originals: dict[str, Path], tmp_path: Path) -> None:
+    for name, form, method in (
+        ("llama", "fp8_e4m3", "compressed-tensors"), ("llama", "q4_0", "compressed-tensors"),
+        ("llama", "fp8_e5m2", OWN_METHOD), ("gpt2", "int8", OWN_METHOD),
+    ):  # fmt: skip
+        into = tmp_path / f"{name} {form}"
+        save_quantized(originals[name], into, form)
+        assert json.loads((into / "config.json").read_text())["quantization_config"]["quant_method"] == method
+
+
+def test_blocks_without_a_place_are_refused_by_name(originals: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="quantization='q4_1' cannot be saved here"):
+        save_quantized(originals["llama"], tmp_path / "made", "q4_1")
+    with pytest.raises(ConfigurationError, match=r"gpt2 stores matrices as \[in, out\], for which there are no blocks"):
+        save_quantized(originals["gpt2"], tmp_path / "made", "q4_0")
+    assert not (tmp_path / "made").exists()
