@@ -16,7 +16,8 @@ using namespace paceline;
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
 // dtype of norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices and caches: those or a quantised one
-// (`Format` in vectors.h). Activations are float32; products with bfloat16 round them (pairs.h).
+// (`Format` in vectors.h). Activations are float32; products round them for bfloat16 (pairs.h), and to integers for
+// integers and blocks (integers.h).
 
 extern "C" void paceline_linear(const float* x, const void* w, const float* scales, float* out, int64_t M, int64_t K,
                                 int64_t N, int64_t format) {
@@ -101,6 +102,9 @@ extern "C" int64_t paceline_abreast() { return ABREAST; }
 
 // Whether an instruction of the processor multiplies bfloat16 in pairs.
 extern "C" int64_t paceline_pairs() { return PAIRS; }
+
+// By what products of integers are summed: 2 an instruction, 1 two of them, 0 a loop.
+extern "C" int64_t paceline_integer_sums() { return INTEGER_SUMS; }
 
 // The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.
 extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t stream, float* out, int64_t n) {

@@ -88,7 +88,8 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
   std::vector<int64_t> lines, first;  // lines with real rows, and the place among these of each one's first
   for (int64_t m = 0; m < M; m++)
     if (const int64_t b = rows[m] / s.window; !m || b != lines.back()) lines.push_back(b), first.push_back(m);
-  std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * std::max(H, all) : 0);
+  const int64_t room = std::max(prepared(qkv.format, H), prepared(result.format, all));
+  std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * room : 0);
   Shared making(qkv.N, PIECES), looking(lines.size() * a.kv_heads, PIECES, 1), adding(H, PIECES);
 #pragma omp parallel if (M * H * qkv.N > WORTH)
   {
@@ -138,7 +139,8 @@ template <class W>
 void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Matrix<W>& down) {
   const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, F = gate_up.N / 2, line = (F + VL - 1) / VL * VL;
-  std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * std::max(H, F) : 0);
+  const int64_t room = std::max(prepared(gate_up.format, H), prepared(down.format, F));
+  std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * room : 0);
   Shared making(F, PIECES), adding(H, PIECES);
 #pragma omp parallel if (M * H * gate_up.N > WORTH)
   {

@@ -1,10 +1,9 @@
 // A weight matrix in any of its formats: plain numbers, numbers of 8 bits with a scale for each row, or blocks of 32 as in
 // GGUF files.
 //
-// Every format gives STEP numbers of a row at a time as float32, in the order `arrange_line` gives the activations; what
-// bfloat16 does in place of that, where the processor can, is in pairs.h. Blocks are dequantised exactly (a scale of 11 bits
-// times at most 8 bits fits float32), so that a product has the bits of the same product with the dequantised matrix in
-// float32.
+// Floats of 16, 32 and 8 bits give STEP numbers of a row at a time as float32, in the order `arrange_line` gives the
+// activations; what bfloat16 does in place of that, where the processor can, is in pairs.h. Integers and blocks stay
+// integers: integers.h has their products.
 #pragma once
 
 #include "vectors.h"
@@ -64,39 +63,22 @@ struct Plain {
 
 // ---------------------------------------------------------------------------------------------------- sixteen integers --
 
-typedef int8_t Bytes __attribute__((vector_size(STEP)));
-typedef int8_t HalfBytes __attribute__((vector_size(VL)));
+typedef uint8_t Bytes __attribute__((vector_size(STEP)));
+typedef uint8_t WideBytes __attribute__((vector_size(ABREAST * STEP)));
 
-inline Bytes load_bytes(const void* p) {
-  Bytes b;
-  std::memcpy(&b, p, sizeof b);
-  return b;
-}
-inline Pair<Vec> integers(Bytes b) {
-  HalfBytes low, high;
-  std::memcpy(&low, &b, VL);
-  std::memcpy(&high, (const char*)&b + VL, VL);
-  return {__builtin_convertvector(low, Vec), __builtin_convertvector(high, Vec)};
-}
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-// The same of two rows: the first eight of both, then the last eight of both.
-inline Pair<Wide> integers(Bytes one, Bytes other) {
-  const __m128i low = _mm_unpacklo_epi64((__m128i)one, (__m128i)other);
-  const __m128i high = _mm_unpackhi_epi64((__m128i)one, (__m128i)other);
-  return {(Wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low)), (Wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high))};
-}
+// Of as many rows as a V has columns; bytes(i) is where those of row i are.
+template <class V, class Place>
+inline auto bytes_of(Place bytes) {
+  Bytes one;
+  std::memcpy(&one, bytes(0), sizeof one);
+  if constexpr (sizeof(V) == sizeof(Vec)) {
+    return one;
+  } else {
+#ifdef __AVX2__
+    const __m128i other = _mm_loadu_si128((const __m128i*)bytes(1));
+    return (WideBytes)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)one), other, 1);
 #endif
-// Of as many rows as a V has columns; `bytes(i)` are those of row i.
-template <class V, class Source>
-inline Pair<V> integers_of(Source bytes) {
-  if constexpr (sizeof(V) == sizeof(Vec)) return integers(bytes(0));
-  else return integers(bytes(0), bytes(1));
-}
-// numbers(i) repeated over the column i of a V.
-template <class V, class Numbers>
-inline V over_columns(Numbers numbers) {
-  if constexpr (sizeof(V) == sizeof(Vec)) return spread<V>(numbers(0));
-  else return beside<V>(spread<Vec>(numbers(0)), spread<Vec>(numbers(1)));
+  }
 }
 
 // --------------------------------------------------------------------------------------------- int8, a scale for a row --
@@ -106,17 +88,11 @@ struct Int8 {
   const int8_t* data;
   int64_t K;
   const float* scales;
-  static constexpr bool EVEN_FIRST = false;
   static constexpr int64_t SPREAD = STEP;
 
   Int8 from(int64_t n) const { return {data + n * K, K, scales + n}; }
   const char* bytes() const { return (const char*)data; }
-  float tail(int64_t n, int64_t k) const { return (float)data[n * K + k]; }
-  float finished(int64_t n, float sum) const { return sum * scales[n]; }
-  template <class V>
-  Pair<V> pair(int64_t n, int64_t k) const {
-    return integers_of<V>([&](int i) { return load_bytes(data + (n + i) * K + k); });
-  }
+  float scale(int64_t n) const { return scales[n]; }
 };
 
 // ---------------------------------------------------------------------------------- floats of 8 bits, a scale for a row --
@@ -147,40 +123,39 @@ struct Floats8 {
 
 constexpr int64_t GROUP = 32;
 
-inline float from_half(const uint8_t* p) {
-  Float16 half;
-  std::memcpy(&half, p, sizeof half);
-  return (float)half;
-}
+// `numbers` are the first or the last sixteen of a block, or of the blocks of several rows side by side: side(bytes) is a
+// register with sixteen bytes of each, bytes(block) where they are. Scales and least numbers are bits of float16.
 
 // scale * integer of eight bits.
 struct BlockQ8_0 {
-  uint8_t d[2], q[GROUP];
-  Bytes numbers(int64_t half) const { return load_bytes(q + half * STEP); }
-  float scale() const { return from_half(d); }
-  float least() const { return 0; }
+  uint16_t d;
+  uint8_t q[GROUP];
+  template <class Side>
+  static auto numbers(Side side, int half) {
+    return side([&](const BlockQ8_0& b) { return b.q + half * STEP; });
+  }
   static constexpr bool SHIFTED = false;
 };
 // scale * (integer of four bits - 8). The low halves of the bytes are the first sixteen numbers.
 struct BlockQ4_0 {
-  uint8_t d[2], q[GROUP / 2];
-  Bytes numbers(int64_t half) const { return nibbles(q, half) - 8; }
-  static Bytes nibbles(const uint8_t* q, int64_t half) {
-    typedef uint8_t Unsigned __attribute__((vector_size(STEP)));
-    Unsigned b;
-    std::memcpy(&b, q, sizeof b);
-    return (Bytes)(half ? b >> 4 : b & 15);
+  uint16_t d;
+  uint8_t q[GROUP / 2];
+  template <class Side>
+  static auto numbers(Side side, int half) {
+    const auto bytes = side([](const BlockQ4_0& b) { return b.q; });
+    return (half ? bytes >> 4 : bytes & 15) - 8;
   }
-  float scale() const { return from_half(d); }
-  float least() const { return 0; }
   static constexpr bool SHIFTED = false;
 };
 // scale * integer of four bits + the block's least number.
 struct BlockQ4_1 {
-  uint8_t d[2], m[2], q[GROUP / 2];
-  Bytes numbers(int64_t half) const { return BlockQ4_0::nibbles(q, half); }
-  float scale() const { return from_half(d); }
-  float least() const { return from_half(m); }
+  uint16_t d, m;
+  uint8_t q[GROUP / 2];
+  template <class Side>
+  static auto numbers(Side side, int half) {
+    const auto bytes = side([](const BlockQ4_1& b) { return b.q; });
+    return half ? bytes >> 4 : bytes & 15;
+  }
   static constexpr bool SHIFTED = true;
 };
 
@@ -189,27 +164,12 @@ template <class Block>
 struct Blocked {
   const Block* data;
   int64_t K;
-  static constexpr bool EVEN_FIRST = false;
   static constexpr int64_t SPREAD = sizeof(Block) / 2;
 
   int64_t row() const { return K / GROUP; }
   Blocked from(int64_t n) const { return {data + n * row(), K}; }
   const char* bytes() const { return (const char*)data; }
-  float tail(int64_t, int64_t) const { return 0; }  // rows are whole blocks
-  float finished(int64_t, float sum) const { return sum; }
-  template <class V>
-  Pair<V> pair(int64_t n, int64_t k) const {
-    const Block* p = data + n * row() + k / GROUP;
-    auto block = [&](int i) -> const Block& { return p[i * row()]; };
-    Pair<V> found = integers_of<V>([&](int i) { return block(i).numbers(k / STEP % 2); });
-    const V scale = over_columns<V>([&](int i) { return block(i).scale(); });
-    found.first *= scale, found.second *= scale;
-    if constexpr (Block::SHIFTED) {
-      const V least = over_columns<V>([&](int i) { return block(i).least(); });
-      found.first += least, found.second += least;
-    }
-    return found;
-  }
+  float scale(int64_t) const { return 1; }  // blocks have their own
 };
 
 // The weights of a matrix in a format; scales of its rows for numbers of 8 bits, else null.

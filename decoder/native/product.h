@@ -6,6 +6,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "integers.h"
 #include "pairs.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
@@ -61,14 +62,22 @@ inline Pair<Vec> arrange(Vec first, Vec second) {
 #endif
 }
 // How many float32 a prepared line of K numbers takes.
-inline int64_t prepared(int64_t format, int64_t K) { return PAIRS && format == BFLOAT16 ? (K + 1) / 2 : K; }
+inline int64_t prepared(int64_t format, int64_t K) {
+  if (integers(format)) return integer_line(format, K);
+  return PAIRS && format == BFLOAT16 ? (K + 1) / 2 : K;
+}
 
 // A line of K numbers for a matrix of a format, each what `number` makes of its place: a vector or, behind the last whole
 // STEP, a single one.
 template <class Vector, class Number>
 inline void arrange_line(int64_t format, float* to, int64_t K, Vector vector, Number number) {
   int64_t k = 0;
-  if (format != BFLOAT16) {
+  if (integers(format)) {
+    static thread_local std::vector<float> line;  // its largest number has to be known first
+    if ((int64_t)line.size() < K) line.resize(K);
+    arrange_line(FLOAT32, line.data(), K, vector, number);
+    integer_line(format, line.data(), to, K);
+  } else if (format != BFLOAT16) {
     for (; k + VL <= K; k += VL) {
       const Vec some = vector(k);
       std::memcpy(to + k, &some, sizeof some);
@@ -90,6 +99,7 @@ inline void arrange_line(int64_t format, float* to, int64_t K, Vector vector, Nu
   }
 }
 inline void arrange_line(int64_t format, const float* from, float* to, int64_t K) {
+  if (integers(format)) return integer_line(format, from, to, K);
   arrange_line(format, to, K, [&](int64_t k) { return load(from + k); }, [&](int64_t k) { return from[k]; });
 }
 
@@ -111,9 +121,9 @@ const float* prepare(int64_t M, int64_t size, float* common, Fill fill) {
 
 // ------------------------------------------------------------------------------------------------------- the product --
 
-// How many rows at once fill the registers, with two columns of them.
-template <class V>
-constexpr int MOST_ROWS = sizeof(V) == sizeof(Vec) ? 5 : 12;
+// How many rows at once fill the registers, with two columns of them. Blocks have sums of their own beside those.
+template <class R, class V, int COLS = 2>
+constexpr int MOST_ROWS = COLS == 4 ? 1 : sizeof(V) == sizeof(Vec) ? 5 : BLOCKS<R> ? 10 : 12;
 
 // The results of so many rows with COLS columns of a V; found [rows, all columns]. In products.cpp, for every R.
 template <class R, class V, int COLS>
@@ -121,9 +131,9 @@ void block_of(int rows, const float* x, int64_t size, const R& w, float* found);
 
 // The first block of so many rows: as few blocks as can be, and no small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
 // 8 is 4 + 4.
-template <class V>
+template <class R, class V, int COLS = 2>
 int64_t first_of(int64_t rows) {
-  constexpr int64_t MOST = MOST_ROWS<V>;
+  constexpr int64_t MOST = MOST_ROWS<R, V, COLS>;
   const int64_t blocks = (rows + MOST - 1) / MOST;
   return rows >= 2 * MOST - 1 ? MOST : (rows + blocks - 1) / blocks;
 }
@@ -133,8 +143,8 @@ template <class V, int COLS, class R, class Emit>
 inline void columns(const float* x, int64_t size, const R& w, int64_t M, Emit emit) {
   constexpr int ALL = COLS * sizeof(V) / sizeof(Vec);
   for (int64_t m = 0; m < M;) {
-    float found[MOST_ROWS<V> * ALL];
-    const int take = (int)first_of<V>(M - m);
+    float found[MOST_ROWS<R, V, COLS> * ALL];
+    const int take = (int)first_of<R, V, COLS>(M - m);
     block_of<R, V, COLS>(take, x + m * size, size, w, found);
     for (int i = 0; i < take; i++)
       for (int n = 0; n < ALL; n++) emit(m + i, n, found[i * ALL + n]);
@@ -150,9 +160,13 @@ void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t
   const Flushed flushed(weight.format == BFLOAT16);
   in_format(weight, K, [&](auto w) {
     for (int64_t m = 0, rows; m < M; m += rows) {
-      rows = M > 2 * FEW ? first_of<Wide>(M - m) : M;
+      rows = M > 2 * FEW ? first_of<decltype(w), Wide>(M - m) : M;
       int64_t n = begin;
+      // One row takes more columns at once: what a block costs beside its sums is as much as these.
+      constexpr int COLS = INTEGERS<decltype(w)> ? 4 : 2;
       auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
+      if (M == 1)
+        for (; n + COLS * ABREAST <= end; n += COLS * ABREAST) columns<Wide, COLS>(x, size, w.from(n), 1, to);
       for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<Wide, 2>(x + m * size, size, w.from(n), rows, to);
       for (; n < end; n++) columns<Vec, 1>(x + m * size, size, w.from(n), rows, to);
     }

@@ -4,7 +4,8 @@
 one in all rows. `fp8_e4m3` and `fp8_e5m2` are the 8-bit floats of Micikevicius et al. (arXiv 2209.05433), with a scale
 for every row, too: ``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8_0`, `q4_0` and `q4_1` are the blocks of
 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
-rounding. Weights alone are quantised: activations stay float32. Not here: files, and products.
+rounding. Weights alone are quantised in memory; what products do with activations is the kernels' affair: native ones
+make them integers of 16 bits for int8 and blocks (`decoder/native/integers.h`). Not here: files, and products.
 """
 
 from __future__ import annotations

@@ -111,14 +111,18 @@ def test_one_scale_serves_a_whole_matrix_of_integers() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
 @pytest.mark.parametrize(("rows", "columns"), [(40, 64), (33, 96), (3, 32), (128, 256)])
-def test_a_product_is_that_of_the_dequantised_matrix(form: WeightFormat, rows: int, columns: int) -> None:
+def test_a_product_is_nearly_that_of_the_dequantised_matrix(form: WeightFormat, rows: int, columns: int) -> None:
+    """Activations become integers of 16 bits with integers and blocks: half a step of each, times its weight."""
     packed = PackedMatrix(quantize(weight(rows, columns), form))
     x, native = weight(23, columns).view(1, 23, columns), Native()
     found, dequantized = native.linear(x, packed), packed.dequantize()
-    if form.block_bytes:  # a scale of 11 bits times at most 8 bits: exact
-        assert torch.equal(found, native.linear(x, dequantized))
-    torch.testing.assert_close(found, TorchKernels().linear(x, dequantized), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(TorchKernels().linear(x, packed), found, rtol=1e-4, atol=1e-4)
+    exact = x.double() @ dequantized.double().T
+    room = x.abs().double() @ dequantized.abs().double().T * (columns + 3) * 2.0**-24  # any order of summing
+    if form not in FLOATS8:
+        step = x.abs().double().amax(2, keepdim=True) / 32767
+        room += step * 0.51 * dequantized.abs().double().sum(1)
+    for product in (found, TorchKernels().linear(x, packed)):
+        assert bool(((product - exact).abs() <= room).all())
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)

@@ -1,0 +1,283 @@
+// Products of quantised weights: activations become integers of 16 bits with one scale for a row, once for a product, and
+// are multiplied as integers.
+//
+// A row x becomes round(x * (32767 / max |x|)), ties to even; a row with something that is no number gives none. Weights are
+// integers of at most 8 bits. Lane j of eight sums the products of numbers 2j and 2j + 1 of every STEP as an int32:
+// exactly, so that every processor has the same bits, whatever its instruction for it (`vpdpwssd` of AVX512_VNNI and
+// AVX_VNNI, `vpmaddwd`, or a loop). Lanes become float32 once for a block of 32, whose scale they are multiplied with, or
+// once for SEGMENT numbers where rows have scales. tests/decoder/test_integer_products.py says all of it in NumPy.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "matrix.h"
+
+namespace paceline [[gnu::visibility("hidden")]] {
+
+// Whether activations become integers for such rows or such a format, and whether the weights are in blocks.
+template <class R>
+constexpr bool BLOCKS = false;
+template <class Block>
+constexpr bool BLOCKS<Blocked<Block>> = true;
+template <class R>
+constexpr bool INTEGERS = std::is_same_v<R, Int8> || BLOCKS<R>;
+inline bool integers(int64_t format) { return format == INT8 || format == Q8_0 || format == Q4_0 || format == Q4_1; }
+
+// The instruction for sums of products: 2 adds to a sum, 1 needs an addition, 0 is a loop.
+#if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
+constexpr int INTEGER_SUMS = 2;
+#elif defined(__AVX2__)
+constexpr int INTEGER_SUMS = 1;
+#else
+constexpr int INTEGER_SUMS = 0;
+#endif
+
+constexpr float LARGEST_INTEGER = 32767.0f;
+constexpr float LEAST_TOP = 0x1p-100f;  // a row's largest number counts as at least this, so that 32767 / it is finite
+// Numbers of K whose products a lane can add up: 512 of at most 128 * 32767 are less than 2^31.
+constexpr int64_t SEGMENT = 512 / 2 * STEP;
+static_assert(SEGMENT / VL * 128 * 32767 < (int64_t)1 << 31);
+static_assert((int64_t)GROUP / VL * 128 * 32767 < (int64_t)1 << 31);
+
+// A line: the integers, zeros up to a whole STEP; the scale; of blocks with a least number the sums of each block's
+// integers, zeros up to a whole vector. Counted in float32.
+inline int64_t integer_words(int64_t K) { return (K + STEP - 1) / STEP * (STEP / 2); }
+inline int64_t sums_place(int64_t K) { return integer_words(K) + 1; }
+inline int64_t integer_line(int64_t format, int64_t K) {
+  const int64_t sums = format == Q4_1 ? (K / GROUP + VL - 1) / VL * VL : 0;
+  return (sums_place(K) + sums + VL - 1) / VL * VL;
+}
+
+// x [K] as such a line.
+inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
+  VecI tops = {};
+  int32_t top = 0;
+  int64_t k = 0;
+  auto bits = [](auto number, auto zero) {
+    std::memcpy(&zero, &number, sizeof zero);
+    return zero & 0x7fffffff;  // of numbers without a sign the order is that of their bits; what is no number is above
+  };
+  for (; k + VL <= K; k += VL) {
+    const VecI some = bits(load(x + k), VecI{});
+    tops = some > tops ? some : tops;
+  }
+  for (; k < K; k++) top = std::max(top, bits(x[k], int32_t{}));
+  for (int j = 0; j < VL; j++) top = std::max(top, tops[j]);
+  float most;
+  std::memcpy(&most, &top, sizeof most);
+  const bool finite = top < 0x7f800000;
+  if (most < LEAST_TOP) most = LEAST_TOP;
+  const float inverse = finite ? LARGEST_INTEGER / most : 0.0f;
+  int16_t* integer = (int16_t*)to;
+  // Beside a number whose last bit is worth 1, sums are rounded to integers, which then are the lower bits.
+  constexpr float BESIDE = 0x1.8p23f;
+  for (k = 0; finite && k + VL <= K; k += VL) {
+    const VecH some = __builtin_convertvector((VecU)(load(x + k) * inverse + BESIDE), VecH);
+    std::memcpy(integer + k, &some, sizeof some);
+  }
+  if (!finite) k = 0;
+  for (; k < 2 * integer_words(K); k++) {
+    const float sum = (finite && k < K ? x[k] * inverse : 0.0f) + BESIDE;
+    uint32_t word;
+    std::memcpy(&word, &sum, sizeof word);
+    integer[k] = (int16_t)word;
+  }
+  to[integer_words(K)] = finite ? most / LARGEST_INTEGER : NAN;
+  if (format != Q4_1) return;
+  float* sums = to + sums_place(K);
+  const int64_t groups = K / GROUP;
+  for (int64_t g = 0; g < (groups + VL - 1) / VL * VL; g++) {
+    int32_t sum = 0;
+    if (g < groups)
+      for (int64_t i = 0; i < GROUP; i++) sum += integer[g * GROUP + i];
+    sums[g] = (float)sum;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- registers of integers --
+// As wide as a V, of int32 or of twice as many int16. Not a V that holds them: gcc then keeps sums in memory.
+
+typedef int32_t WideI __attribute__((vector_size(sizeof(Wide))));
+template <class V>
+using Ints = std::conditional_t<sizeof(V) == sizeof(Vec), VecI, WideI>;
+
+// sum + products of pairs
+inline void multiply_add_integers(VecI& sum, VecI a, VecI b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  sum = (VecI)_mm256_dpwssd_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVXVNNI__)
+  sum = (VecI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+  sum = (VecI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+#else
+  int16_t one[2 * VL], other[2 * VL];
+  std::memcpy(one, &a, sizeof one);
+  std::memcpy(other, &b, sizeof other);
+  for (int i = 0; i < VL; i++) sum[i] += one[2 * i] * other[2 * i] + one[2 * i + 1] * other[2 * i + 1];
+#endif
+}
+// Sixteen integers of 8 bits as 16 bits.
+inline VecI widened(Bytes b) {
+#ifdef __AVX2__
+  return (VecI)_mm256_cvtepi8_epi16((__m128i)b);
+#else
+  typedef int8_t Signed __attribute__((vector_size(STEP)));
+  typedef int16_t Shorts __attribute__((vector_size(2 * STEP)));
+  return (VecI)__builtin_convertvector((Signed)b, Shorts);
+#endif
+}
+// The scales of blocks, one for each column of a V. block(i) is column i's; its least number, if it has one, goes to
+// least[i * VL].
+inline float widened_half(uint16_t bits) {
+  Float16 half;
+  std::memcpy(&half, &bits, sizeof half);
+  return (float)half;
+}
+template <class V, class Block, class Of>
+inline V scales_of(Of block, float* least) {
+  if constexpr (sizeof(V) == sizeof(Vec)) {
+    if constexpr (Block::SHIFTED) *least = widened_half(block(0).m);
+    return spread<Vec>(widened_half(block(0).d));
+  } else {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    // Both columns' numbers are widened together, and each scale is spread over its own half.
+    auto word = [&](int i) {
+      uint32_t both = block(i).d;
+      if constexpr (Block::SHIFTED) std::memcpy(&both, &block(i), sizeof both);
+      return (int)both;
+    };
+    const __m128 wide = _mm_cvtph_ps(_mm_insert_epi32(_mm_cvtsi32_si128(word(0)), word(1), 1));
+    if constexpr (Block::SHIFTED) {
+      _mm_store_ss(least, _mm_movehdup_ps(wide));
+      _mm_store_ss(least + VL, _mm_permute_ps(wide, 3));
+    }
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+    return (V)_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(wide));
+#endif
+  }
+}
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+inline void multiply_add_integers(WideI& sum, WideI a, WideI b) {
+#ifdef __AVX512VNNI__
+  sum = (WideI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  sum = (WideI)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
+#else
+  VecI half[2], one[2], other[2];
+  std::memcpy(half, &sum, sizeof half);
+  std::memcpy(one, &a, sizeof one);
+  std::memcpy(other, &b, sizeof other);
+  for (int i = 0; i < 2; i++) multiply_add_integers(half[i], one[i], other[i]);
+  std::memcpy(&sum, half, sizeof half);
+#endif
+}
+inline WideI widened(WideBytes b) {
+#ifdef __AVX512BW__
+  return (WideI)_mm512_cvtepi8_epi16((__m256i)b);
+#else
+  Bytes one[2];
+  std::memcpy(one, &b, sizeof one);
+  return (WideI)beside<Wide>((Vec)widened(one[0]), (Vec)widened(one[1]));
+#endif
+}
+#endif
+template <class V>
+inline Ints<V> row_integers(const float* p) {
+  return (Ints<V>)in_register(repeated<V>(p));
+}
+
+// ---------------------------------------------------------------------------------------------------------------- sums --
+
+// found [ROWS, COLS x columns of a V] = the sums of products with integers that have a scale for a row. Before each STEP
+// fetch() asks for weights that lie ahead.
+template <class V, int ROWS, int COLS, class Fetch>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Int8& w, float* found,
+                                                    Fetch fetch) {
+  constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  const int64_t K = w.K, whole = K / STEP * STEP;
+  if (whole == 0) std::fill(found, found + ROWS * ALL, 0.0f);
+  int64_t k = 0;
+  for (int64_t end = std::min(whole, SEGMENT); k < whole; end = std::min(whole, end + SEGMENT)) {
+    Ints<V> exact[ROWS * COLS];
+    unrolled<ROWS * COLS>([&](auto i) { exact[i] = Ints<V>{}; });
+    for (; k < end; k += STEP) {
+      fetch();
+      Ints<V> column[COLS];
+      unrolled<COLS>([&](auto n) {
+        column[n] = widened(bytes_of<V>([&](int i) { return w.data + (n * EACH + i) * K + k; }));
+      });
+      unrolled<ROWS>([&](auto m) {
+        const Ints<V> row = row_integers<V>(x + m * size + k / 2);
+        unrolled<COLS>([&](auto n) { multiply_add_integers(exact[m * COLS + n], column[n], row); });
+      });
+    }
+    V sum[ROWS * COLS];
+    unrolled<ROWS * COLS>([&](auto i) { sum[i] = __builtin_convertvector(exact[i], V); });
+    if (end <= SEGMENT) {
+      totals<ROWS * COLS>(sum, found);
+    } else {
+      float more[ROWS * ALL];
+      totals<ROWS * COLS>(sum, more);
+      for (int i = 0; i < ROWS * ALL; i++) found[i] += more[i];
+    }
+  }
+  if (whole == K) return;
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < ALL; n++) {
+      int32_t rest = 0;
+      for (k = whole; k < K; k++) rest += ((const int16_t*)(x + m * size))[k] * w.data[n * K + k];
+      found[m * ALL + n] += (float)rest;
+    }
+}
+
+// The same of blocks of 32 numbers: each adds its scale times its sums and then, once for eight blocks, their least numbers
+// times the sums of activations.
+template <class V, int ROWS, int COLS, class Block, class Fetch>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Blocked<Block>& w,
+                                                    float* found, Fetch fetch) {
+  constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  const int64_t groups = w.row();
+  const float* sums = x + sums_place(w.K);
+  V sum[ROWS * COLS];
+  unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
+  float least[ALL * VL] = {};  // of eight blocks of every column
+  auto add_least = [&](int64_t first) {
+    unrolled<COLS>([&](auto n) {
+      V column;
+      std::memcpy(&column, least + n * EACH * VL, sizeof column);
+      unrolled<ROWS>([&](auto m) { multiply_add(sum[m * COLS + n], column, repeated<V>(sums + m * size + first)); });
+    });
+  };
+  for (int64_t g = 0; g < groups; g++) {
+    fetch(), fetch();
+    Ints<V> column[COLS][2];
+    V scale[COLS];
+    unrolled<COLS>([&](auto n) {
+      auto block = [&](int i) -> const Block& { return w.data[(n * EACH + i) * groups + g]; };
+      auto side = [&](auto bytes) { return bytes_of<V>([&](int i) { return bytes(block(i)); }); };
+      unrolled<2>([&](auto half) { column[n][half] = widened(Block::numbers(side, half)); });
+      scale[n] = scales_of<V, Block>(block, least + n * EACH * VL + g % VL);
+    });
+    unrolled<ROWS>([&](auto m) {
+      const float* row = x + m * size + g * (GROUP / 2);
+      const Ints<V> one = row_integers<V>(row), other = row_integers<V>(row + STEP / 2);
+      unrolled<COLS>([&](auto n) {
+        Ints<V> exact = {};
+        multiply_add_integers(exact, column[n][0], one);
+        multiply_add_integers(exact, column[n][1], other);
+        multiply_add(sum[m * COLS + n], __builtin_convertvector(exact, V), scale[n]);
+      });
+    });
+    if constexpr (Block::SHIFTED)
+      if (g % VL == VL - 1) add_least(g - (VL - 1));
+  }
+  if constexpr (Block::SHIFTED)
+    if (const int64_t rest = groups % VL) {
+      for (int64_t i = 0; i < ALL; i++) std::fill(least + i * VL + rest, least + (i + 1) * VL, 0.0f);
+      add_least(groups - rest);
+    }
+  totals<ROWS * COLS>(sum, found);
+}
+
+}  // namespace paceline
