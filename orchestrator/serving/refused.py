@@ -23,6 +23,7 @@ QUEUE_FULL = "queue_full"
 TOO_LONG = "context_length_exceeded"  # OpenAI's; its clients look for it, and shorten the prompt
 
 _MAX_MESSAGE = 400  # characters of an error's message, which may quote what was sent
+_BACK_S = 5.0  # after which a part that was lost may be back
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -87,7 +88,7 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
     if isinstance(error, DeadlineError):
         return RefusedError(504, str(error), code="deadline_exceeded")
     if isinstance(error, PlacementError | BackendError):
-        return RefusedError(503, str(error), code=UNAVAILABLE)
+        return RefusedError(503, str(error), code=UNAVAILABLE, retry_after_s=_BACK_S)
     if isinstance(error, ConfigurationError):  # rounds that this server's drafter or rule cannot do
         return RefusedError(400, str(error))
     log.error("a request failed", exc_info=error)

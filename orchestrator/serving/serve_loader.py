@@ -1,13 +1,15 @@
 """A `Loader` over Ray Serve: an unloaded model has no replica, so its cores and its memory are free.
 
 A model that is loaded from the start is a deployment of the service's application, and one without replicas when it is
-unloaded. A model that is loaded on demand is an application of its own, since Serve deploys none without replicas. Not
-here: when it is done (`paceline.serving.lifecycle`).
+unloaded. A model that is loaded on demand is an application of its own, since Serve deploys none without replicas.
+Errors have no text of Ray's, since clients read them; the log has it. Not here: when it is done
+(`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +34,8 @@ from paceline.serving.router import ModelCard
 from paceline.serving.serve_controller import DeploymentState
 from paceline.serving.serve_router import ServeRouter
 from paceline.serving.service import Service
+
+log = logging.getLogger("paceline")
 
 _LOOK_S = 0.2  # between looks at what became of it
 _ANSWER_S = 30.0  # that the core allocator may take
@@ -64,9 +68,8 @@ class ServeLoader:
             with suppress(*_RAY_ERRORS, WorkerError):
                 await self.unload(name)
             if isinstance(error, _RAY_ERRORS):
-                raise WorkerError(
-                    f"{name} does not start ({error!s:.200}); the log of its replica says more"
-                ) from error
+                log.warning("%s does not start", name, exc_info=error)
+                raise WorkerError(f"{name} does not start; the log of its replica says why") from error
             raise
 
     async def unload(self, name: str) -> None:
@@ -121,7 +124,8 @@ class ServeLoader:
         try:
             await serve_controller.scale(self._application, deployment_name(name), replicas)
         except (RayError, ValueError) as error:
-            raise WorkerError(f"Ray Serve did not take the number of replicas of {name}: {error}") from error
+            log.warning("Ray Serve did not take the number of replicas of %s", name, exc_info=error)
+            raise WorkerError(f"Ray Serve did not take the number of replicas of {name}; the log says why") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
         """What Serve knows of each model."""

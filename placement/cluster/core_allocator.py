@@ -259,8 +259,9 @@ def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
             raise error.cause from error
         raise
     except ray.exceptions.RayError as error:
+        kind = type(error).__name__
         raise WorkerError(
-            f"the allocator of the cluster's cores gave no answer in {timeout} seconds ({error}); try again"
+            f"the allocator of the cluster's cores gave no answer in {timeout} seconds ({kind}); try again"
         ) from error
 
 
