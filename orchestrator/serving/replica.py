@@ -53,9 +53,11 @@ class ModelReplica:
         self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
         try:
             self._drafter = self._group.drafter()
-            self._target: TargetHost = make_target(self._group.spec.settings, self._drafter, max_waiting=max_waiting)
+            settings, drafter = self._group.spec.settings, self._drafter
+            self._target: TargetHost = self._group.wait_ready(
+                lambda: make_target(settings, drafter, max_waiting=max_waiting)
+            )
             tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
-            self._group.wait_ready()
         except BaseException:
             self._group.close()
             raise

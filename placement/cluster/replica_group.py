@@ -8,10 +8,14 @@ their targets themselves (`worker_group`), and what a replica serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from time import monotonic
+from typing import TypeVar
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup
 
 from paceline.core.errors import PlanError, WorkerError
@@ -25,6 +29,10 @@ from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
+
+Loaded = TypeVar("Loaded")
+
+_POLL_S = 0.5  # between looks whether the target could be loaded
 
 
 class ReplicaGroup:
@@ -78,21 +86,17 @@ class ReplicaGroup:
         )
         return RemoteDrafter(spec.link.contract, endpoint, timeouts=spec.link.timeouts)
 
-    def wait_ready(self) -> None:
-        """Until the drafts are loaded. Raises WorkerError: one did not start."""
+    def wait_ready(self, load: Callable[[], Loaded]) -> Loaded:
+        """Call ``load``, which loads the target, while the drafts load; what it returns when all are ready.
+
+        Raises:
+            WorkerError: a draft did not start. It is told at once, though the target may still load: this process is to
+                end then.
+        """
         pending = {label: actor.ready.remote() for label, actor in self._actors.items()}
-        deadline = monotonic() + self._policy.startup_timeout_s
-        for label, answer in pending.items():
-            try:
-                ray.get(answer, timeout=max(0.0, deadline - monotonic()))
-            except ray.exceptions.GetTimeoutError as error:
-                raise WorkerError(
-                    f"{label} did not start within {self._policy.startup_timeout_s} seconds; raise "
-                    "fault_policy.startup_timeout_s"
-                ) from error
-            except ray.exceptions.RayError as error:
-                raise WorkerError(f"{label} did not start: {error}") from error
+        loaded = load_beside(load, pending, timeout_s=self._policy.startup_timeout_s)
         self._reservation.confirm(self._specs.values())
+        return loaded
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:
@@ -123,3 +127,39 @@ class ReplicaGroup:
             ray.kill(actor)
         self._actors = {}
         self._reservation.release()
+
+
+def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef], *, timeout_s: float) -> Loaded:
+    """What ``load`` returns or raises, called in a thread, while workers start. ``pending``: their answers, by name.
+
+    Raises:
+        WorkerError: a worker failed, or is not ready in time.
+    """
+    loading: Future[Loaded] = Future()
+    num_threads = torch.get_num_threads()  # each thread has a number of its own
+
+    def call() -> None:
+        torch.set_num_threads(num_threads)
+        try:
+            loading.set_result(load())
+        except BaseException as error:
+            loading.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name="paceline-load-beside").start()
+    names, deadline = {answer: label for label, answer in pending.items()}, monotonic() + timeout_s
+    while names:
+        done, _ = ray.wait(list(names), timeout=_POLL_S)
+        for answer in done:
+            label = names.pop(answer)
+            try:
+                ray.get(answer)
+            except ray.exceptions.RayError as error:
+                raise WorkerError(f"{label} did not start: {error}") from error
+        if loading.done():
+            loading.result()  # what it raised is told at once, too
+        if names and monotonic() > deadline:
+            raise WorkerError(
+                f"{', '.join(names.values())} did not start within {timeout_s} seconds; raise "
+                "fault_policy.startup_timeout_s"
+            )
+    return loading.result()
