@@ -17,6 +17,8 @@ RAY = (
     "tests/smollm2/test_served.py",
     "tests/placement/test_core_allocator.py",
     "tests/experiments/test_parallel.py",
+    "tests/placement/test_starting.py",
+    "tests/serving/test_ray_metrics.py",
 )
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 

@@ -44,7 +44,7 @@ def left_over() -> tuple[list[str], list[dict[int, int]]]:
 
     names = [item["name"] for item in ray.util.list_named_actors(all_namespaces=True)]
     cores = [found for node in ray.nodes() if (found := held(node["NodeID"]))]
-    return [name for name in names if name.startswith(WORKERS) or name == NAME], cores
+    return [name for name in names if name.startswith((WORKERS, "paceline-lifecycle-")) or name == NAME], cores
 
 
 def check_nothing_left(seconds: float = 60) -> None:

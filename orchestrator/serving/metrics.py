@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
 
 from paceline.core.drafter_health import DrafterHealth
 from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.workers.calls import RequestTiming
 from paceline.workers.engine_figures import EngineFigures
 
 _LABELS = ("model_name", "engine")  # of every metric; an engine is a replica
@@ -46,6 +47,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("vllm:inter_token_latency_seconds", "histogram", "Between tokens of an answer.", (), _FAST),
     Metric("vllm:request_time_per_output_token_seconds", "histogram", "The same, mean of an answer.", (), _FAST),
     Metric("vllm:e2e_request_latency_seconds", "histogram", "From a request's arrival to its end.", (), _SLOW),
+    Metric("vllm:request_queue_time_seconds", "histogram", "From a request's arrival to its slot.", (), _SLOW),
+    Metric("vllm:request_prefill_time_seconds", "histogram", "From its slot to its first token.", (), _SLOW),
+    Metric("vllm:request_decode_time_seconds", "histogram", "From its first token to its last.", (), _SLOW),
+    Metric("vllm:request_inference_time_seconds", "histogram", "From its slot to its last token.", (), _SLOW),
     Metric("vllm:spec_decode_num_drafts", "counter", "Rounds of requests in which something was drafted."),
     Metric("vllm:spec_decode_num_draft_tokens", "counter", "Drafted tokens."),
     Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Drafted tokens that are in an answer."),
@@ -157,6 +162,14 @@ class MetricSet:
                 self._ray[name].set(value, tags=self._values)
 
         return tell
+
+    def finished(self, timings: Sequence[RequestTiming]) -> None:
+        """Where the time of requests went that were served to their end; every choice of an answer is one."""
+        for one in timings:
+            self.observe("vllm:request_queue_time_seconds", one.queue)
+            self.observe("vllm:request_prefill_time_seconds", one.prefill)
+            self.observe("vllm:request_decode_time_seconds", one.decode)
+            self.observe("vllm:request_inference_time_seconds", one.prefill + one.decode)
 
     def text(self) -> str:
         """In Prometheus' text format."""

@@ -128,6 +128,7 @@ class ModelReplica:
     def _update_metrics(self) -> None:
         health = None if self._drafter is None else self._drafter.health
         self._metrics.update(self._target.engine.figures(), health, num_slots=self._num_slots)
+        self._metrics.finished(self._target.engine.take_timings())
 
     def __del__(self) -> None:
         group: ReplicaGroup | None = self.__dict__.get("_group")

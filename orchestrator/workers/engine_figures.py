@@ -5,7 +5,7 @@ Not here: how they are exported.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -13,6 +13,8 @@ from itertools import zip_longest
 from paceline.core.drafter_counts import DrafterCounts
 from paceline.outputs import Statistics
 from paceline.workers.calls import RequestTiming
+
+_RECENT = 1 << 16  # timings that are kept for whoever takes them: nobody may
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,21 @@ class Totals:
     _added: Statistics | None = None  # the last run, which is part of the sums
     _requests: int = 0
     _seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _recent: deque[RequestTiming] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def finished(self, timings: Sequence[RequestTiming]) -> None:
         """Requests were served to their end."""
         for one in timings:
             queue, prefill, decode = self._seconds
             self._requests += 1
+            self._recent.append(one)
             self._seconds = (queue + one.queue, prefill + one.prefill, decode + one.decode)
+
+    def take_timings(self) -> Sequence[RequestTiming]:
+        """Of the requests that were finished since somebody took them last."""
+        taken = tuple(self._recent)
+        self._recent.clear()
+        return taken
 
     def add(self, run: Statistics) -> None:
         """A run of the engine is over."""

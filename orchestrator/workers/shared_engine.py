@@ -26,7 +26,7 @@ from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
-from paceline.workers.calls import Call, CallState, CallUpdate, Sink
+from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
 from paceline.workers.engine_figures import EngineFigures, Totals
 from paceline.workers.holding import Holding
 from paceline.workers.replay import Replay
@@ -84,6 +84,11 @@ class SharedEngine:
             waiting = sum(len(state.waiting) for state in self._calls.values())
             made = self._generator
             return self._totals.figures(len(self._running), waiting, made.statistics, drafters=made.choice_counts)
+
+    def take_timings(self) -> Sequence[RequestTiming]:
+        """Where the time of the requests went that were finished since this was called last."""
+        with self._changed:
+            return self._totals.take_timings()
 
     def submit(self, call: Call, sink: Sink) -> None:
         """Take on a call; ``sink`` gets its updates, the last of which says that it ended.

@@ -11,6 +11,7 @@ from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.drafter_health import DrafterHealth
 from paceline.serving.metrics import METRICS, MetricSet, merged, timed
 from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.workers.calls import RequestTiming
 from paceline.workers.engine_figures import EngineFigures
 
 FIGURES = EngineFigures(
@@ -28,6 +29,7 @@ def filled(engine: str = "a") -> MetricSet:
     metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
     consume([Accepted(7), Chunk(b"x", (1, 0)), Chunk(b"y", (3, 2)), Chunk(b"", (3, 4), last=True)], metrics)
     consume([Failed(400, "no")], metrics)
+    metrics.finished([RequestTiming(0, 0.5, 0.25, 2.0), RequestTiming(1, 1.5, 0.25, 4.0)])
     return metrics
 
 
@@ -68,6 +70,14 @@ def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> N
     assert drafters == [6, 20] and found["paceline:drafter_propose_seconds_total", "model"] == 0.5
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
+
+
+def test_requests_say_where_their_time_went() -> None:
+    found = samples(filled().text())
+    seconds = {"queue": 2.0, "prefill": 0.5, "decode": 6.0, "inference": 6.5}
+    for part, total in seconds.items():
+        name = f"vllm:request_{part}_time_seconds"
+        assert (found[f"{name}_sum", ""], found[f"{name}_count", ""]) == (total, 2), part
 
 
 def test_what_goes_on_after_a_fault_counts_its_prompt_once() -> None:

@@ -246,3 +246,15 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     assert host._target._steps == made, "a request had to wait for a graph"
     with pytest.raises(PromptError, match="vocabulary"):
         next(host.stream(call("y", [10**6])))
+
+
+def test_where_the_time_of_requests_went_is_told_once() -> None:
+    found = shared(2)
+    engine, gate, _ = found
+    gate.let(1000)
+    for ticket in ("a", "b"):
+        assert say(found, ticket, PROMPTS[0], max_new_tokens=5) == wanted(PROMPTS[0], max_new_tokens=5)
+    timings = engine.take_timings()
+    assert len(timings) == 2 and all(min(one.queue, one.prefill, one.decode) >= 0 for one in timings)
+    assert sum(one.decode for one in timings) == pytest.approx(engine.figures().decode_seconds)
+    assert engine.take_timings() == ()
