@@ -21,6 +21,7 @@ from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat
 from paceline.draft.base import HeadDrafter
 from paceline.eagle import checkpoint
 from paceline.eagle.aux_layers import parse_layers
@@ -63,6 +64,7 @@ class EagleDrafter(HeadDrafter):
         *,
         aux_layers: str | int | Sequence[int] | None = None,
         divided: bool | None = None,
+        quantization: str | None = None,
     ) -> EagleDrafter:
         """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
 
@@ -73,6 +75,8 @@ class EagleDrafter(HeadDrafter):
                     place of what its config.json says; which are read is logged
         divided     whether the ranks of a divided target share the head's work, or each does all of it, which is less
                     to say and more to read; default: what is faster by `paceline.eagle.division.WORTH_DIVIDING`
+        quantization  format of the head's own matrices, a `WeightFormat`'s name, or "amp": the target's ``amp``;
+                    default: int8 over a target whose matrices are integers or blocks, else "amp"
 
         Raises:
             CheckpointError: the folder cannot be used, or its weights not in the target's number format.
@@ -95,7 +99,12 @@ class EagleDrafter(HeadDrafter):
                 embedding = None
         degree = target.backend.group.degree
         make = partial(
-            EagleHead, loaded.config, lent=target.body.lent, kernels=target.backend.kernels, options=target.options
+            EagleHead,
+            loaded.config,
+            lent=target.body.lent,
+            kernels=target.backend.kernels,
+            options=target.options,
+            form=_form(target, quantization),
         )
         if not is_divided(loaded.config, degree, divided):
             return cls(make(weights, embedding=embedding), target, draft_tree or Chain(4))
@@ -136,4 +145,20 @@ class EagleDrafter(HeadDrafter):
         """
         has_embedding = self.head.embedding is not self.decoder.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"eagle": config, "own embedding": has_embedding, "ranks": self.head.group.degree}
+        key = {"eagle": config, "own embedding": has_embedding, "ranks": self.head.group.degree}
+        return key if self.head.form is None else {**key, "quantization": self.head.form.value}
+
+
+def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:
+    """The format of a head's matrices; None: the target's ``amp``.
+
+    Of integers a product reads half, and is nearer to float32 than one of bfloat16. Fewer bits would cost drafts.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+    if quantization is not None:
+        return None if quantization == "amp" else WeightFormat.of(quantization)
+    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
+    packed = [one.format for one in target.body.modules() if isinstance(one, PackedMatrix)]
+    return WeightFormat.INT8 if any(form not in floats for form in packed) else None

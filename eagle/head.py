@@ -23,6 +23,7 @@ from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
+from paceline.decoder.weights.quantize import WeightFormat
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
@@ -48,7 +49,8 @@ class EagleHead(AutoregressiveHead):
     ``lent`` is the target's, not copied: the embedding, unless ``embedding`` [V, H] is the head's own, and the output
     layer of version 1. Over a divided target both are this rank's rows. With a ``group`` of more than one rank, which
     is the target's then, so is everything else: ``weights`` and ``embedding`` are this rank's part
-    (`paceline.eagle.division`). Without one everything else is the same on every rank.
+    (`paceline.eagle.division`). Without one everything else is the same on every rank. ``form``: what the head's own
+    matrices are quantised to; a table of its own and what is lent stay as they are.
     """
 
     cos: Tensor
@@ -70,8 +72,10 @@ class EagleHead(AutoregressiveHead):
         kernels: Kernels,
         options: DecoderOptions,
         group: Collectives | None = None,
+        form: WeightFormat | None = None,
     ) -> None:
         super().__init__(kernels, options)
+        self.form = form
         self.group: Collectives = group or SingleRank()
         self.config, self.reads = config, config.reads
         three = config.version == 3
@@ -79,8 +83,9 @@ class EagleHead(AutoregressiveHead):
         part_ids = weights.pop("part_ids").to(torch.int32) if three and self.group.degree > 1 else lent.ids
         key_heads = weights["layer.self_attn.k_proj.weight"].shape[0] // config.head_dim
         self.embedding = lent.embedding if embedding is None else _frozen(embedding)
-        self._keep(EagleWeights.joined(config, weights, weights["lm_head.weight"] if three else lent.head))
+        every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if three else lent.head)
         weights.clear()
+        self._keep(every if form is None else every.quantized(form, head=three))
         self._groups: tuple[Collectives, Collectives] = (
             lent.group if embedding is None else self.group,
             self.group if three else lent.group,
@@ -107,12 +112,15 @@ class EagleHead(AutoregressiveHead):
         """Hold the weights as parameters of this module: a graph finds its state there."""
         for name in _OWN:
             weight = getattr(weights, name)
-            if isinstance(weight, nn.Module):  # the quantised output layer of a target
-                self.add_module(name, weight)
-            else:
-                self.register_parameter(name, _optional(weight))
+            self._keep_one(name, weight)
         for name in _OF_MLP:
-            self.register_parameter(f"mlp_{name}", _optional(getattr(weights.mlp, name)))
+            self._keep_one(f"mlp_{name}", getattr(weights.mlp, name))
+
+    def _keep_one(self, name: str, weight: Tensor | nn.Module | None) -> None:
+        if isinstance(weight, nn.Module):  # a quantised matrix
+            self.add_module(name, weight)
+        else:
+            self.register_parameter(name, _optional(weight))
 
     @property
     def network(self) -> EagleNetwork:

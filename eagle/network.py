@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from paceline.decoder.models.layers import biased, gated_mlp, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
-from paceline.decoder.weights.quantize import MatrixLike
+from paceline.decoder.weights.quantize import MatrixLike, WeightFormat, matrix, quantize
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -39,13 +39,13 @@ class EagleWeights:
     head  [U, H], the output layer; version 1 borrows the target's
     """
 
-    fc: Tensor
+    fc: MatrixLike
     fc_bias: Tensor | None
     hidden_norm: Tensor | None
     input_norm: Tensor | None
-    qkv: Tensor
+    qkv: MatrixLike
     qkv_bias: Tensor | None
-    out: Tensor
+    out: MatrixLike
     out_bias: Tensor | None
     mlp: MlpWeights
     norm: Tensor | None
@@ -55,7 +55,7 @@ class EagleWeights:
     def joined(cls, config: EagleConfig, tensors: Mapping[str, Tensor], head: MatrixLike) -> EagleWeights:
         """From the tensors of a checkpoint, by our names; ``head`` is the output layer."""
 
-        def matrix(*names: str) -> Tensor:
+        def rows(*names: str) -> Tensor:
             parts = [tensors[f"layer.{name}.weight"] for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -66,9 +66,9 @@ class EagleWeights:
         attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
         mlp = MlpWeights(
             tensors["layer.post_attention_layernorm.weight"],
-            matrix(*gate_up),
+            rows(*gate_up),
             bias(*gate_up, present=mlp_bias),
-            matrix("mlp.down_proj"),
+            rows("mlp.down_proj"),
             bias("mlp.down_proj", present=mlp_bias),
             config.rms_norm_eps,
         )
@@ -77,14 +77,28 @@ class EagleWeights:
             fc_bias=tensors.get("fc.bias"),
             hidden_norm=tensors.get("layer.hidden_norm.weight"),
             input_norm=tensors.get("layer.input_layernorm.weight"),
-            qkv=matrix(*qkv),
+            qkv=rows(*qkv),
             qkv_bias=bias(*qkv, present=attention_bias),
-            out=matrix("self_attn.o_proj"),
+            out=rows("self_attn.o_proj"),
             out_bias=bias("self_attn.o_proj", present=attention_bias),
             mlp=mlp,
             norm=tensors.get("norm.weight"),
             head=head,
         )
+
+    def quantized(self, form: WeightFormat, *, head: bool) -> EagleWeights:
+        """The same with its matrices in a format, the output layer only where ``head`` says so.
+
+        Raises:
+            ConfigurationError: the format has blocks, and a matrix has rows that are no whole number of them.
+        """
+
+        def packed(weight: MatrixLike) -> MatrixLike:
+            return matrix(quantize(weight, form)) if isinstance(weight, Tensor) else weight
+
+        mlp = replace(self.mlp, gate_up=packed(self.mlp.gate_up), down=packed(self.mlp.down))
+        output = packed(self.head) if head else self.head
+        return replace(self, fc=packed(self.fc), qkv=packed(self.qkv), out=packed(self.out), mlp=mlp, head=output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class AutoDrafter:
         k        drafted tokens per round; default: 4, or what the tree of the heads says
         options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
                  for heads, ``divided`` for an EAGLE head: whether the ranks of a divided target share its work, and
-                 ``aux_layers`` for one of version 3: the target's residual streams that it reads
+                 ``aux_layers`` for one of version 3: the target's residual streams that it reads; ``quantization`` of
+                 an EAGLE head's own matrices (default: int8 where the target's are integers or blocks; "amp": none)
 
         Raises:
             CheckpointError: the folder cannot be used.
@@ -217,7 +218,7 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
     return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
 
 
-_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers", "divided")}
+_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers", "divided", "quantization")}
 """Options of heads besides ``draft_tree``, by row."""
 
 

@@ -1,0 +1,89 @@
+"""Formats of a head's own matrices: int8 over targets of integers, as asked elsewhere; tokens stay the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat, quantize
+from paceline.eagle import checkpoint
+from paceline.eagle.drafter import EagleDrafter
+from paceline.eagle.head import EagleHead
+from paceline.eagle.tree import Chain, DynamicTree
+from tests.decoder import tiny
+from tests.eagle import heads
+
+OWN = ("fc", "qkv", "out", "mlp_gate_up", "mlp_down", "head")
+PROMPT = [[5, 6, 7, 5]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices have rows of whole blocks."""
+    made = tmp_path_factory.mktemp("blocks")
+    tiny.network("blocks").save_pretrained(made)
+    return made
+
+
+def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(
+        folder, n_positions=tiny.POSITIONS, context_length_estimate=tiny.CHUNK, backend=backend, **options
+    )
+
+
+def formats(head: EagleHead) -> list[WeightFormat | None]:
+    """Of its matrices, the output layer last."""
+    found = [getattr(head, name) for name in OWN]
+    return [one.format if isinstance(one, PackedMatrix) else None for one in found]
+
+
+@pytest.mark.parametrize("form", [None, *WeightFormat])
+def test_a_head_is_int8_over_integers_and_blocks(folder: Path, tmp_path: Path, form: WeightFormat | None) -> None:
+    target = load(folder, quantization=None if form is None else form.value)
+    own = WeightFormat.INT8 if form is not None and "fp8" not in form.value else None
+    three, one = (heads.drafter(tmp_path / str(v), target, v, Chain(2)).head for v in (3, 1))
+    assert formats(three) == [own] * 6
+    assert formats(one) == [own] * 5 + [form] and one.head is target.body.model.head, "lent, not made anew"
+    key = heads.drafter(tmp_path / "3", target, 3, Chain(2)).cache_key()
+    assert key.get("quantization") == (None if own is None else "int8")
+
+
+def test_a_format_is_taken_as_asked(folder: Path, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, heads.random_head(heads.config(load(folder).config, 3)))
+    for quantization, asked, wanted in (
+        ("int8", "amp", None),
+        ("int8", "q4_0", WeightFormat.Q4_0),
+        (None, "int8", WeightFormat.INT8),
+    ):
+        target = load(folder, quantization=quantization)
+        made = EagleDrafter.from_pretrained(tmp_path, target, Chain(2), quantization=asked)
+        assert formats(made.head) == [wanted] * 6
+        drafted = SpeculativeGenerator({"path": str(tmp_path), "quantization": asked}, target, k=2)
+        assert torch.equal(drafted.sample(PROMPT, max_new_tokens=12), target.sample(PROMPT, max_new_tokens=12))
+    with pytest.raises(ConfigurationError, match="quantization='int3' is unknown; use one of int8"):
+        EagleDrafter.from_pretrained(tmp_path, target, Chain(2), quantization="int3")
+
+
+def test_its_matrices_are_those_of_the_file_quantised(folder: Path, tmp_path: Path) -> None:
+    target = load(folder, quantization="int8", amp="f32")
+    made = heads.random_head(heads.config(target.config, 3))
+    checkpoint.save(tmp_path, made)
+    head = EagleDrafter.from_pretrained(tmp_path, target, Chain(2)).head
+    qkv = torch.cat([made.weights[f"layer.self_attn.{side}_proj.weight"] for side in "qkv"])
+    for name, weight in (("fc", made.weights["fc.weight"]), ("qkv", qkv), ("head", made.weights["lm_head.weight"])):
+        assert torch.equal(getattr(head, name).dequantize(), quantize(weight, WeightFormat.INT8).dequantize())
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_compiled_ones_keep_the_tokens(folder: Path, tmp_path: Path, version: int) -> None:
+    target = load(folder, "inductor", quantization="int8")
+    tree = DynamicTree(5, depth=2, width=2) if version == 3 else Chain(2)
+    generator = SpeculativeGenerator(heads.drafter(tmp_path, target, version, tree), target)
+    asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9, "seed": 3}
+    assert torch.equal(generator.sample(PROMPT, **asked), target.sample(PROMPT, **asked))
+    assert generator.statistics.num_draft_tokens > 0
