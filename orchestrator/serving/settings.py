@@ -13,7 +13,9 @@ SpecMetrics = Literal["none", "summary", "detailed"]
 """As vLLM's ``--per-request-spec-decode-metrics``."""
 
 DEFAULT_MAX_BODY = 1 << 20
-DEFAULT_STREAM_INTERVAL_MS = 20.0
+DEFAULT_STREAM_INTERVAL_MS = (
+    40.0  # more than an engine's call of several rounds, which may take a thirtieth of a second
+)
 MAX_STREAM_INTERVAL_MS = 1000.0  # more is no stream
 
 

@@ -2,7 +2,7 @@
 
 A message to a client passes four processes, the client's included, and costs each of them as much whatever is in it; on
 a quick engine that is more than a round. No timer: the engine's own thread looks at the clock after every step, so an
-update waits no longer than its interval, a round and a chunk of a prompt.
+update waits no longer than its interval, a call of the rounds and a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import monotonic
 
 from paceline.workers.calls import CallState, CallUpdate, Sink
 
-CROWD = 4
+CROWD = 8
 """Calls that hear every ``Call.interval_s``; where more are in slots, the interval grows with their number, so that
 they all together get as many messages a second.
 """
