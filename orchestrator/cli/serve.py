@@ -107,9 +107,29 @@ class OneModel:
     acceptor: Annotated[str | None, typer.Option(help="Acceptance rule: match, reject or typical.")] = None
     backend: Annotated[str | None, typer.Option(help="What compiles and runs the graphs.")] = None
     amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Format of the weight matrices: int8, fp8_e4m3, q8_0, q4_0, ... or a file's gguf."),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: that of --amp.")
+    ] = None
+    exact: Annotated[bool | None, typer.Option(help="Every round through one graph width; default: yes.")] = None
+    fused: Annotated[
+        bool | None, typer.Option(help="Draft and verify in one graph; default: wherever that can be done.")
+    ] = None
+    confidence_threshold: Annotated[
+        float | None, typer.Option(help="A draft model stops where its largest probability is below this.")
+    ] = None
+    vocabulary: Annotated[
+        str | None, typer.Option(help="same, intersection or retokenize: how a draft of another tokenizer is used.")
+    ] = None
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 8
     n_positions: Annotated[int | None, typer.Option(help="Longest text; default: the model's own.")] = None
     prefix_caching: Annotated[bool, typer.Option(help="Prompts that begin alike share what is read of them.")] = False
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a slot; more get status 429. Default: 1024.")
+    ] = None
     tp_degree: Annotated[int | None, typer.Option(help="Cores the model is divided over; default: as it fits.")] = None
 
     def entries(self) -> list[dict[str, object]]:
@@ -124,6 +144,13 @@ class OneModel:
             "acceptor": self.acceptor,
             "backend": self.backend,
             "amp": self.amp,
+            "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "exact": self.exact,
+            "fused": self.fused,
+            "confidence_threshold": self.confidence_threshold,
+            "vocabulary": self.vocabulary,
+            "max_waiting": self.max_waiting,
             "batch_size": self.batch_size,
             "n_positions": self.n_positions,
             "tp_degree": self.tp_degree,

@@ -20,7 +20,6 @@ SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken do
 CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
 UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
-_MAX_WAITING = 1024  # requests of a replica that wait for a slot; more are answered with 429
 
 
 def deployment_name(model: str) -> str:
@@ -31,6 +30,7 @@ def deployment_name(model: str) -> str:
 def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
     """A model, with as many replicas as its file asks for."""
     target, *drafts = group.num_cores
+    max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
     threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
     variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
     deployment = serve.deployment(
@@ -38,7 +38,7 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serv
         name=deployment_name(group.name),
         **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
         max_ongoing_requests=UNBOUNDED,
-        max_queued_requests=_MAX_WAITING,
+        max_queued_requests=max_waiting,
         graceful_shutdown_timeout_s=SHUTDOWN_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
@@ -54,7 +54,7 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serv
         ],
         placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
     )
-    return deployment.bind(group, fault_policy, _MAX_WAITING)
+    return deployment.bind(group, fault_policy, max_waiting)
 
 
 def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:

@@ -22,7 +22,8 @@ _CHUNK = 256  # rows of the largest default prefill graph
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Bytes of a number, scales included: those of 8 bits have a scale of 4 bytes for a row, blocks of 32 have it inside.
 _EIGHT_BITS = dict.fromkeys(("int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"), 1.01)
-QUANTIZED_BYTES = {**_EIGHT_BITS, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
+# Of a GGUF file ("gguf"), types other than the last two become Q8_0, which is the most that they take.
+QUANTIZED_BYTES = {**_EIGHT_BITS, "gguf": 34 / 32, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
 @dataclass(frozen=True, slots=True)

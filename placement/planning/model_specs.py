@@ -24,6 +24,7 @@ Keys of a model:
                   keys above it has ``k`` alone
     quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
+    max_waiting   requests of a replica that may wait for a slot of a served model; more are refused. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
@@ -65,6 +66,8 @@ from paceline.placement.planning.quota import Quota, QuotaEntry
 from paceline.placement.planning.residency import Residency, ResidencyEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
+MAX_WAITING = 1024
+"""Requests of a replica that wait for a slot."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
@@ -93,6 +96,7 @@ class ModelSpec:
     gqa: GQA | None = None
     quota: Quota = field(default_factory=Quota)
     residency: Residency = field(default_factory=Residency)
+    max_waiting: int = MAX_WAITING
 
     @property
     def k(self) -> int:
@@ -119,7 +123,7 @@ def _known_layout(name: str) -> str:
     return name
 
 
-Quantization = Literal["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1"]
+Quantization = Literal["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1", "gguf"]
 
 
 class ModelEntry(ResidencyEntry):
@@ -143,6 +147,7 @@ class ModelEntry(ResidencyEntry):
     confidence_threshold: object = None
     vocabulary: object = None
     prefix_caching: object = None
+    max_waiting: pydantic.PositiveInt | None = None
     quota: QuotaEntry | None = None
     replicas: pydantic.PositiveInt | None = None
     backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "inductor"
@@ -151,6 +156,8 @@ class ModelEntry(ResidencyEntry):
     def spec(self, folder: Path, where: str) -> ModelSpec:
         """The model with its configuration loaded; relative paths start at ``folder``."""
         config, home = _configuration(self, folder, where)
+        if self.quantization == "gguf" and (home is None or not is_gguf(home)):
+            raise PlanError(f"{where}: quantization: gguf keeps what a GGUF file has; give the path of one")
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
         speculative = self._speculative(folder, where)
         drafts = in_process_drafts(speculative, where)
@@ -174,13 +181,14 @@ class ModelEntry(ResidencyEntry):
             backend=self.backend,
             gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),
             residency=residency,
+            max_waiting=self.max_waiting or MAX_WAITING,
         )
 
     def _speculative(self, folder: Path, where: str) -> SpeculativeConfig:
         """Who drafts in a target's process, and how it decodes; of a draft, its k alone."""
         keys = {key: value for key in KEYS if (value := getattr(self, key)) is not None}
         if self.draft_of:
-            foreign = [key for key in keys if key != "k"]
+            foreign = [key for key in (*keys, *(["max_waiting"] if self.max_waiting else [])) if key != "k"]
             if foreign:
                 raise PlanError(
                     f"{where}: {foreign[0]} is a key of targets, and this model has draft_of; give it to the target"

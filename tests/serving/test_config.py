@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import gguf
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
 from paceline.decoder.weights import known_models
+from paceline.placement import ModelSpec
 from paceline.serving.app import build
 from paceline.serving.deployments import model_deployment
+from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
 
 
@@ -100,6 +103,45 @@ def test_a_model_needs_no_file(workshop: Workshop) -> None:
     (placement,) = ingress.init_args[0]["m"]._bound_deployment.init_args[0].plan.placements
     assert placement.model.speculative.draft[0].path == draft and placement.model.k == 2
     assert ingress.init_args[1].api_keys == ("s",)
+
+
+def placed(*line: str) -> ModelSpec:
+    """The model of `paceline serve` with these options, as a replica gets it."""
+    done = CliRunner().invoke(app, ["serve", *line, "--amp", "f32", "--name", "m", "--print-serve-config"])
+    assert done.exit_code == 0, done.output
+    (application,) = ServeDeploySchema(**yaml.safe_load(done.stdout)).applications
+    deployment = build(application.args)._bound_deployment.init_args[0]["m"]._bound_deployment
+    group, _, max_waiting = deployment.init_args
+    (placement,) = group.plan.placements
+    assert deployment._deployment_config.max_queued_requests == max_waiting == placement.model.max_waiting
+    spec: ModelSpec = placement.model
+    return spec
+
+
+def test_a_model_without_a_file_has_every_option_of_a_target(workshop: Workshop) -> None:
+    target, draft = str(workshop.checkpoint()), str(workshop.checkpoint("draft"))
+    line = ["--target", target, "--draft", draft, "--k", "2", "--quantization", "int8", "--kv-cache-dtype", "fp8_e4m3"]
+    more = ["--no-exact", "--no-fused", "--confidence-threshold", "0.25", "--vocabulary", "intersection"]
+    model = placed(*line, *more, "--max-waiting", "7")
+    assert (model.shape.quantization, model.shape.kv_cache_dtype, model.max_waiting) == ("int8", "fp8_e4m3", 7)
+    asked = model.speculative
+    assert (asked.exact, asked.fused, asked.confidence_threshold, asked.vocabulary) == (
+        False,
+        False,
+        0.25,
+        "intersection",
+    )
+    usual = placed("--target", target)
+    assert usual.max_waiting == 1024 and usual.speculative.exact and usual.shape.quantization is None
+
+
+def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q4_0)
+    model = placed("--target", str(file), "--quantization", "gguf")
+    assert model.shape.quantization == "gguf" and model.folder == file
+    line = ["serve", "--target", str(workshop.checkpoint()), "--quantization", "gguf", "--print-serve-config"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 2 and "quantization: gguf keeps what a GGUF file has" in done.stderr
 
 
 def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
