@@ -1,6 +1,6 @@
 """Structured output of the demo pair: how many outputs are valid, and how many are those of plain decoding.
 
-    python -m benchmarks.structured --outputs 10000 [--state done.jsonl]
+    python -m benchmarks.structured --outputs 10000 [--drafts suffix DIR DIR:draft_tree=dynamic:8,4,3] [--state FILE]
 
 Several schemas and an expression, at temperature 0 and 1, each with plain decoding and with the given drafts. An output
 that reaches its longest length counts as cut, neither as valid nor as invalid. With ``--state`` a run that was ended
@@ -83,9 +83,10 @@ class Runs:
         lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
         self._prompts = [self._tokenizer(json.loads(line)["prompt"]).input_ids[:48] for line in lines]
         target = AutoDecoder.from_pretrained(
-            DEMO / "target", n_positions=256, batch_size=options.batch_size, backend=options.backend
+            DEMO / "target", n_positions=256, batch_size=options.batch_size, backend=options.backend, amp=options.amp
         )
-        drafts = {Path(draft).name: SpeculativeGenerator(draft, target, k=4) for draft in options.drafts}
+        # Four tokens a round, or what a tree or heads say.
+        drafts = {Path(draft).name: SpeculativeGenerator(draft, target) for draft in options.drafts}
         self._generators = {"plain": SpeculativeGenerator(None, target), **drafts}
 
     def block(self, kind: str, structured: StructuredOutput, temperature: float, *, first: int) -> Block:
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=BLOCK)
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--amp", default="bf16")
     parser.add_argument("--state", type=Path, help="file of what is done, which a later run goes on from")
     options = parser.parse_args()
     asked = {name: StructuredOutput("json_schema", schema) for name, schema in SCHEMAS.items()}

@@ -23,6 +23,7 @@ RAY = (
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 
 LONG = (
+    "tests/equality/test_structured.py",
     "tests/equality/test_equality.py",
     "tests/contract/test_contract.py",
     "tests/neuron/test_backend.py",
