@@ -183,7 +183,8 @@ class EagleHead(AutoregressiveHead):
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and not self.kernels.sampling_kinds:
-            return self.kernels.sample_tokens(self.logits(hidden, real).contiguous(), positions, sampling)
+            # The first of a ranking is the same token, without a row over the whole vocabulary.
+            return self.rank_tokens(hidden, positions, sampling, count=1)[0].squeeze(-1)
         return choose(self.network.scores(hidden, real), positions, sampling, part=part, kernels=self.kernels)
 
     def rank_tokens(

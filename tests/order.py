@@ -90,6 +90,8 @@ LONG = (
     "tests/neuron/test_tiled_caches.py",
     "tests/eagle/test_same_tokens.py",
     "tests/decoder/test_torch_headers.py",
+    "tests/cli/test_demo.py",
+    "tests/house/test_imports.py",
 )
 """The other files that take long, the longest first. The first compiles what many others wait for."""
 

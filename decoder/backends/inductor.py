@@ -92,6 +92,8 @@ def _compile(graph: Graph, folder: Path) -> None:
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
         "aot_inductor.compile_wrapper_opt_level": "O0",
+        # OpenMP's threads would spin for milliseconds behind each loop, on a core that the kernels' own team needs.
+        "cpp.threads": 1,
         **_where_known({"aot_inductor.enable_line_tables": False}),
     }
     try:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "row.h"
+#include "team.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -25,6 +26,14 @@ struct Choose {
   RowKeys row_keys(int64_t i) const { return RowKeys(keys + i / window * 4, positions[i], stream); }
 };
 
+// body(i) for every row of logits, one after the other to each thread in turn.
+template <class Body>
+void each_row(bool worth, int64_t rows, Body body) {
+  Team::run(worth, [&](const Team::Member& me) {
+    for (int64_t i = me.number; i < rows; i += me.threads) body(i);
+  });
+}
+
 // Draws from all that top-k and min-p leave. The token is the choice if top-p leaves it; if not, what weighs less is not
 // inside either, and the draw is repeated among what weighs more.
 int32_t sample(Row& row, const RowKeys& keys, const float* param) {
@@ -42,20 +51,19 @@ int32_t sample(Row& row, const RowKeys& keys, const float* param) {
 
 void choose(const Choose& c, int32_t* out) {
   const int64_t V = c.vocabulary;
-#pragma omp parallel for schedule(static, 1) if (c.seated() * c.window * V > 16384)
-  for (int64_t i = 0; i < c.batch * c.window; i++) {
+  each_row(c.seated() * c.window * V > 16384, c.batch * c.window, [&](int64_t i) {
     if (c.idle(i)) {
       out[i] = 0;
-      continue;
+      return;
     }
     if (c.param(i)[0] <= 0) {  // one-hot: no filter removes the largest logit
       out[i] = argmax(c.logits + i * V, V);
-      continue;
+      return;
     }
     static thread_local Row row;
     row.temper(c.logits + i * V, V, c.param(i));
     out[i] = sample(row, c.row_keys(i), c.param(i));
-  }
+  });
 }
 
 // Tempers a row and applies all its filters to it.
@@ -86,11 +94,10 @@ void disturb(Row& row, const RowKeys& keys, const Choose& c) {
 // cut comes behind all that they leave.
 void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
   const int64_t V = c.vocabulary;
-#pragma omp parallel for schedule(static, 1) if (c.seated() * c.window * V > 16384)
-  for (int64_t i = 0; i < c.batch * c.window; i++) {
+  each_row(c.seated() * c.window * V > 16384, c.batch * c.window, [&](int64_t i) {
     if (c.idle(i)) {
       for (int64_t k = 0; k < count; k++) tokens[i * count + k] = c.id(k), logprobs[i * count + k] = 0;
-      continue;
+      return;
     }
     static thread_local Row row;
     static thread_local std::vector<float> whole;
@@ -117,26 +124,25 @@ void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
       tokens[i * count + k] = c.id(row.take());
       logprobs[i * count + k] = score - high - mass;
     }
-  }
+  });
 }
 
 // The filtered probabilities of every row, as paceline.core.probs.probabilities; what weighs less than exp(-87) of the most is zero.
 void probabilities(const float* logits, const float* params, float* out, int64_t batch, int64_t window, int64_t V) {
-#pragma omp parallel for schedule(static) if (batch * window * V > 16384)
-  for (int64_t i = 0; i < batch * window; i++) {
+  each_row(batch * window * V > 16384, batch * window, [&](int64_t i) {
     const float *line = logits + i * V, *param = params + i / window * 4;
     float* to = out + i * V;
     std::fill(to, to + V, 0.0f);
     if (param[0] <= 0) {
       to[param[0] < 0 ? 0 : argmax(line, V)] = 1.0f;
-      continue;
+      return;
     }
     static thread_local Row row;
     filter(row, line, V, param);
     row.weigh();
     for (int64_t v = 0; v < row.count; v++)
       if (row.scores[v] >= row.most - 87.0f) to[row.id(v)] = row.weights[v] / row.mass;
-  }
+  });
 }
 
 }  // namespace paceline

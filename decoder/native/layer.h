@@ -21,9 +21,9 @@ inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32
 
 // Makes the padding of lines of T rows of N numbers zero, but for lines whose count is below 0, which nobody reads. Of
 // the team each thread has every so many-th line; who needs the zeros waits for all.
-inline void clear_padding(float* out, const int32_t* count, int64_t lines, int64_t T, int64_t N) {
+inline void clear_padding(const Team::Member& me, float* out, const int32_t* count, int64_t lines, int64_t T, int64_t N) {
   if (!count) return;
-  for (int64_t b = omp_get_thread_num(); b < lines; b += omp_get_num_threads())
+  for (int64_t b = me.number; b < lines; b += me.threads)
     if (count[b] >= 0) std::fill(out + (b * T + std::min<int64_t>(count[b], T)) * N, out + (b + 1) * T * N, 0.0f);
 }
 
@@ -34,16 +34,15 @@ inline void linear_real(const float* in, const Stored& w, float* out, const int3
   const int64_t M = rows.size(), size = prepared(w.format, K);
   Shared work(N, PIECES);
   std::vector<float> common(M > FEW ? M * size : 0);
-#pragma omp parallel if (M * K * N > WORTH)
-  {
-    clear_padding(out, count, lines, T, N);
-    const float* x = prepare(M, size, common.data(), [&](int64_t m, float* to) {
+  Team::run(M * K * N > WORTH, [&](const Team::Member& me) {
+    clear_padding(me, out, count, lines, T, N);
+    const float* x = prepare(me, M, size, common.data(), [&](int64_t m, float* to) {
       arrange_line(w.format, in + rows[m] * K, to, K);
     });
-    work.run([&](int64_t begin, int64_t end) {
+    work.run(me, [&](int64_t begin, int64_t end) {
       product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[rows[m] * N + n] = value; });
     });
-  }
+  });
 }
 
 // weight * x / sqrt(mean(x^2) + eps), in the order a product with a matrix of that format reads it.
@@ -68,7 +67,7 @@ struct Stream {
   const int32_t* count;  // [batch], or null: every row is real
   float eps;
   std::vector<int64_t> rows() const { return real_rows(batch, window, count); }
-  void clear() const { clear_padding(out, count, batch, window, width); }
+  void clear(const Team::Member& me) const { clear_padding(me, out, count, batch, window, width); }
 };
 
 // from [D] turned by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
@@ -91,19 +90,18 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
   const int64_t room = std::max(prepared(qkv.format, H), prepared(result.format, all));
   std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * room : 0);
   Shared making(qkv.N, PIECES), looking(lines.size() * a.kv_heads, PIECES, 1), adding(H, PIECES);
-#pragma omp parallel if (M * H * qkv.N > WORTH)
-  {
-    s.clear();
-    const float* x = prepare(M, prepared(qkv.format, H), common.data(), [&](int64_t m, float* to) {
+  Team::run(M * H * qkv.N > WORTH, [&](const Team::Member& me) {
+    s.clear(me);
+    const float* x = prepare(me, M, prepared(qkv.format, H), common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, qkv.format, to, H);
     });
-    making.run([&](int64_t begin, int64_t end) {
+    making.run(me, [&](int64_t begin, int64_t end) {
       product(x, qkv, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
         mixed[m * qkv.N + n] = qkv.plus(value, n);
       });
     });
-#pragma omp barrier
-    looking.run([&](int64_t begin, int64_t end) {
+    me.barrier();
+    looking.run(me, [&](int64_t begin, int64_t end) {
       static thread_local std::vector<float> turned;
       for (int64_t item = begin; item < end; item++) {
         const int64_t b = lines[item / a.kv_heads], begins = first[item / a.kv_heads], g = item % a.kv_heads;
@@ -122,16 +120,16 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
         attend_group(a, b, g, own, cache);
       }
     });
-#pragma omp barrier
-    const float* y = prepare(M, prepared(result.format, all), common.data(), [&](int64_t m, float* to) {
+    me.barrier();
+    const float* y = prepare(me, M, prepared(result.format, all), common.data(), [&](int64_t m, float* to) {
       arrange_line(result.format, seen.data() + m * all, to, all);
     });
-    adding.run([&](int64_t begin, int64_t end) {
+    adding.run(me, [&](int64_t begin, int64_t end) {
       product(y, result, M, all, begin, end, [&](int64_t m, int64_t n, float value) {
         s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + result.plus(value, n);
       });
     });
-  }
+  });
 }
 
 // out = hidden + product(silu(gate) * up), where gate and up are the halves of product(norm(hidden)).
@@ -142,13 +140,12 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
   const int64_t room = std::max(prepared(gate_up.format, H), prepared(down.format, F));
   std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * room : 0);
   Shared making(F, PIECES), adding(H, PIECES);
-#pragma omp parallel if (M * H * gate_up.N > WORTH)
-  {
-    s.clear();
-    const float* x = prepare(M, prepared(gate_up.format, H), common.data(), [&](int64_t m, float* to) {
+  Team::run(M * H * gate_up.N > WORTH, [&](const Team::Member& me) {
+    s.clear(me);
+    const float* x = prepare(me, M, prepared(gate_up.format, H), common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, gate_up.format, to, H);
     });
-    making.run([&](int64_t begin, int64_t end) {
+    making.run(me, [&](int64_t begin, int64_t end) {
       product(x, gate_up, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
         gates[m * line + n] = gate_up.plus(value, n);
       });
@@ -161,16 +158,16 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
           std::memcpy(&gates[n], &gated, sizeof gated);
         }
     });
-#pragma omp barrier
-    const float* y = prepare(M, prepared(down.format, F), common.data(), [&](int64_t m, float* to) {
+    me.barrier();
+    const float* y = prepare(me, M, prepared(down.format, F), common.data(), [&](int64_t m, float* to) {
       arrange_line(down.format, gates.data() + m * line, to, F);
     });
-    adding.run([&](int64_t begin, int64_t end) {
+    adding.run(me, [&](int64_t begin, int64_t end) {
       product(y, down, M, F, begin, end, [&](int64_t m, int64_t n, float value) {
         s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + down.plus(value, n);
       });
     });
-  }
+  });
 }
 
 }  // namespace paceline

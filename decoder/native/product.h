@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <omp.h>
 #include <vector>
 
 #include "integers.h"
 #include "pairs.h"
+#include "team.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -18,7 +18,7 @@ namespace paceline [[gnu::visibility("hidden")]] {
 class Shared {
  public:
   // Pieces are of `unit` numbers or a multiple of it.
-  Shared(int64_t count, int64_t pieces, int64_t unit = VL) : threads_(std::min(omp_get_max_threads(), MOST)) {
+  Shared(int64_t count, int64_t pieces, int64_t unit = VL) : threads_(Team::most()) {
     const int64_t units = (count + unit - 1) / unit;
     for (int i = 0; i < threads_; i++) {
       parts_[i].next.store(units * i / threads_ * unit, std::memory_order_relaxed);
@@ -28,9 +28,9 @@ class Shared {
   }
   // body(begin, end) for pieces that cover the loop once. All of the team must call this, and then wait for each other.
   template <class Body>
-  void run(Body body) {
-    for (int i = 0, me = omp_get_thread_num(); i < threads_; i++) {
-      Part& part = parts_[(me + i) % threads_];
+  void run(const Team::Member& me, Body body) {
+    for (int i = 0; i < threads_; i++) {
+      Part& part = parts_[(me.number + i) % threads_];
       for (int64_t begin; (begin = part.next.fetch_add(piece_, std::memory_order_relaxed)) < part.end;)
         body(begin, std::min(begin + piece_, part.end));
     }
@@ -41,10 +41,9 @@ class Shared {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  static constexpr int MOST = 256;  // ranges; more threads than that only help
   int threads_;
   int64_t piece_;
-  Part parts_[MOST];
+  Part parts_[Team::MOST];
 };
 
 // ------------------------------------------------------------------------------------------- the order of activations --
@@ -107,10 +106,10 @@ inline void arrange_line(int64_t format, const float* from, float* to, int64_t K
 // cheaper than to wait for each other, or by all of the team together into `common`, which holds all of them.
 constexpr int64_t FEW = 16;
 template <class Fill>
-const float* prepare(int64_t M, int64_t size, float* common, Fill fill) {
+const float* prepare(const Team::Member& me, int64_t M, int64_t size, float* common, Fill fill) {
   if (M > FEW) {
-#pragma omp for schedule(static)
-    for (int64_t m = 0; m < M; m++) fill(m, common + m * size);
+    for (int64_t m = M * me.number / me.threads; m < M * (me.number + 1) / me.threads; m++) fill(m, common + m * size);
+    me.barrier();
     return common;
   }
   static thread_local std::vector<float> own;
@@ -180,14 +179,13 @@ inline void linear(const float* in, const Stored& w, float* out, int64_t M, int6
   const int64_t size = prepared(w.format, K);
   Shared work(N, PIECES);
   std::vector<float> common(M > FEW ? M * size : 0);
-#pragma omp parallel if (M * K * N > WORTH)
-  {
+  Team::run(M * K * N > WORTH, [&](const Team::Member& me) {
     const float* x =
-        prepare(M, size, common.data(), [&](int64_t m, float* to) { arrange_line(w.format, in + m * K, to, K); });
-    work.run([&](int64_t begin, int64_t end) {
+        prepare(me, M, size, common.data(), [&](int64_t m, float* to) { arrange_line(w.format, in + m * K, to, K); });
+    work.run(me, [&](int64_t begin, int64_t end) {
       product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[m * N + n] = value; });
     });
-  }
+  });
 }
 
 }  // namespace paceline

@@ -1,0 +1,98 @@
+"""The threads of the native kernels: how many there are never changes a bit, nobody is left waiting, none stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder.kernels.protocol import MlpWeights
+from paceline.decoder.native.ops import Native
+
+WIDTH, ROWS = 96, 20
+"""More rows than a thread prepares for itself, so that the team also waits in the middle of a product."""
+
+
+def layer(threads: int) -> Tensor:
+    """The MLP of a layer of random weights: two products with a barrier between them."""
+    torch.set_num_threads(threads)
+    rng = torch.Generator().manual_seed(3)
+    norm, gate_up, down = (torch.randn(*shape, generator=rng) for shape in ((WIDTH,), (512, WIDTH), (WIDTH, 256)))
+    hidden = torch.randn(1, ROWS, WIDTH, generator=rng)
+    return Native().mlp(hidden, MlpWeights(norm, gate_up, None, down, None, 1e-5))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_behind() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def test_threads_change_no_bit() -> None:
+    expected = layer(1)
+    for threads in (2, 3, 7, 2, 16, 1, 5):  # more than there are cores, fewer than before, and more again
+        for _ in range(20):
+            assert layer(threads).equal(expected)
+
+
+def test_callers_have_teams_of_their_own() -> None:
+    expected, found = layer(1), []
+
+    def call() -> None:
+        found.extend(layer(3).equal(expected) for _ in range(50))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 200 and all(found)
+
+
+PROGRAM = """
+import os, signal, threading, time
+import torch
+from tests.decoder.test_team import layer
+running = lambda: len(os.listdir("/proc/self/task"))
+{body}
+"""
+
+SLEEP = "expected = layer(3)\nfor _ in range(3):\n    time.sleep(0.05)\n    assert layer(3).equal(expected)"
+END = """
+layer(1)
+before = running()
+caller = threading.Thread(target=layer, args=(4,))
+caller.start()
+caller.join()
+end = time.monotonic() + 60
+while running() > before and time.monotonic() < end:
+    time.sleep(0.01)  # what a thread leaves is cleared behind its last statement
+assert running() == before, (running(), before)
+torch.set_num_threads(4)  # has threads of PyTorch's own
+before = running()
+layer(4)
+assert running() == before + 3, (running(), before)
+"""
+FORK = """
+import sys
+expected = layer(3)
+if not os.fork():
+    signal.alarm(60)
+    layer(3).equal(expected) or os._exit(1)
+    sys.exit(0)  # as a program ends, with all that is done then
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.parametrize("body", [SLEEP, END, FORK], ids=["after a sleep", "ends with its thread", "after a fork"])
+def test_in_a_process(body: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)], timeout=300, env=dict(os.environ), check=False
+    )
+    assert done.returncode == 0
