@@ -1,4 +1,4 @@
-"""The threads of the native kernels: how many there are never changes a bit, nobody is left waiting, none stays behind."""
+"""The threads of the native kernels: however many there are, no bit changes, nobody waits for ever, none is left."""
 
 from __future__ import annotations
 
