@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline import save_quantized
+from tests.decoder import gguf_files
+from tests.decoder.gguf_files import TOKENIZER
 
 # It loads a small model first, so that what is imported and made only once is there; the kernel keeps the peak of the
 # process from then on. The cache, which is no part of the weights, has eight positions.
@@ -70,13 +75,20 @@ def write(folder: Path, hidden: int) -> dict[str, Path]:
     made = {name: folder / name for name in ("bfloat16", "pickle")}
     network.config.save_pretrained(made["pickle"])
     torch.save(network.state_dict(), made["pickle"] / "pytorch_model.bin")
+    made["gguf"] = folder / "gguf" / "model.gguf"
+    made["gguf"].parent.mkdir()
+    no_words = {**dict.fromkeys(TOKENIZER), "tokenizer.ggml.model": "no_vocab"}
+    gguf_files.write(made["gguf"], network, Kind.Q8_0, changes=no_words)
     network.to(torch.bfloat16).save_pretrained(made["bfloat16"], max_shard_size="60MB")
+    made["packed"] = folder / "packed"
+    save_quantized(made["bfloat16"], made["packed"], "q4_0")
     return made
 
 
 CASES = [
     ("bfloat16", "bf16", "", 1), ("pickle", "f32", "", 1), ("bfloat16", "bf16", "int8", 1),
-    ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "int8", 2),
+    ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "int8", 2), ("gguf", "bf16", "gguf", 1),
+    ("packed", "bf16", "q4_0", 1),
 ]  # fmt: skip
 """What is stored, the type in memory, the quantisation, and over how many ranks; of these, the last one loads."""
 
