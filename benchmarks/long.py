@@ -1,7 +1,11 @@
-"""Time and memory of long texts against their length: prefill in chunks. JSON on the last line.
+"""Time and memory of long texts against their length, llama.cpp beside them: prefill in chunks. JSON on the last line.
 
     python benchmarks/long.py                          a 30 M Llama shape at 1024, 4096, 16384 and 32768 positions
     python benchmarks/long.py --lengths 1024 4096
+    python benchmarks/long.py --beside 0               without llama.cpp
+
+llama.cpp (the package llama-cpp-python, a GGUF file of the same numbers in BF16, a thread for every core) reads the
+same prompts up to ``--beside`` positions, and rows have no figure of it where the package is not installed.
 
 Each length has a process of its own, whose peak memory above that of the loaded decoder with its cache is what the
 prompt took. Attention looks at a chunk's rows against the cache in place, so that this does not grow with the square
@@ -12,21 +16,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from common import publish
+from gguf import GGMLQuantizationType
+from gguf_writer import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder
 
 LENGTHS = (1024, 4096, 16384, 32768)
+BESIDE = 16384
+"""Positions up to which llama.cpp reads, too: four times as many take it minutes."""
+
+PEER = "peer.gguf"
 
 
 def save_shape(folder: Path, positions: int) -> None:
@@ -42,7 +55,9 @@ def save_shape(folder: Path, positions: int) -> None:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    write_gguf(folder / PEER, model, GGMLQuantizationType.BF16)
 
 
 def peak_mb() -> float:
@@ -70,25 +85,55 @@ def measure(folder: Path, length: int) -> dict[str, float]:
     }
 
 
+def theirs(folder: Path, length: int) -> dict[str, float]:
+    """Seconds of the same prompt with llama.cpp, in batches of its own size."""
+    from llama_cpp import Llama
+
+    threads = os.cpu_count() or 1
+    options = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    model: Any = Llama(str(folder / PEER), n_ctx=length, n_batch=512, **options)
+    text = torch.randint(0, 8192, (length - 1,), generator=torch.Generator().manual_seed(0)).tolist()
+    model.eval(text[:300])
+    model.reset()
+    begin = perf_counter()
+    model.eval(text)
+    return {"positions": length, "llama_cpp_s": round(perf_counter() - begin, 3)}
+
+
+def child(folder: str, length: int, *, peer: bool) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    command = [sys.executable, __file__, "--child", folder, "--lengths", str(length), *(["--peer"] if peer else [])]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    row: dict[str, float] = json.loads(output.splitlines()[-1])
+    print(row, flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=BESIDE, help="positions up to which llama.cpp reads, too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(measure(Path(options.child), options.lengths[0])))
+        side = theirs if options.peer else measure
+        print(json.dumps(side(Path(options.child), options.lengths[0])))
         return
+    installed = find_spec("llama_cpp") is not None
+    if options.beside and not installed:
+        print("llama-cpp-python is not installed: nothing is measured beside")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         save_shape(Path(folder), max(options.lengths))
         found: dict[int, list[dict[str, float]]] = {length: [] for length in options.lengths}
         for _ in range(options.repeats):
             for length in options.lengths:
-                command = [sys.executable, __file__, "--child", folder, "--lengths", str(length)]
-                output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-                found[length].append(json.loads(output.splitlines()[-1]))
-                print(found[length][-1], flush=True)
+                row = child(folder, length, peer=False)
+                if installed and length <= options.beside:
+                    row |= child(folder, length, peer=True)
+                found[length].append(row)
         for each in found.values():
             rows.append({key: statistics.median(one[key] for one in each) for key in each[0]})
     publish({"long": rows})

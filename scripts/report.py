@@ -51,6 +51,7 @@ COMMANDS = {
     **{f"formats-{shape}": f"benchmarks/formats.py --shape {shape}" for shape in report_formats.SHAPES},
     "perplexity": "benchmarks/perplexity.py --model smollm2",
     "long": "benchmarks/long.py",
+    "load": "benchmarks/load.py",
     "serve": "-m benchmarks.serve --target examples/pycode/target --draft examples/pycode/draft --k 4",
 }
 ALL_TABLES = {
@@ -59,6 +60,7 @@ ALL_TABLES = {
     "formats": (tuple(f"formats-{shape}" for shape in report_formats.SHAPES), report_formats.formats),
     "perplexity": (("perplexity",), report_formats.perplexity),
     "long": (("long",), report_formats.long),
+    "load": (("load",), report_formats.load),
     "serve": (("serve",), report_formats.serve),
 }
 

@@ -70,18 +70,36 @@ def perplexity(reports: Reports) -> str:
 
 
 def long(reports: Reports) -> str:
-    """Time and memory against the length of a prompt."""
+    """Time and memory against the length of a prompt, and llama.cpp's time."""
     rows = [
         (
             f"{row['positions']:.0f}",
             number(row["prefill_s"], 2, " s"),
             number(row["prefill_tokens_per_s"], 0),
+            number(row.get("llama_cpp_s"), 2, " s"),
+            number(row["prefill_s"] / row["llama_cpp_s"] if row.get("llama_cpp_s") else None),
             number(row["prompt_mb"], 0, " MB"),
             number(row["cache_mb"], 0, " MB"),
         )
         for row in reports["long"]["long"]
     ]
-    return table(["positions", "prompt", "tokens/s", "memory besides weights and cache", "keys and values"], rows)
+    head = ["positions", "prompt", "tokens/s", "llama.cpp", "ours over it", "memory besides weights and cache"]
+    return table([*head, "keys and values"], rows)
+
+
+def load(reports: Reports) -> str:
+    """Peak memory and seconds of loads, from every kind of file into every format."""
+    rows = [
+        (
+            row["stored"],
+            row["held"],
+            number(row["weights_mb"], 0, " MB"),
+            number(row["peak"]),
+            f"{row['seconds']:.2f} s",
+        )
+        for row in reports["load"]["load"]
+    ]
+    return table(["stored as", "held as", "weights", "peak over the weights", "time"], rows)
 
 
 def serve(reports: Reports) -> str:

@@ -57,6 +57,7 @@ LONG = (
     "tests/diagnostics/test_verify.py",
     "tests/orchestrator/test_trees.py",
     "tests/decoder/test_buckets.py",
+    "tests/docs/test_blocks.py",
     "tests/decoder/test_artefacts.py",
     "tests/experiments/test_trace.py",
     "tests/neuron/test_prompt_attention.py",

@@ -53,7 +53,8 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
         "formats-30m": {"ms": {"int8": {"decode1": 1.17, "prefill": 30.0}}, "ratios": {"int8": ratios}},
         "latency": {"modes": {"plain": latency, "fused 2": latency}},
         "perplexity": {"perplexity": rows},
-        "long": {"long": [lengths]},
+        "long": {"long": [lengths, {**lengths, "llama_cpp_s": 0.8}]},
+        "load": {"load": [{"stored": "gguf", "held": "bf16", "weights_mb": 200.4, "peak": 1.04, "seconds": 2.5}]},
         "serve": {"rows": [served]},
     }
     for name, line in (
@@ -62,7 +63,9 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
         ("perplexity", "| int8 | 8.12 | 135 MB |"),
         ("serve", "| 1 streams | 733 | 2463 | 0.30 | 0.02 s, 0.03 s | model 814 | 0 |"),
         ("perplexity", "| q4_0 | no blocks |  |"),
-        ("long", "| 1024 | 0.50 s | 2046 | 9 MB | 20 MB |"),
+        ("long", "| 1024 | 0.50 s | 2046 |  |  | 9 MB | 20 MB |"),
+        ("long", "| 1024 | 0.50 s | 2046 | 0.80 s | 0.62 | 9 MB | 20 MB |"),
+        ("load", "| gguf | bf16 | 200 MB | 1.04 | 2.50 s |"),
     ):
         assert line in report.block(name, reports).splitlines()
 
