@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
 from paceline.decoder.weights import known_models
+from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat
 from paceline.placement import ModelSpec
 from paceline.serving.app import build
 from paceline.serving.deployments import model_deployment
+from paceline.workers.config import WorkerConfig
 from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
 
@@ -139,6 +141,10 @@ def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: P
     file = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q4_0)
     model = placed("--target", str(file), "--quantization", "gguf")
     assert model.shape.quantization == "gguf" and model.folder == file
+    settings = {"folder": file, "amp": "f32", "batch_size": 1, "n_positions": 64, "backend": "eager"}
+    loaded = WorkerConfig.from_settings({**settings, "quantization": model.shape.quantization}).load()
+    packed = {module.format for module in loaded.body.modules() if isinstance(module, PackedMatrix)}
+    assert packed == {WeightFormat.Q4_0}
     line = ["serve", "--target", str(workshop.checkpoint()), "--quantization", "gguf", "--print-serve-config"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 2 and "quantization: gguf keeps what a GGUF file has" in done.stderr

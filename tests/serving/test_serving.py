@@ -90,12 +90,12 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
 
 def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: openai.OpenAI) -> None:
     assert admin(client, "POST", "/pin", {"model": "small"})["pinned"]
-    ingress = process("ingress")
-    os.kill(ingress, signal.SIGKILL)
+    os.kill(ingress := process("ingress"), signal.SIGKILL)
     end = time.monotonic() + 90
     while process("ingress") == ingress or not isinstance(found := answer_of(client), dict):
         assert time.monotonic() < end
         time.sleep(0.1)
+    os.kill(process("lifecycle"), signal.SIGKILL)  # who decides is started again, and asked again
     assert {one["name"]: one["pinned"] for one in found["models"]} == {"chat": False, "small": True, "late": False}
     assert not admin(client, "POST", "/pin", {"model": "small", "pinned": False})["pinned"]
 
