@@ -1,15 +1,17 @@
 """Decode, verify and prefill in every format of weights, beside llama.cpp. JSON on the last line.
 
     python benchmarks/formats.py --shape 30m                        random weights: 30m, 110m or 1.1b
+    python benchmarks/formats.py --shape 8x2 --formats bf16         a mixture of 8 experts, 2 a token; 128x8
     python benchmarks/formats.py --shape smollm2                    the fetched model
     python benchmarks/formats.py --shape 1.1b --formats bf16 int8 --beside q8_0
     python benchmarks/formats.py --shape tiny --repeats 3           seconds, to try it out
 
 decode[1], verify[5] and verify[9] are windows of 1, 5 and 9 rows behind 100 tokens of text, with the choice of their
-tokens; prefill is a prompt of 256 tokens. llama.cpp's windows give logits of every row, its prompt of the last. All
-take turns; a figure is the median in milliseconds. ``read`` sums every word of the matrices that a token needs, in
-order: the time to read them from memory. llama.cpp reads a GGUF file of the same shape with random weights, written
-here, through the package llama-cpp-python, with a thread for every core. Nothing else should run on the machine.
+tokens; prefill is a prompt of 256 tokens. No token comes twice, so that the rows of a mixture choose experts of their
+own. llama.cpp's windows give logits of every row, its prompt of the last. All take turns; a figure is the median in
+milliseconds. ``read`` sums every word of the matrices that a token needs (of experts as many as it chooses), in order:
+the time to read them from memory. llama.cpp reads a GGUF file of the same shape with random weights, written here,
+through the package llama-cpp-python, with a thread for every core. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -28,47 +30,62 @@ import torch
 from common import publish
 from gguf_writer import write_gguf
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
+from paceline.decoder.models.blueprint import AssembledConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.target.verifier import CompiledVerifier
 
 Runs = dict[str, Callable[[], object]]
 
 POSITIONS, TEXT, PROMPT, WINDOWS = 512, 100, 256, (1, 5, 9)
-# Vocabulary, width, layers, heads, K/V heads, MLP.
+# Vocabulary, width, layers, heads, K/V heads, MLP; of a mixture also how many experts there are and are chosen.
 SHAPES = {
     "tiny": (256, 64, 2, 4, 2, 128),
     "30m": (8192, 512, 8, 8, 8, 1376),
     "110m": (32000, 768, 12, 12, 12, 2048),
     "1.1b": (32000, 2048, 22, 32, 4, 5632),
+    "8x2": (32000, 768, 12, 12, 4, 2048, 8, 2),
+    "128x8": (32000, 768, 8, 12, 4, 192, 128, 8),
+    "tiny 8x2": (512, 64, 2, 4, 2, 64, 8, 2),
 }
 FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 BESIDE = ("bf16", "q8_0", "q4_1")
 
 
-def random_checkpoint(shape: str, folder: Path) -> LlamaForCausalLM:
-    """A Llama of that shape, saved in bf16."""
-    vocabulary, width, layers, heads, groups, mlp = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=mlp,
-        max_position_embeddings=POSITIONS,
-        eos_token_id=None,
-    )
+def random_checkpoint(shape: str, folder: Path) -> LlamaForCausalLM | MixtralForCausalLM:
+    """A Llama of that shape, or a Mixtral if it has experts, saved in bf16."""
+    vocabulary, width, layers, heads, groups, mlp, *experts = SHAPES[shape]
+    fields: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": mlp,
+        "max_position_embeddings": POSITIONS,
+        "eos_token_id": None,
+    }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    if experts:
+        fields |= {"num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
+        model: Any = MixtralForCausalLM(MixtralConfig(**fields))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**fields))
+    model = model.to(torch.bfloat16).eval()
     model.save_pretrained(folder)
-    return model
+    return model  # type: ignore[no-any-return]
+
+
+def distinct(count: int, vocabulary: int) -> list[int]:
+    """So many tokens, none of them twice."""
+    assert count <= vocabulary, "a window has no more tokens than there are"
+    return [(7 + 131 * i) % vocabulary for i in range(count)]  # a step that divides none of the vocabularies
 
 
 def ours(path: Path, form: str) -> Runs:
@@ -83,12 +100,21 @@ def ours(path: Path, form: str) -> Runs:
     )
     runs: Runs = {f"verify{width}": _window(decoder, width) for width in WINDOWS}
     runs["decode1"] = runs.pop("verify1")
-    prompt = [[7] * PROMPT]
+    prompt = [distinct(PROMPT, decoder.config.vocab_size)]
     runs["prefill"] = lambda: decoder.sample(prompt, max_new_tokens=1)
-    matrices = [one for name, one in decoder.body.named_parameters() if one.dim() == 2 and "embedding" not in name]
-    streams = [_words(one.detach()) for one in matrices]
+    matrices = [(name, one) for name, one in decoder.body.named_parameters() if one.dim() == 2]
+    streams = [_words(_needed(decoder, name, one.detach())) for name, one in matrices if "embedding" not in name]
     runs["read"] = lambda: [stream.sum(dtype=torch.int32) for stream in streams]
     return runs
+
+
+def _needed(decoder: SamplingDecoder, name: str, matrix: Tensor) -> Tensor:
+    """As much of it as a token reads: of experts, as many as it chooses."""
+    config = decoder.config
+    mixture = config.blueprint.experts if isinstance(config, AssembledConfig) else None
+    if mixture is None or ".experts." not in name:
+        return matrix
+    return matrix[: len(matrix) // mixture.count * mixture.chosen]
 
 
 def _words(matrix: Tensor) -> Tensor:
@@ -100,10 +126,11 @@ def _words(matrix: Tensor) -> Tensor:
 def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
     verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), rule=Match(), wide=True)
     tokens = torch.full((1, width), -1, dtype=torch.int32)
-    tokens[0, 0] = 7
+    text = torch.tensor([distinct(width, decoder.config.vocab_size)], dtype=torch.int32)
+    tokens[0, 0] = text[0, 0]
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * TEXT)
-    proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
+    proposal = Proposal(text[:, 1:].contiguous()) if width > 1 else None
     bounds, sampling = RoundLimits(one * (width - 1), TEXT + 1), sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 
@@ -116,6 +143,7 @@ def theirs(file: Path) -> Runs:
     model: Any = Llama(
         str(file), n_ctx=POSITIONS, n_batch=POSITIONS, n_threads=threads, n_threads_batch=threads, verbose=False
     )
+    vocabulary = model.n_vocab()
 
     def step(tokens: list[int], at: int, *, every: bool) -> None:
         # The package has no call that gives logits of some rows alone. A model frees its context when it is collected,
@@ -127,10 +155,10 @@ def theirs(file: Path) -> Runs:
         context.get_logits()  # waits for them
 
     def window(width: int) -> Callable[[], None]:
-        return lambda: step([7] * width, TEXT, every=True)
+        return lambda: step(distinct(width, vocabulary), TEXT, every=True)
 
     def prefill() -> None:  # and leaves a text of which the windows see the beginning
-        step([7] * PROMPT, 0, every=False)
+        step(distinct(PROMPT, vocabulary), 0, every=False)
 
     prefill()
     runs: Runs = {f"verify{width}": window(width) for width in WINDOWS}

@@ -54,6 +54,7 @@ LONG = (
     "tests/decoder/test_round_costs.py",
     "tests/decoder/test_family_modes.py",
     "tests/decoder/test_family_compiled.py",
+    "tests/decoder/test_mixture.py",
     "tests/decoder/test_family_graphs.py",
     "tests/diagnostics/test_verify.py",
     "tests/orchestrator/test_trees.py",

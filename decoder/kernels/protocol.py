@@ -108,6 +108,10 @@ class Kernels(Protocol):
     def layers(self) -> LayerKernels | None:
         """Kernels for attention and MLP of a layer as a whole, if there are any. A divided model cannot use those."""
 
+    @property
+    def mixture(self) -> MixtureKernels | None:
+        """Kernels for a mixture of experts, if they can look at what a row chose. A graph of fixed shape cannot."""
+
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]
 
@@ -202,3 +206,27 @@ class LayerKernels(Protocol):
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
         """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on may hold anything finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Of E experts, or a rank's share of each: down(activation(gate(x)) * up(x)).
+
+    gate_up     gate and up of every expert below each other [E * 2 F, H]
+    down        those of all experts below each other [E * H, F]
+    activation  one of `paceline.decoder.kernels.activations.ACTIVATIONS`
+    """
+
+    gate_up: MatrixLike
+    down: MatrixLike
+    activation: str
+
+
+class MixtureKernels(Protocol):
+    """A mixture of experts, computed of chosen experts alone."""
+
+    def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
+        """x [b, T, H], shares [b, T, E] -> [b, T, H]: the sum of share times expert, in the order of their numbers.
+
+        An expert whose share of every row is 0 is not read. Rows from ``count`` on are finite, and choose nothing.
+        """

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.kernels.cache_rows import pack, unpack
-from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
+from paceline.decoder.kernels.protocol import (
+    PLAIN_ATTENTION,
+    AttentionRule,
+    CachePosition,
+    ExpertWeights,
+    MixtureKernels,
+)
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
@@ -28,6 +35,10 @@ class TorchKernels:
     sampling_kinds = False  # they look at the values of every row
     skips_padding = False
     layers = None
+
+    @property
+    def mixture(self) -> MixtureKernels:
+        return self
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         weight = weight.dequantize() if isinstance(weight, PackedMatrix) else weight.float()
@@ -78,6 +89,20 @@ class TorchKernels:
         mixed = mixed.view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
 
+    def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
+        rows, share = x.reshape(-1, x.shape[-1]), shares.reshape(-1, shares.shape[-1])
+        if count is not None:
+            real = torch.arange(x.shape[1], device=x.device) < count.unsqueeze(1)
+            share = torch.where(real.reshape(-1, 1), share, 0.0)
+        total = torch.zeros_like(rows)
+        for number in (share != 0).any(0).nonzero().flatten().tolist():
+            gate_up, down = (_expert(one, number, of=share.shape[1]) for one in (weights.gate_up, weights.down))
+            for place in (share[:, number] != 0).nonzero().flatten().tolist():  # row by row, as in `linear`
+                gate, up = torch.mv(gate_up, rows[place]).chunk(2)
+                mixed = torch.mv(down, ACTIVATIONS[weights.activation](gate) * up)
+                total[place] += share[place, number] * mixed
+        return total.view_as(x)
+
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
         source = torch.where(path < 0, to, row.unsqueeze(1) + path)
@@ -109,6 +134,14 @@ class TorchKernels:
     def cuts(self, sampling: SamplingTensors) -> bool:
         top_k, top_p, min_p = (sampling.params[:, i] for i in range(1, 4))
         return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+
+
+def _expert(stack: MatrixLike, number: int, *, of: int) -> Tensor:
+    """Of so many experts' matrices below each other the one of a number, float32."""
+    rows = stack.shape[0] // of
+    if isinstance(stack, PackedMatrix):
+        return stack.gather(torch.arange(number * rows, (number + 1) * rows))
+    return stack.narrow(0, number * rows, rows).float()
 
 
 def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:

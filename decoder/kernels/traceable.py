@@ -39,6 +39,7 @@ class TraceableKernels:
     skips_padding = False
     sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
     layers = None
+    mixture = None  # every expert computes every row: which are chosen is a value
 
     def __init__(self, prompts: PromptAttention | None = None) -> None:
         self._prompts = prompts

@@ -1,48 +1,25 @@
 """The network of a family that a `Blueprint` describes: norms, attention, MLP or experts, put together as it says.
 
-Not here: what a family's config.json means and what its tensors are called, which is in the family's own module.
+Not here: MLP and experts (`paceline.decoder.models.mlp`); what a family's config.json means and what its tensors are
+called, which is in the family's own module.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kernels
 from paceline.decoder.models.base import DecoderModel
-from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Experts, Names, tensors
+from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names, tensors
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, joined_vectors, rms_norm
+from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, rms_norm
+from paceline.decoder.models.mlp import MixtureOfExperts, Mlp
+from paceline.decoder.models.part import Part
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
-from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined, joined_rows, matrix
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-    "relu": nn.functional.relu,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What every block of one rank is made with."""
-
-    shard: Shard
-    kernels: Kernels
-    group: Collectives
-    names: Names
-
-    @property
-    def config(self) -> AssembledConfig:
-        config = self.shard.config
-        assert isinstance(config, AssembledConfig), "the family's own `config` made it"
-        return config
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined_rows, matrix
 
 
 class AssembledModel(DecoderModel):
@@ -60,7 +37,7 @@ class AssembledModel(DecoderModel):
     def build(
         cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> AssembledModel:
-        part = _Part(shard, kernels, group, cls.names)
+        part = Part(shard, kernels, group, cls.names)
         config, plan, outer = part.config, part.config.blueprint, cls.names.outer
         model = cls(
             shard,
@@ -121,7 +98,7 @@ class AssembledModel(DecoderModel):
 class AssembledLayer(nn.Module):
     """One layer."""
 
-    def __init__(self, part: _Part, weights: Weights, index: int) -> None:
+    def __init__(self, part: Part, weights: Weights, index: int) -> None:
         super().__init__()
         prefix = part.names.layer.format(i=index)
         inner = {name: prefix + rest for name, rest in part.names.inner.items()}
@@ -170,13 +147,13 @@ class Normalise(nn.Module):
 class Attention(nn.Module):
     """As `paceline.decoder.models.layers.SelfAttention`, with what a blueprint may add."""
 
-    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str], *, window: int) -> None:
+    def __init__(self, part: Part, weights: Weights, inner: dict[str, str], *, window: int) -> None:
         super().__init__()
         config, plan, shard = part.config, part.config.blueprint, part.shard
         self._shard, self._kernels, self._group, self._plan = shard, part.kernels, part.group, plan
         self.qkv = matrix(_gathered(part, weights, inner, kind="weight"))
         self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias")) if plan.qkv_bias else None
-        self.out = matrix(_taken(part, weights, inner["out"]))
+        self.out = matrix(part.taken(weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
         self.q_norm, self.k_norm = (
             Normalise(plan, weights.pop(f"{inner[side]}.weight"), bias=None, eps=config.rms_norm_eps)
@@ -226,68 +203,6 @@ class Attention(nn.Module):
         return heads[0], heads[1]
 
 
-class Mlp(nn.Module):
-    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
-
-    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str]) -> None:
-        super().__init__()
-        plan = part.config.blueprint
-        self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
-        self._activation = ACTIVATIONS[plan.activation]
-        sides = [side for side in ("gate up", "gate", "up") if side in inner]
-        self.up = joined([_taken(part, weights, inner[side]) for side in sides])
-        self.up_bias = joined_vectors(weights, [f"{inner[side]}.bias" for side in sides]) if plan.mlp_bias else None
-        self.down = matrix(_taken(part, weights, inner["down"]))
-        self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
-        return biased(self._group.reduce(self.share(x, real)), self.down_bias)
-
-    def share(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """What this rank adds to the sum, without the bias."""
-        inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
-        if self._gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self._activation(gate) * up
-        else:
-            inner = self._activation(inner)
-        return self._kernels.linear(inner, self.down, real)
-
-
-class MixtureOfExperts(nn.Module):
-    """Every expert computes every row, and a row adds up those it chose: exact, and independent of the other rows.
-
-    No row is ever dropped. That reads all experts' weights, for a single token as for a window.
-    """
-
-    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str]) -> None:
-        super().__init__()
-        plan = part.config.blueprint
-        assert plan.experts is not None
-        self._plan: Experts = plan.experts
-        self._kernels, self._group = part.kernels, part.group
-        self.router = frozen(weights.pop(f"{inner['router']}.weight"))
-        named = [{key: name.format(e=e) for key, name in inner.items()} for e in range(plan.experts.count)]
-        self.experts = nn.ModuleList([Mlp(part, weights, names) for names in named])
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
-        shares = self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1))
-        total = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            total = total + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
-        return self._group.reduce(total)
-
-    def chosen(self, probs: Tensor) -> Tensor:
-        """Router probabilities [b, T, E] -> of each expert what it counts for, 0 of those that are not chosen."""
-        numbers = torch.arange(probs.shape[-1], device=probs.device)
-        own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
-        ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
-        chosen_probs = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
-        return chosen_probs / chosen_probs.sum(-1, keepdim=True) if self._plan.normalise else chosen_probs
-
-
 def alibi_slopes(heads: int) -> list[float]:
     """Of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 / 2^n) on.
 
@@ -298,21 +213,15 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
 
 
-def _norm(part: _Part, weights: Weights, name: str) -> Normalise:
+def _norm(part: Part, weights: Weights, name: str) -> Normalise:
     weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
     return Normalise(part.config.blueprint, weight, bias=bias, eps=part.config.rms_norm_eps)
 
 
-def _taken(part: _Part, weights: Weights, name: str) -> Stored:
-    """A product's matrix as [out, in], which a quantised one is already."""
-    weight = weights.pop(f"{name}.weight")
-    return weight.t().contiguous() if part.names.transposed and isinstance(weight, Tensor) else weight
-
-
-def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Stored:
+def _gathered(part: Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Stored:
     """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
     names = [inner["qkv"]] if part.config.blueprint.joined else [inner[side] for side in "qkv"]
-    sides = [_taken(part, weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in names]
+    sides = [part.taken(weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in names]
     packed = [side for side in sides if isinstance(side, QuantizedTensor)]
     if not packed:
         return _ordered(part, torch.cat([side for side in sides if isinstance(side, Tensor)]))
@@ -320,7 +229,7 @@ def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str
     return gathered.at(_ordered(part, torch.arange(gathered.shape[0])))
 
 
-def _ordered(part: _Part, rows: Tensor) -> Tensor:
+def _ordered(part: Part, rows: Tensor) -> Tensor:
     """Rows of this rank as a checkpoint has them, in the order in which attention reads them."""
     plan, width = part.config.blueprint, part.config.head_dim
     queries, keys = part.shard.heads * width, part.shard.key_part

@@ -22,7 +22,7 @@ from paceline.decoder import environment
 from paceline.decoder.compile import cache
 
 _HERE = Path(__file__).parent
-_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp")
+_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp", "experts.cpp")
 """What takes longest comes first."""
 _ROUNDS = _HERE / "rounds.cpp"
 _TORCH = Path(torch.__file__).parent

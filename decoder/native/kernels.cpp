@@ -5,11 +5,11 @@
 // five and a prompt of 256 give the same bits. Each is tested against plain PyTorch.
 //
 // Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
-// equals that of paceline.core.noise bit for bit. The stable C interface of AOTInductor is declared by hand: no
-// PyTorch header is needed. Here are the entry points; the work is in the headers, and what takes a compiler long is in
-// files of its own (attention*.cpp, products.cpp), which are compiled side by side.
+// equals that of paceline.core.noise bit for bit. Here are most of the entry points; the work is in the headers, and what takes a
+// compiler long is in files of its own (attention*.cpp, products.cpp, experts.cpp), which are compiled side by side.
 
 #include "choice.h"
+#include "handles.h"
 #include "layer.h"
 
 using namespace paceline;
@@ -121,36 +121,8 @@ extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t s
 
 // ------------------------------------------------------------------------------------- entry points of compiled graphs --
 
-typedef struct AtenTensorOpaque* Handle;
-extern "C" {
-int32_t aoti_torch_get_data_ptr(Handle, void**);
-int32_t aoti_torch_get_sizes(Handle, int64_t**);
-int32_t aoti_torch_get_dim(Handle, int64_t*);
-int32_t aoti_torch_get_dtype(Handle, int32_t*);
-int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
-int32_t aoti_torch_dtype_float32();
-int32_t aoti_torch_dtype_bfloat16();
-int32_t aoti_torch_dtype_float16();
-int32_t aoti_torch_dtype_int8();
-int32_t aoti_torch_dtype_float8_e4m3fn();
-int32_t aoti_torch_dtype_int32();
-int32_t aoti_torch_device_type_cpu();
-}
-
 namespace {
 
-template <class T>
-T* data(Handle handle) {
-  void* pointer = nullptr;
-  aoti_torch_get_data_ptr(handle, &pointer);
-  return (T*)pointer;
-}
-void* maybe(Handle* handle) { return handle ? data<void>(*handle) : nullptr; }
-const int64_t* sizes(Handle handle) {
-  int64_t* found = nullptr;
-  aoti_torch_get_sizes(handle, &found);
-  return found;
-}
 int64_t code(int32_t dtype) {
   return dtype == aoti_torch_dtype_float32()         ? FLOAT32
          : dtype == aoti_torch_dtype_bfloat16()      ? BFLOAT16
@@ -163,18 +135,6 @@ int64_t code(int32_t dtype) {
 int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 || format == FLOAT16 ? 2 : 1; }
 int64_t head_width(int64_t elements, int64_t format) {
   return element_bytes(format) == 1 ? elements - SCALE_BYTES : elements;
-}
-int32_t dtype_of(Handle handle) {
-  int32_t dtype = 0;
-  aoti_torch_get_dtype(handle, &dtype);
-  return dtype;
-}
-Handle empty(int64_t dim, const int64_t* shape, int32_t dtype) {
-  int64_t strides[4] = {1, 1, 1, 1};
-  for (int64_t i = dim - 2; i >= 0; i--) strides[i] = strides[i + 1] * shape[i + 1];
-  Handle made = nullptr;
-  aoti_torch_empty_strided(dim, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, &made);
-  return made;
 }
 
 }  // namespace
@@ -249,7 +209,6 @@ extern "C" int32_t aoti_torch_cpu_row_probs(Handle logits, Handle params, Handle
   return 0;
 }
 
-// An optional tensor comes as a pointer to its handle, or null.
 extern "C" int32_t aoti_torch_cpu_row_attention(Handle hidden, Handle norm, double eps, Handle qkv, Handle* qkv_bias,
                                                 Handle result, Handle* result_bias, Handle cos, Handle sin, Handle keys,
                                                 Handle values, Handle row, Handle count, Handle slots, Handle* parents,

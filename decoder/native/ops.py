@@ -23,11 +23,11 @@ from paceline.decoder.kernels.protocol import (
     CachePosition,
     MlpWeights,
 )
-from paceline.decoder.native import build
-from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+from paceline.decoder.native import build, experts
+from paceline.decoder.native.arguments import DTYPES, pointer, stored
+from paceline.decoder.weights.quantize import MatrixLike
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHES = {**_DTYPES, torch.int8: 3, torch.float8_e4m3fn: 7, torch.float8_e5m2: 8}
+_CACHES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 7, torch.float8_e5m2: 8}
 _SCHEMAS = """
 row_linear(Tensor x, Tensor w, Tensor? scales, int format) -> Tensor
 row_linear_real(Tensor x, Tensor w, Tensor? scales, Tensor count, int format) -> Tensor
@@ -54,10 +54,10 @@ class Native:
 
     def __init__(self) -> None:
         register()
-        self.layers = self
+        self.layers, self.mixture = self, experts.NativeExperts()
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
-        ops, (data, scales, code) = torch.ops.paceline, _stored(weight)
+        ops, (data, scales, code) = torch.ops.paceline, stored(weight)
         product: Tensor = (
             ops.row_linear(x.contiguous(), data, scales, code)
             if count is None
@@ -89,7 +89,7 @@ class Native:
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
         w, tree = weights, place.tree
-        (qkv, qkv_scales, qkv_code), (out, out_scales, out_code) = _stored(w.qkv), _stored(w.out)
+        (qkv, qkv_scales, qkv_code), (out, out_scales, out_code) = stored(w.qkv), stored(w.out)
         matrices = (w.norm, w.eps, qkv, w.qkv_bias, out, w.out_bias)
         turns = (x.contiguous() for x in rotation)
         at = (place.row, place.count, place.slots, None if tree is None else tree.parents)
@@ -101,7 +101,7 @@ class Native:
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
         w = weights
-        (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = _stored(w.gate_up), _stored(w.down)
+        (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = stored(w.gate_up), stored(w.down)
         matrices = (w.norm, w.eps, gate_up, w.gate_up_bias, down, w.down_bias)
         formats = (gate_up_scales, down_scales, gate_up_code, down_code)
         result: Tensor = torch.ops.paceline.row_mlp(hidden.contiguous(), *matrices, count, *formats)
@@ -140,13 +140,6 @@ class Native:
         return True
 
 
-def _stored(weight: MatrixLike) -> tuple[Tensor, Tensor | None, int]:
-    """The numbers of a matrix, the scales of its rows if it has any, and the code of its format."""
-    if isinstance(weight, PackedMatrix):
-        return weight.data, weight.scales, weight.format.code
-    return weight, None, _DTYPES[weight.dtype]
-
-
 def c_shims() -> dict[object, list[str]]:
     """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""
     register()
@@ -174,6 +167,7 @@ def c_shims() -> dict[object, list[str]]:
         ],
         ops.row_attention.default: [f"{head}attention({attention}, AtenTensorHandle* ret)"],
         ops.row_mlp.default: [f"{head}mlp({mlp}, AtenTensorHandle* ret)"],
+        ops.row_experts.default: [experts.SHIM],
         ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({handles[4]}, int64_t stream, AtenTensorHandle* ret)"],
         ops.row_rank.default: [
@@ -188,7 +182,7 @@ def register() -> torch.library.Library:
     """Build the kernels if needed and define the operators, once per process."""
     build.library()
     library = torch.library.Library("paceline", "DEF")
-    for schema in _SCHEMAS.strip().splitlines():
+    for schema in [*_SCHEMAS.strip().splitlines(), experts.SCHEMA]:
         library.define(schema)
     bodies: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "row_linear": (_linear, _shape_linear),
@@ -196,6 +190,7 @@ def register() -> torch.library.Library:
         "row_attend": (_attend, _shape_attend),
         "row_attention": (_attention, _shape_half),
         "row_mlp": (_mlp, _shape_half),
+        "row_experts": (experts.call, experts.shape),
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
         "row_rank": (_rank, _shape_rank),
@@ -238,23 +233,18 @@ def _shape_probs(logits: Tensor, _params: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    assert x is None or x.is_contiguous()
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
 def _linear(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     (scales, code), out = rest, _shape_linear(x, w)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], code))
-    build.library().paceline_linear(*(_pointer(t) for t in (x, w, scales, out)), *numbers)
+    build.library().paceline_linear(*(pointer(t) for t in (x, w, scales, out)), *numbers)
     return out
 
 
 def _linear_real(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     (scales, count, code), out = rest, _shape_linear(x, w)
     numbers = (ctypes.c_int64(n) for n in (*x.shape, w.shape[0], code))
-    build.library().paceline_linear_real(*(_pointer(t) for t in (x, w, scales, out, count)), *numbers)
+    build.library().paceline_linear_real(*(pointer(t) for t in (x, w, scales, out, count)), *numbers)
     return out
 
 
@@ -265,8 +255,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     out = _shape_attend(q)
     lines, window, heads, width = q.shape
     sizes = (ctypes.c_int64 * 6)(lines, window, heads, k.shape[2], width, keys.shape[2])
-    pointers = [_pointer(x) for x in (q, k, v, keys, values, out, row, count, slots, parents)]
-    numbers = (ctypes.c_int64(_CACHES[keys.dtype]), ctypes.c_int64(reach), ctypes.c_float(cap), _pointer(slopes))
+    pointers = [pointer(x) for x in (q, k, v, keys, values, out, row, count, slots, parents)]
+    numbers = (ctypes.c_int64(_CACHES[keys.dtype]), ctypes.c_int64(reach), ctypes.c_float(cap), pointer(slopes))
     build.library().paceline_attend(*pointers, sizes, *numbers)
     return out
 
@@ -292,9 +282,9 @@ def _mlp(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
 
 
 def _half(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *, eps: float, dtype: torch.dtype) -> None:
-    pointers = (ctypes.c_void_p * len(tensors))(*(_pointer(x) for x in tensors))
+    pointers = (ctypes.c_void_p * len(tensors))(*(pointer(x) for x in tensors))
     numbers = (ctypes.c_int64 * len(sizes))(*sizes)
-    getattr(build.library(), name)(pointers, numbers, ctypes.c_float(eps), ctypes.c_int64(_DTYPES[dtype]))
+    getattr(build.library(), name)(pointers, numbers, ctypes.c_float(eps), ctypes.c_int64(DTYPES[dtype]))
 
 
 def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:
@@ -302,7 +292,7 @@ def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:
     moved = torch.empty_like(row)  # how many rows moved in each slot: an operator of a graph has to return something
     _, groups, rows, width = keys.shape
     sizes = (ctypes.c_int64 * 5)(*path.shape, groups, rows, width * keys.element_size())
-    build.library().paceline_keep(*(_pointer(x) for x in (keys, values, row, path, slots, moved)), sizes)
+    build.library().paceline_keep(*(pointer(x) for x in (keys, values, row, path, slots, moved)), sizes)
     return moved
 
 
@@ -310,7 +300,7 @@ def _choose(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) ->
     keys, stream = rest
     assert isinstance(keys, Tensor) and isinstance(stream, int)
     out = _shape_choose(logits)
-    pointers = (_pointer(x) for x in (logits, positions, params, keys, out))
+    pointers = (pointer(x) for x in (logits, positions, params, keys, out))
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
     return out
@@ -322,12 +312,12 @@ def _rank(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) -> t
     tokens, logprobs = _shape_rank(logits, count)
     inputs = (logits, positions, params, keys, ids if isinstance(ids, Tensor) else None)
     sizes = (ctypes.c_int64 * 4)(*logits.shape, count)
-    build.library().paceline_rank(*(_pointer(x) for x in (*inputs, tokens, logprobs)), sizes)
+    build.library().paceline_rank(*(pointer(x) for x in (*inputs, tokens, logprobs)), sizes)
     return tokens, logprobs
 
 
 def _probs(logits: Tensor, params: Tensor) -> Tensor:
     out = _shape_probs(logits, params)
-    pointers = (_pointer(x) for x in (logits, params, out))
+    pointers = (pointer(x) for x in (logits, params, out))
     build.library().paceline_probs(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
     return out

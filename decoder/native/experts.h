@@ -1,0 +1,116 @@
+// A mixture of experts in one piece of work for the team: every row goes through the experts that it chose, and no other
+// expert's weights are read.
+#pragma once
+
+#include <vector>
+
+#include "layer.h"
+
+namespace paceline [[gnu::visibility("hidden")]] {
+
+// ----------------------------------------------------------------------------------------------------- the activation --
+
+// What an expert does between its products: the places of ACTIVATIONS in paceline/decoder/kernels/activations.py.
+enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+// Number by number, so that a number becomes the same wherever it lies.
+template <class Function>
+inline Vec one_by_one(Vec x, Function function) {
+  for (int i = 0; i < VL; i++) x[i] = function(x[i]);
+  return x;
+}
+inline Vec activated(Vec x, int64_t activation) {
+  switch (activation) {
+    case SILU: return silu(x);
+    case GELU: return one_by_one(x, [](float v) { return 0.5f * v * (1.0f + std::erf(v * 0.70710678f)); });
+    case GELU_TANH:
+      return one_by_one(
+          x, [](float v) { return 0.5f * v * (1.0f + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
+    default: return x < 0 ? Vec{} : x;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- who goes to which --
+
+// Pairs of a row and an expert whose share of it is not 0: by the expert's number, and then in the order of rows.
+struct Pairs {
+  struct Expert {
+    int64_t number, first, last;  // its pairs: from the first up to the last, which is not one of them
+  };
+  std::vector<Expert> experts;  // those that anyone chose
+  std::vector<int64_t> rows;    // of each pair
+  std::vector<float> shares;    // of each pair
+
+  // share [rows, count]
+  Pairs(const float* share, const std::vector<int64_t>& real, int64_t count) {
+    for (int64_t e = 0; e < count; e++) {
+      const int64_t first = rows.size();
+      for (const int64_t row : real)
+        if (const float own = share[row * count + e]; own != 0) rows.push_back(row), shares.push_back(own);
+      if ((int64_t)rows.size() > first) experts.push_back({e, first, (int64_t)rows.size()});
+    }
+  }
+};
+
+// --------------------------------------------------------------------------------------------------------- the mixture --
+
+// in and out [lines, window, width], shares [lines, window, count]; of the lines, count rows are real, as in `linear_real`.
+// An expert has `inner` numbers between its products.
+struct Mixture {
+  const float *in, *shares;
+  float* out;
+  const int32_t* real;  // [lines], or null: every row is
+  int64_t lines, window, width, count, inner, activation;
+};
+
+// out = sum of share * product(activation(gate) * up) over the experts with a share of the row, in the order of their
+// numbers, which is the same whatever other rows chose. gate_up holds gate and up of every expert below each other
+// [count * 2 * inner, width], down [count * width, inner].
+inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down) {
+  const std::vector<int64_t> real = real_rows(s.lines, s.window, s.real);
+  const Pairs pairs(s.shares, real, s.count);
+  const int64_t P = pairs.rows.size(), H = s.width, F = s.inner, line = (F + VL - 1) / VL * VL;
+  const int64_t wide = prepared(gate_up.format, H), narrow = prepared(down.format, F);
+  std::vector<float> gates(P * line), ups(P * line), common(P > FEW ? P * std::max(wide, narrow) : 0);
+  Shared making(pairs.experts.size() * line, PIECES), adding(H, PIECES);
+  Team::run(P * H * 3 * F > WORTH, [&](const Team::Member& me) {
+    clear_padding(me, s.out, s.real, s.lines, s.window, H);
+    const float* x = prepare(me, P, wide, common.data(), [&](int64_t p, float* to) {
+      arrange_line(gate_up.format, s.in + pairs.rows[p] * H, to, H);
+    });
+    making.run(me, [&](int64_t begin, int64_t end) {  // of the inner numbers of all chosen experts, one after the other
+      for (int64_t at = begin, next; at < end; at = next) {
+        const auto& [number, first, last] = pairs.experts[at / line];
+        next = std::min(end, (at / line + 1) * line);
+        const int64_t from = at % line, to = std::min(from + next - at, F), M = last - first;
+        auto into = [&, first = first](std::vector<float>& found, int64_t start) {
+          product(x + first * wide, gate_up, M, H, start + from, start + to, [&](int64_t m, int64_t n, float value) {
+            found[(first + m) * line + n - start] = value;
+          });
+        };
+        into(gates, number * 2 * F), into(ups, number * 2 * F + F);
+        for (int64_t p = first; p < last; p++)
+          for (int64_t n = p * line + from; n < p * line + to; n += VL) {
+            const Vec gated = activated(load(&gates[n]), s.activation) * load(&ups[n]);
+            std::memcpy(&gates[n], &gated, sizeof gated);
+          }
+      }
+    });
+    me.barrier();
+    const float* y = prepare(me, P, narrow, common.data(), [&](int64_t p, float* to) {
+      arrange_line(down.format, gates.data() + p * line, to, F);
+    });
+    adding.run(me, [&](int64_t begin, int64_t end) {  // who has a column adds up all experts for it, in their order
+      for (const int64_t row : real) std::fill(s.out + row * H + begin, s.out + row * H + end, 0.0f);
+      for (const auto& expert : pairs.experts) {
+        const int64_t start = expert.number * H, first = expert.first;
+        product(y + first * narrow, down, expert.last - first, F, start + begin, start + end,
+                [&](int64_t m, int64_t n, float value) {
+                  s.out[pairs.rows[first + m] * H + n - start] += pairs.shares[first + m] * value;
+                });
+      }
+    });
+  });
+}
+
+}  // namespace paceline

@@ -1,0 +1,191 @@
+"""The native mixture of experts: right, the same bits for a row in every company, and no unchosen expert is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder.kernels.activations import ACTIVATIONS
+from paceline.decoder.kernels.protocol import ExpertWeights, Kernels
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.native.ops import Native
+from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat, quantize
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(6, 2, 33, 20), (8, 2, 96, 64), (128, 8, 64, 32), (1, 1, 16, 8), (3, 3, 40, 13)]
+"""Experts, chosen ones, H and F; some odd, some below a vector."""
+WIDTHS = [1, 2, 5, 9, 64]
+MOST = max(WIDTHS)
+NAN = float("nan")
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixture(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str = "silu") -> ExpertWeights:
+    experts, _, H, F = shape
+    gate_up, down = numbers(experts * 2 * F, H, seed=1) / H**0.5, numbers(experts * H, F, seed=2) / F**0.5
+    return ExpertWeights(gate_up.to(dtype), down.to(dtype), activation)
+
+
+def shares_of(shape: tuple[int, int, int, int], rows: int = MOST) -> Tensor:
+    """Of every row another choice, but that rows 3 to 6 choose the same, and shares that are no powers of two."""
+    experts, chosen, _, _ = shape
+    scores = numbers(1, rows, experts, seed=3)
+    scores[:, 3:7] = scores[:, 3:4]
+    least = scores.topk(chosen, -1).values[..., -1:]
+    return torch.where(scores >= least, scores.exp() / 7, 0.0)
+
+
+def composed(kernels: Kernels, x: Tensor, shares: Tensor, weights: ExpertWeights) -> Tensor:
+    """Every expert computes every row, and what it chose is added up in the order of experts."""
+    total, experts = torch.zeros_like(x), shares.shape[-1]
+    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)
+    for number, (both, down) in enumerate(
+        zip(weights.gate_up.chunk(experts), weights.down.chunk(experts), strict=True)
+    ):
+        gate, up = kernels.linear(x, both.contiguous()).chunk(2, -1)
+        out = kernels.linear(ACTIVATIONS[weights.activation](gate) * up, down.contiguous())
+        share = shares[..., number : number + 1]
+        total = torch.where(share != 0, total + share * out, total)
+    return total
+
+
+def mixed(native: Native, x: Tensor, shares: Tensor, weights: ExpertWeights) -> Tensor:
+    return native.mixture.experts(x, shares, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_what_every_expert_computes(native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Bit for bit, with an activation that has the same bits everywhere; so the order of the sum is that of experts."""
+    weights, x, shares = mixture(shape, dtype, "relu"), numbers(1, MOST, shape[2]), shares_of(shape)
+    found = mixed(native, x, shares, weights)
+    assert torch.equal(found, composed(native, x, shares, weights))
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, composed(TorchKernels(), x, shares, weights), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, TorchKernels().experts(x, shares, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_is_that_of_torch(native: Native, activation: str) -> None:
+    weights, x, shares = mixture(SHAPES[0], torch.float32, activation), numbers(1, 9, 33), shares_of(SHAPES[0], 9)
+    found = mixed(native, x, shares, weights)
+    torch.testing.assert_close(found, composed(TorchKernels(), x, shares, weights), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_in_every_company(
+    native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype, side: str
+) -> None:
+    kernels = native.mixture if side == "native" else TorchKernels()
+    weights, x, shares = mixture(shape, dtype), numbers(1, MOST, shape[2]), shares_of(shape)
+    alone = torch.cat([kernels.experts(x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(MOST)], 1)
+    assert alone.any(-1).all()
+    for width in WIDTHS:
+        for begin in (0, 3, MOST - width):
+            rows = slice(begin, begin + width)
+            assert torch.equal(kernels.experts(x[:, rows], shares[:, rows], weights), alone[:, rows])
+    lines = (x.view(8, 8, -1), shares.view(8, 8, -1))
+    assert torch.equal(kernels.experts(*lines, weights).view_as(alone), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_rows_may_choose_one_expert(native: Native, dtype: torch.dtype) -> None:
+    weights, x, shares = mixture(SHAPES[1], dtype, "relu"), numbers(1, MOST, 96), torch.zeros(1, MOST, 8)
+    shares[..., 5] = 0.7
+    found = mixed(native, x, shares, weights)
+    assert torch.equal(found, composed(native, x, shares, weights))
+    assert torch.equal(found[:, :1], mixed(native, x[:, :1], shares[:, :1], weights))
+
+
+def test_equal_shares_are_added_in_the_order_of_experts(native: Native) -> None:
+    """Three results whose sum is 1 in that order and 0 in the opposite one, beside rows that do without the second."""
+    experts, H, F = 3, 8, 8
+    gate_up, down = torch.zeros(experts * 2 * F, H), torch.zeros(experts * H, F)
+    for number, result in enumerate((1e8, -1e8, 1.0)):
+        gate_up[number * 2 * F, 0] = gate_up[number * 2 * F + F, 0] = 1.0  # gate and up are x[0] = 1
+        down[number * H, 0] = result
+    weights, x, shares = ExpertWeights(gate_up, down, "relu"), torch.ones(1, 6, H), torch.ones(1, 6, experts)
+    shares[:, ::2, 1] = 0.0
+    for order in (list(range(6)), [5, 0, 3], [1]):
+        found = mixed(native, x[:, order], shares[:, order], weights)[0, :, 0]
+        assert found.tolist() == [1.0 if i % 2 else 1e8 for i in order]
+
+
+@pytest.mark.parametrize("side", ["native", "torch"])
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_an_expert_that_nobody_chose_is_not_read(native: Native, width: int, side: str) -> None:
+    """Its weights are not numbers: a share of 0 would not hide that, as the sum over all experts shows."""
+    shape = (8, 2, 96, 64)
+    weights, x, shares = mixture(shape, torch.float32), numbers(1, width, 96), shares_of(shape, width)
+    shares[..., [0, 6]] = 0.0
+    clean = mixed(native, x, shares, weights)
+    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)
+    for number in (0, 6):
+        weights.gate_up.chunk(8)[number].fill_(NAN)
+        weights.down.chunk(8)[number].fill_(NAN)
+    if side == "native":
+        assert torch.equal(mixed(native, x, shares, weights), clean)
+    else:
+        torch.testing.assert_close(TorchKernels().experts(x, shares, weights), clean, rtol=1e-4, atol=1e-5)
+    gate, up = (x @ weights.gate_up.view(8, 2, 64, 96)[:, side].transpose(1, 2) for side in (0, 1))
+    every = (torch.nn.functional.silu(gate) * up) @ weights.down.view(8, 96, 64).transpose(1, 2)
+    assert (shares[0].T.unsqueeze(-1) * every).sum(0).isnan().all()
+
+
+def test_rows_that_are_not_real_choose_nothing(native: Native) -> None:
+    shape = (128, 8, 64, 32)
+    weights, x, shares = mixture(shape, torch.bfloat16), numbers(16, 4, 64), shares_of(shape).view(16, 4, 128)
+    whole = mixed(native, x, shares, weights)
+    assert isinstance(weights.gate_up, Tensor)
+    for real in ([0] * 16, [0, 4] * 8, [4] + [0] * 15, [1, 2, 3, 0] * 4):
+        count = torch.tensor(real, dtype=torch.int32)
+        junk, chosen = x.clone(), shares.clone()
+        for line, rows in enumerate(real):
+            junk[line, rows:], chosen[line, rows:] = NAN, NAN
+        nobody = (torch.where(chosen.isnan(), 0.0, chosen) == 0).all(0).all(0)
+        poisoned = weights.gate_up.clone()
+        poisoned.view(128, -1)[nobody] = NAN
+        asked = ExpertWeights(poisoned, weights.down, "silu")
+        for kernels in (native.mixture, TorchKernels()):
+            found = kernels.experts(junk, chosen, asked, count=count)
+            for line, rows in enumerate(real):
+                assert not found[line, rows:].any()
+                if kernels is native.mixture:
+                    assert torch.equal(found[line, :rows], whole[line, :rows])
+                else:
+                    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_nothing(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
+    shape = (6, 2, 260, 131)  # past the size at which threads are used at all
+    weights, x, shares = mixture(shape, dtype), numbers(1, 24, 260), shares_of(shape, 24)
+    seen = []
+    for threads in (1, 2, 3, 5, 8):
+        torch.set_num_threads(threads)
+        seen.append(mixed(native, x, shares, weights))
+        seen.append(torch.cat([mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(24)], 1))
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+@pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
+def test_quantised_experts(native: Native, form: WeightFormat) -> None:
+    """Those of the same experts dequantised, and the same bits for a row alone and beside others."""
+    shape = (8, 2, 96, 64)
+    plain, x, shares = mixture(shape, torch.float32), numbers(1, MOST, 96), shares_of(shape)
+    assert isinstance(plain.gate_up, Tensor) and isinstance(plain.down, Tensor)
+    gate_up, down = (PackedMatrix(quantize(one, form)) for one in (plain.gate_up, plain.down))
+    weights = ExpertWeights(gate_up, down, "silu")
+    widened = ExpertWeights(gate_up.dequantize(), down.dequantize(), "silu")
+    found = mixed(native, x, shares, weights)
+    torch.testing.assert_close(found, mixed(native, x, shares, widened), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(TorchKernels().experts(x, shares, weights), found, rtol=1e-3, atol=1e-3)
+    assert (found - mixed(native, x, shares, plain)).abs().max() > 2e-3, "the format would not be seen"
+    alone = [mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(MOST)]
+    assert torch.equal(torch.cat(alone, 1), found)
