@@ -60,6 +60,7 @@ LONG = (
     "tests/orchestrator/test_trees.py",
     "tests/decoder/test_buckets.py",
     "tests/docs/test_blocks.py",
+    "tests/decoder/test_quantized_logits.py",
     "tests/decoder/test_artefacts.py",
     "tests/experiments/test_trace.py",
     "tests/neuron/test_prompt_attention.py",
