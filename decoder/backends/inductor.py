@@ -88,6 +88,7 @@ class InductorBackend(LocalBackend):
 def _compile(graph: Graph, folder: Path) -> None:
     """Trace and compile into ``folder``; the weights stay outside."""
     include = torch_headers.include_folders()
+    torch_headers.keep_precompiled(environment.cache_root() / "headers")
     configs = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": c_shims(),

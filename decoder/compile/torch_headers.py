@@ -70,3 +70,17 @@ def include_folders() -> list[Path]:
 
     facts = {"kind": "headers", "torch": torch.__version__, "text": hashlib.sha256(made.encode()).hexdigest()}
     return [cache.ensure(environment.cache_root() / "native", facts, build), INCLUDE]
+
+
+def keep_precompiled(folder: Path) -> None:
+    """Let PyTorch keep the headers that it precompiles for graphs in a folder of ours.
+
+    Its own is among the machine's temporary files, where nobody clears it, and every cache of graphs would leave 120 MB
+    there, since the copy above has another path in each. PyTorch has no setting for it: where a version of it has other
+    names than these, the folder stays what it is.
+    """
+    from torch._inductor import codecache  # seconds of imports
+
+    for name, path in (("_HEADER_DIR", folder), ("_HEADER_LOCK_DIR", folder / "locks")):
+        if hasattr(codecache, name):
+            setattr(codecache, name, str(path))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import subprocess
 from pathlib import Path
 
 import pytest
+from torch._inductor import codecache
 
+from paceline.core.errors import BackendError
 from paceline.decoder import environment
+from paceline.decoder.backends import inductor
 from paceline.decoder.compile import torch_headers
 from paceline.decoder.compile.torch_headers import INCLUDE
 from paceline.decoder.native import build
+from tests.decoder.test_compiled import Looking, graph
 
 HEADER = "torch/csrc/inductor/aoti_runtime/model_base.h"
 PROGRAM = f"""
@@ -76,3 +81,14 @@ def test_another_text_is_left_as_it_is() -> None:
     assert torch_headers.quick(text.replace("std::smatch sm;", "std::smatch parts;")) is None
     assert torch_headers.quick(text + "\nstd::regex other;\n") is None
     assert torch_headers.quick("") is None
+
+
+def test_precompiled_headers_go_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("_HEADER_DIR", "_HEADER_LOCK_DIR")
+    for name in names:
+        monkeypatch.setattr(codecache, name, getattr(codecache, name))  # is put back behind this test
+        assert name in inspect.getsource(codecache._precompile_header)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    with pytest.raises(BackendError):  # when it is traced, before anything is compiled
+        inductor._compile(graph(Looking()), tmp_path / "graph")
+    assert all(Path(getattr(codecache, name)).is_relative_to(tmp_path / "headers") for name in names)
