@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,12 +128,15 @@ def test_every_drafter_is_served_with_the_tokens_of_plain_decoding_and_sigterm_d
             )
             assert bool(drafted) == (draft is not None), (name, first)
         whole = said(home, "x", max_new_tokens=126)
-        stream = iter(
-            served.client.completions.create(model="plain", prompt="x", max_tokens=126, temperature=0, stream=True)
-        )
-        text = next(stream).choices[0].text
+        asked = {"model": "plain", "prompt": "x", "max_tokens": 126, "temperature": 0, "n": 100}  # for seconds
+        stream = iter(served.client.completions.create(stream=True, **asked))  # type: ignore[call-overload]
+        texts: defaultdict[int, str] = defaultdict(str)
+        first_part = next(stream).choices[0]
+        texts[first_part.index] = first_part.text
         own = served.end(signal.SIGTERM)
-        assert text + "".join(part.choices[0].text for part in stream) == whole, "the answer is complete"
+        for part in stream:
+            texts[part.choices[0].index] += part.choices[0].text
+        assert dict(texts) == dict.fromkeys(range(100), whole), "the answer is complete"
         served.check_ended(own)
 
 
