@@ -49,6 +49,7 @@ LONG = (
     "tests/decoder/test_rope.py",
     "tests/decoder/test_compiled.py",
     "tests/eagle/test_training.py",
+    "tests/eagle/test_quantized_heads.py",
     "tests/neuron/test_native_ranks.py",
     "tests/equality/test_formats.py",
     "tests/decoder/test_round_costs.py",

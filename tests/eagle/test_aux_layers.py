@@ -82,7 +82,7 @@ def test_it_is_an_option_of_eagle_3_heads_alone(workshop: Workshop, tmp_path: Pa
         checkpoint.save(tmp_path / layout, random_head(config(target.config, 1)), layout=layout)
         with pytest.raises(ConfigurationError, match="reads the last hidden state; leave aux_layers out"):
             EagleDrafter.from_pretrained(tmp_path / layout, target, aux_layers="1,2")
-    with pytest.raises(ConfigurationError, match="no option 'amp'; it takes draft_tree, aux_layers, divided and k"):
+    with pytest.raises(ConfigurationError, match="no option 'amp'; it takes draft_tree, aux_layers, divided, quantiz"):
         make_drafter(SpeculativeConfig(draft=f"{tmp_path / 'eagle'}:amp=f32"), target)
 
 
