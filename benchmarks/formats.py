@@ -22,7 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import gguf
@@ -56,6 +56,7 @@ SHAPES = {
 }
 FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 BESIDE = ("bf16", "q8_0", "q4_1")
+_SETTLE_S = 0.02  # OpenMP's threads of the side before spin for up to 11 ms, on a core that the next one needs
 
 
 def random_checkpoint(shape: str, folder: Path) -> LlamaForCausalLM | MixtralForCausalLM:
@@ -178,6 +179,7 @@ def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, 
             for name, runs in sides.items():
                 if call not in runs:
                     continue
+                sleep(_SETTLE_S)
                 for again in range(1 if call == "prefill" else 5):
                     begin = perf_counter()
                     runs[call]()
