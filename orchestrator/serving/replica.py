@@ -19,6 +19,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from paceline.auto_drafter import recognise
 from paceline.core.errors import RankError, WorkerError
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.replica_group import ReplicaGroup
@@ -165,7 +166,9 @@ class _Heartbeat:
 def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[WorkerSpec]) -> ModelCard:
     """What is said about a model that is ready."""
     model, *drafts = (item.model for item in group.plan.placements)
-    methods = ("model",) * len(drafts) or tuple(str(draft.name or draft.path) for draft in model.speculative.draft)
+    methods = ("model",) * len(drafts) or tuple(
+        draft.name or recognise(str(draft.path)) for draft in model.speculative.draft
+    )
     return ModelCard(
         group.name,
         int(time.time()),

@@ -40,6 +40,11 @@ DRAFTS: dict[str, object] = {
     "auto": {"path": "draft"},
 }
 """Name of a model -> who drafts; `k: auto` is what a draft model has that says nothing."""
+METHODS = {
+    "plain": [], "medusa": ["medusa"], "chain": ["eagle"], "tree": ["eagle"], "list": ["ngram", "model"],
+    "choice": ["choice"], "auto": ["model"],
+}  # fmt: skip
+"""What the list of models says of them: kinds of drafters, and no path of this machine."""
 _START_S, _END_S = 240, 120
 
 
@@ -118,6 +123,8 @@ def test_every_drafter_is_served_with_the_tokens_of_plain_decoding_and_sigterm_d
     sampled = {"do_sample": True, "temperature": 0.8, "seed": 5}
     greedy, drawn = said(home, PROMPT, max_new_tokens=60), said(home, PROMPT, max_new_tokens=60, **sampled)
     with serving(home, DRAFTS) as served:
+        listed = {model.id: model.model_extra["paceline"]["methods"] for model in served.client.models.list()}  # type: ignore[index]
+        assert listed == METHODS
         for name, draft in DRAFTS.items():
             asked = {"model": name, "prompt": PROMPT, "max_tokens": 60}
             first = served.client.completions.create(temperature=0, **asked)  # type: ignore[call-overload]
