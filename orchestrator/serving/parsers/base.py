@@ -6,6 +6,7 @@ how it was cut into pieces; an answer can so be resumed at any token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +48,23 @@ class Parser(Protocol):
 
     def flush(self) -> Delta:
         """The text is at its end; what was held back."""
+
+
+class StateParser:
+    """A parser of several states, each a method that takes what is certain from the held text and says what it is."""
+
+    def __init__(self, first: Callable[[], Delta]) -> None:
+        self._held, self._index = "", 0  # text that no state has taken; the next call's number
+        self._state = first
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        self._held += text
+        delta, before = Delta(), None
+        while (self._held, self._state) != before:
+            before = self._held, self._state
+            delta += self._state()
+        return delta
 
 
 class PlainText:

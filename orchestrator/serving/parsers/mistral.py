@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.serving.parsers.base import Delta, ToolCallDelta, overlap
+from paceline.serving.parsers.base import Delta, StateParser, ToolCallDelta, overlap
 from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
 
 START = "[TOOL_CALLS]"
@@ -12,7 +12,7 @@ _HEAD_END = ("[CALL_ID]", "[ARGS]")
 _NAME = re.compile(r"[\w.\-]+")
 
 
-class MistralParser:
+class MistralParser(StateParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}, any number of the latter.
 
     The first form is that of tokenizers up to version 7, the second that of version 11 and later, where version 11 has
@@ -20,19 +20,9 @@ class MistralParser:
     """
 
     def __init__(self) -> None:
-        self._held, self._index = "", 0
-        self._state = self._text
+        super().__init__(self._text)
         self._call: JsonCall | None = None
         self._value = JsonValue()
-
-    def push(self, text: str) -> Delta:
-        """See `Parser`."""
-        self._held += text
-        delta, before = Delta(), None
-        while (self._held, self._state) != before:
-            before = self._held, self._state
-            delta += self._state()
-        return delta
 
     def flush(self) -> Delta:
         """See `Parser`."""

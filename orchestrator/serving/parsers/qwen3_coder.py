@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.serving.parsers.base import Delta, ToolCallDelta, overlap
+from paceline.serving.parsers.base import Delta, StateParser, ToolCallDelta, overlap
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -16,7 +16,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each function, by the function's name."""
 
 
-class Qwen3CoderParser:
+class Qwen3CoderParser(StateParser):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>, any number, with text around.
 
     A value is written as it is, without quotes: the function's schema says whether it is a text, else it is JSON.
@@ -24,20 +24,10 @@ class Qwen3CoderParser:
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        super().__init__(self._text)
         self._schemas = schemas
-        self._held, self._index = "", 0
-        self._state = self._text
         self._properties: Mapping[str, Any] = {}
         self._parameters = 0
-
-    def push(self, text: str) -> Delta:
-        """See `Parser`."""
-        self._held += text
-        delta, before = Delta(), None
-        while (self._held, self._state) != before:
-            before = self._held, self._state
-            delta += self._state()
-        return delta
 
     def flush(self) -> Delta:
         """See `Parser`."""
