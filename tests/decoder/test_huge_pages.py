@@ -35,7 +35,10 @@ def collapses() -> bool:
 
 @pytest.mark.skipif(not collapses(), reason="this system does not make pages huge when asked")
 def test_contents_stay_and_whole_pages_become_huge() -> None:
-    weight = torch.randn(4 * PAGE // 4 + 1000)  # at least three whole pages, wherever it lies
+    # memory of its own: what the heap hands out may lie in pages that an earlier test has made huge
+    memory = mmap.mmap(-1, 4 * PAGE + 4000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    weight = torch.frombuffer(memory, dtype=torch.float32)  # at least three whole pages, wherever it lies
+    weight.normal_()
     view, before, address = weight.view(-1, 8)[3:], weight.clone(), weight.data_ptr()
     first = (address // PAGE + 1) * PAGE
     huge = huge_bytes(first)
