@@ -90,11 +90,14 @@ class Client:
 
     def answers(self) -> bool:
         """Whether a new request is answered."""
-        with suppress(openai.APIError):
+        begin = time.monotonic()
+        try:
             asked = self._openai.with_options(timeout=20).completions
             asked.create(model="big", prompt="x", max_tokens=2, temperature=0)
-            return True
-        return False
+        except openai.APIError as error:
+            print(f"a request was not answered: {error!r} after {time.monotonic() - begin:.1f} s", flush=True)
+            return False
+        return True
 
     def seconds_until_idle(self) -> float:
         """Until no replica has a request in a slot, or waiting for one."""

@@ -14,7 +14,8 @@ different  streams that ended well, with another text: there should be none
 pause_s    longest time between two pieces of a stream
 whole_s    from the fault until every model is ready and a new request is answered
 unanswered how often the service said meanwhile that it was ready, and a new request got no answer
-left       processes and locks of cores that are there 60 seconds later and were not there before; null: not looked for
+left       processes and locks of cores that are there 60 seconds later and were not there before, and processes that
+           were stopped and that nobody has replaced; null: not looked for
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.fault_clients import GIVE_UP_S, Client, Stream, Whole
 from benchmarks.fault_record import Outcome, Record, outcome, table
-from benchmarks.service_processes import count_processes, memory, processes
+from benchmarks.service_processes import count_processes, is_stopped, memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import held
@@ -49,15 +50,17 @@ from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
+from paceline.serving.settings import ApiSettings
 
-KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator")
+KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator", "lifecycle")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 0.5  # between the two faults of a pair: streams that are not held up end a second later
 _AT_A_TIME = 8  # streams without a fault, for the texts that are wanted
 _SLOW_S = 0.3  # between the reads of a slow client
 _NODE = "loss of a node"
 _LEAVE_S = 60.0  # for what is replaced to end
-_LOCK = "lock of a core"
+_LOCK, _STOPPED = "lock of a core", "stopped"
+_REQUESTS_PER_KEY = 1 << 16  # a limit that nobody reaches: a service that has one has the actor of the lifecycle
 _GROWTH = 1.1  # of the memory of a process in a soak, its last third over its middle third, that is bounded
 
 
@@ -94,20 +97,23 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
 
     try:
         found = under_streams(client, name_of(victims, number), strike, wanted)
-        return replace(found, left=_left_over())
+        return replace(found, left=_left_over(pids))
     finally:
         for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
-def _left_over() -> int:
-    """What there is besides one process of a kind, and a core for each model; what is replaced has a minute to end."""
+def _left_over(victims: Sequence[int]) -> int:
+    """What there is besides one process of a kind, and a core for each model, and victims that are still stopped; what
+    is replaced has a minute to end.
+    """
     due = Counter(dict.fromkeys(KINDS, 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S
     while True:
         locks = sum(len(held(node["NodeID"])) for node in ray.nodes() if node["Alive"])
         more = count_processes(os.getpid()) + Counter({_LOCK: locks}) - due
+        more += Counter({_STOPPED: sum(map(is_stopped, victims))})
         if not more or time.monotonic() > end:
             break
         time.sleep(1)
@@ -202,7 +208,7 @@ def deploy(groups: Sequence[ReplicaGroupPlan]) -> str:
         port = probe.getsockname()[1]
     # One proxy: the nodes of a test cluster share a machine, and so the port.
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    app = application(groups, FaultPolicy(startup_timeout_s=170))
+    app = application(groups, FaultPolicy(startup_timeout_s=170), ApiSettings(max_requests_per_key=_REQUESTS_PER_KEY))
     serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
     return f"http://127.0.0.1:{port}"
 

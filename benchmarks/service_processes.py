@@ -40,6 +40,13 @@ def every_process(root: int) -> Iterator[tuple[str, int]]:
             yield from ((kind, pid) for start, kind in KINDS.items() if title.startswith(start))
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether there is such a process, and a signal has stopped it."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def memory(root: int) -> dict[str, float]:
     """Kind -> MiB that a process holds in memory."""
     found = {}
