@@ -20,6 +20,7 @@ from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.service import Routes, Service
 from paceline.serving.settings import ApiSettings
 from paceline.serving.shared_lifecycle import SharedLifecycle
+from paceline.serving.taken import UntilTaken, own_name
 from paceline.serving.watch import WATCHED, watch_cluster
 
 
@@ -39,7 +40,8 @@ class Ingress:
         application = serve.get_replica_context().app_name
         watch_cluster((*WATCHED, (actor_name(application), NAMESPACE)))
         routes = {model: ModelRoute(handle) for model, handle in handles.items()}
-        router = ServeRouter(routes, resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s))
+        resume_s = max(RECOVERY_S, fault_policy.startup_timeout_s)
+        router = ServeRouter(routes, resume_s=resume_s, reader=own_name())
         service = Service(application, {group.name: group for group in groups}, fault_policy)
         residencies = {group.name: group.residency for group in groups}
         comes_and_goes = any(
@@ -53,4 +55,6 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve calls it in the replica."""
-        return create_app(self._router, self._settings, self._router.lifecycle, keys=self._keys)
+        app = create_app(self._router, self._settings, self._router.lifecycle, keys=self._keys)
+        app.add_middleware(UntilTaken)
+        return app

@@ -31,6 +31,7 @@ from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.router import Accepted, Item, ModelCard, PlacedModel, RequestContext
+from paceline.serving.taken import Readers
 from paceline.serving.watch import watch_cluster
 from paceline.text.tokenizer import load_tokenizer
 from paceline.workers.target import TargetHost, make_target
@@ -67,17 +68,21 @@ class ModelReplica:
         self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
         self._beat = _Heartbeat(fault_policy.stall_timeout_s)
         self._counting: asyncio.Task[None] | None = None
+        self._readers = Readers()
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
     ) -> AsyncIterator[Item | tuple[Item, ...]]:
-        """See `ModelServer.stream`. Several items that are there together are one message."""
+        """See `ModelServer.stream`. Several items that are there together are one message, and it ends when they
+        have been taken.
+        """
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
         answer = self._server.stream(request, context, skip)
         async with aclosing(timed(answer, self._metrics, resumed=bool(skip))) as items:  # type: ignore[type-var]
             async for message in messages(items):
                 yield message
+        await self._readers.taken(context.reader)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""

@@ -36,6 +36,7 @@ class RequestContext:
     spec_metrics  what the answer says about acceptance, unless the request says it
     max_sequence  tokens of a prompt and its answer together; None: as many as the model has positions
     interval_s    between the messages of a stream, at least; see `paceline.workers.calls.Call`
+    reader        who takes the answer from a server in another process; see `paceline.serving.taken`
     """
 
     id: str
@@ -45,6 +46,7 @@ class RequestContext:
     spec_metrics: SpecMetrics = "none"
     max_sequence: int | None = None
     interval_s: float = 0.0
+    reader: str = ""
 
     @classmethod
     def new(

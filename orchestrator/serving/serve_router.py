@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ class _Seen:
     """What the replicas of a model said of themselves when they were last asked."""
 
     cards: list[ModelCard] = field(default_factory=list)
-    at: float = float("-inf")
+    at: float = float("-inf")  # when that question began
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -58,12 +58,18 @@ class ServeRouter:
 
     recovery_s  how long a request of which nothing was answered yet waits for a replica
     resume_s    how long an answer that has begun waits for one: as long as a model may take to be loaded
+    reader      this process, as replicas know it; see `paceline.serving.taken`
     """
 
     def __init__(
-        self, routes: Mapping[str, ModelRoute], *, recovery_s: float = RECOVERY_S, resume_s: float = RECOVERY_S
+        self,
+        routes: Mapping[str, ModelRoute],
+        *,
+        recovery_s: float = RECOVERY_S,
+        resume_s: float = RECOVERY_S,
+        reader: str = "",
     ) -> None:
-        self._routes, self._recovery_s, self._resume_s = dict(routes), recovery_s, resume_s
+        self._routes, self._recovery_s, self._resume_s, self._reader = dict(routes), recovery_s, resume_s, reader
         self._seen = {model: _Seen() for model in routes}
 
     def put(self, model: str, route: ModelRoute) -> None:
@@ -92,8 +98,9 @@ class ServeRouter:
         self._seen[model].at = float("-inf")
 
     async def health(self) -> Health:
-        """See `ModelRouter`."""
-        answers = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        """See `ModelRouter`. Nothing that a replica said before this question counts."""
+        now = monotonic()
+        answers = await asyncio.gather(*(self._cards(model, since=now) for model in self._routes))
         states = {model: "ready" if cards else "loading" for model, cards in zip(self._routes, answers, strict=True)}
         return Health(all(answers), states)
 
@@ -117,6 +124,7 @@ class ServeRouter:
         if request.model not in self._routes:
             yield Failed.of(model_not_found(request.model, list(self._routes)))
             return
+        context = replace(context, reader=self._reader)
         sent: tuple[int, ...] = ()
         accepted = False
         deadline: float | None = monotonic() + self._recovery_s  # also where no replica lives yet, or any more
@@ -185,13 +193,14 @@ class ServeRouter:
 
     # ---- other questions
 
-    async def _cards(self, model: str) -> list[ModelCard]:
-        """What the replicas of a model say of themselves, now or a moment ago."""
+    async def _cards(self, model: str, *, since: float | None = None) -> list[ModelCard]:
+        """What the replicas of a model say of themselves, asked ``since`` then; None: now or a moment ago."""
         cached = self._seen[model]
+        oldest = monotonic() - _LOOK_S if since is None else since
         async with cached.asking:
-            if monotonic() - cached.at > _LOOK_S:
-                cached.cards = await self._ask_all(model, "describe")
+            if cached.at < oldest:
                 cached.at = monotonic()
+                cached.cards = await self._ask_all(model, "describe")
         return cached.cards
 
     async def _ask_all(self, model: str, method: str) -> list[Any]:

@@ -11,6 +11,8 @@ OMP_WAIT_POLICY                    PASSIVE for a process that computes beside an
 RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
+RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S   written: how long Ray Serve's controller waits for a proxy that it ends
+RAY_kill_worker_timeout_milliseconds   written: how soon Ray kills a process that it asked to end
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
 RAY_SERVE_SLOW_STARTUP_WARNING_S   written: how long a new controller of Ray Serve waits for a replica that it found
 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   written: whether Ray Serve gives our code an event loop beside its own
@@ -32,6 +34,10 @@ from paceline.placement.planning.instances import Instance
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
 _PROXY_CHECK_S = "3"
+PROXY_END = "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S"
+_PROXY_END_S = "1"
+KILL = "RAY_kill_worker_timeout_milliseconds"
+_KILL_MS = "2000"
 SLOW_START = "RAY_SERVE_SLOW_STARTUP_WARNING_S"
 _SLOW_START_S = "8"
 NICENESS = "RAY_worker_niceness"
@@ -97,10 +103,13 @@ def prepare_new_cluster() -> None:
 
     A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
     is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
-    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. A controller that was
-    started again asks each replica that it finds, and ends one that has not answered in 8 seconds (30 by default; of
-    replicas that start it only writes a warning after that time). Ray starts workers at
-    niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to be there again.
+    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. Then the controller
+    asks it to end, and does nothing else until it has, for 5 seconds by default. Ray kills what does not end when it is
+    to in 2 seconds, by default 5; until then a stopped proxy's socket takes connections that nobody answers, beside
+    that of its successor. A controller that was started again asks each replica that it finds, and ends one that has
+    not answered in 8 seconds (30 by default; of replicas that start it only writes a warning after that time). Ray
+    starts workers at niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to
+    be there again.
 
     Ray Serve runs a deployment's code in a thread and an event loop of its own, so that code that blocks does not keep
     Serve's loop from its work, and hands every item of a stream from one loop to the other. Ours does not block: models
@@ -114,6 +123,8 @@ def prepare_new_cluster() -> None:
     os.environ.setdefault(NICENESS, "0")
     os.environ.setdefault(USER_THREAD, "0")
     os.environ.setdefault(SLOW_START, _SLOW_START_S)
+    os.environ.setdefault(PROXY_END, _PROXY_END_S)
+    os.environ.setdefault(KILL, _KILL_MS)
     for name in PROXY_CHECKS:
         os.environ.setdefault(name, _PROXY_CHECK_S)
 

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +55,41 @@ def process(name: str) -> int:
         assert time.monotonic() < deadline, f"{name} is not back"
         time.sleep(0.05)
     return number
+
+
+def lines_of(folder: Path, names: str) -> list[str]:
+    """Of the files with such names."""
+    return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
+
+
+def replica(model: str) -> Any:
+    """The handle of a model's deployment."""
+    return serve.get_deployment_handle(f"model-{model}", "paceline")
+
+
+@contextmanager
+def struck(name: str, number: int) -> Iterator[None]:
+    """A process gets a signal, and one that was stopped goes on in the end."""
+    pid = process(name)
+    os.kill(pid, number)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def check_it_answers_when_idle(replica: Any) -> None:
+    """A handle of a model: it answers while it has requests and just after the last one."""
+    running = 1.0
+    while running:
+        families = text_string_to_metric_families(replica.metrics_text.remote().result(timeout_s=15))
+        samples = [one for family in families for one in family.samples]
+        running = sum(one.value for one in samples if one.name == "vllm:num_requests_running")
+        time.sleep(0.2)
+    for _ in range(4):
+        replica.describe.remote().result(timeout_s=15)
+        time.sleep(0.2)
 
 
 def stop_until_replaced(*names: str) -> None:

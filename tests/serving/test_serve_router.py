@@ -17,7 +17,7 @@ from paceline.serving import serve_router
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.tokens import TokenizeRequest
 from paceline.serving.refused import RefusedError
-from paceline.serving.router import Accepted, Chunk, Failed, Item, RequestContext
+from paceline.serving.router import Accepted, Chunk, Failed, Item, ModelCard, RequestContext
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 
 Attempt = Callable[[Sequence[int]], list[Item | Exception]]
@@ -29,17 +29,24 @@ class Handle:
 
     def __init__(self, *attempts: Attempt) -> None:
         self._attempts, self.skips, self.cancelled = list(attempts), list[tuple[int, ...]](), 0
+        self.cards, self.readers = list[ModelCard](), list[str]()
         self.stream = self
 
     def options(self, **_: object) -> Handle:
         return self
 
-    def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
+    def remote(self, _: object, context: RequestContext, skip: tuple[int, ...]) -> Items:
         self.skips.append(skip)
+        self.readers.append(context.reader)
         return Items(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
 
     def broadcast(self, method: str) -> Any:
-        raise RuntimeError(f"nobody answers {method}")
+        if not self.cards:
+            raise RuntimeError(f"nobody answers {method}")
+        return self
+
+    async def results_async(self, **_: object) -> list[Any]:
+        return self.cards
 
 
 class Items:
@@ -195,3 +202,49 @@ def test_a_model_of_which_nobody_answers_is_neither_listed_nor_healthy() -> None
         assert not await router.models() and not health.ready and health.models == {"m": "loading"}
 
     asyncio.run(look())
+
+
+def test_health_is_of_now_and_the_list_of_models_of_a_moment_ago() -> None:
+    async def look() -> None:
+        handle = Handle()
+        handle.cards = [ModelCard("m", 1, max_model_len=8)]
+        router = ServeRouter({"m": ModelRoute(handle)})
+        assert (await router.health()).ready and await router.models()
+        handle.cards = []
+        assert await router.models(), "asked a moment ago"
+        assert not (await router.health()).ready
+        assert not await router.models(), "and what was found out meanwhile is known"
+
+    asyncio.run(look())
+
+
+def test_questions_of_health_that_come_together_are_one() -> None:
+    async def look() -> int:
+        asked = 0
+
+        class Counts(Handle):
+            async def results_async(self, **_: object) -> list[Any]:
+                nonlocal asked
+                asked += 1
+                await asyncio.sleep(0.01)
+                return self.cards
+
+        handle = Counts()
+        handle.cards = [ModelCard("m", 1, max_model_len=8)]
+        router = ServeRouter({"m": ModelRoute(handle)})
+        await asyncio.gather(*(router.health() for _ in range(9)))
+        return asked
+
+    assert asyncio.run(look()) <= 2
+
+
+def test_a_replica_is_told_who_reads_its_answer() -> None:
+    handle = Handle(answers(1, ActorDiedError()), answers(4))
+
+    async def run() -> None:
+        router = ServeRouter({"m": ModelRoute(handle)}, reader="me")
+        async for _ in router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new()):
+            pass
+
+    asyncio.run(run())
+    assert handle.readers == ["me", "me"]

@@ -10,11 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
-from typing import Any
 from urllib.request import urlopen
 
 import openai
@@ -34,7 +32,20 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
-from tests.serving.served import admin, answer_of, process, said, served, statuses, stop_until_replaced, with_tokenizer
+from tests.serving.served import (
+    admin,
+    answer_of,
+    check_it_answers_when_idle,
+    lines_of,
+    process,
+    replica,
+    said,
+    served,
+    statuses,
+    stop_until_replaced,
+    struck,
+    with_tokenizer,
+)
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -120,11 +131,6 @@ def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path)
     assert [len(choice.text) for choice in both.choices] == [4, 4] and both.choices[0].text == whole[:4]
 
 
-def lines_of(folder: Path, names: str) -> list[str]:
-    """Of the files with such names."""
-    return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
-
-
 def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.OpenAI, cluster: Cluster) -> None:
     """The proxy and the ingress are those of all models; each writes lines of JSON with the id of the request."""
     kinds = count_processes(os.getpid())
@@ -186,11 +192,6 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     assert method.value.status_code == 405
 
 
-def replica(model: str) -> Any:
-    """The handle of a model's deployment."""
-    return serve.get_deployment_handle(f"model-{model}", "paceline")
-
-
 def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
     """Those whose answer has begun, and those whose has not: the worker stands still while four of them hang up."""
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
@@ -204,16 +205,12 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     before = replica("chat").progress.remote().result()
     client.completions.create(**asked)
     alone = replica("chat").progress.remote().result() - before
-    target = process("model:chat")
-    os.kill(target, signal.SIGSTOP)
-    try:
+    with struck("model:chat", signal.SIGSTOP):
         with ThreadPoolExecutor(4) as pool:
             for one in [pool.submit(client.with_options(timeout=2).completions.create, **asked) for _ in range(4)]:
                 with pytest.raises(openai.APITimeoutError):
                     one.result(30)
         time.sleep(1)
-    finally:
-        os.kill(target, signal.SIGCONT)
     assert client.completions.create(**asked).choices[0].text == texts[0]
     # A round gives a text 5 tokens at most, so a whole one has 20 events. Left to run, two of the four end before it.
     assert replica("chat").progress.remote().result() - before < 2 * alone + 2 * 20
@@ -319,17 +316,20 @@ def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: P
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, home: Path, number: int) -> None:
-    asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "seed": 5}
-    stream = iter(client.completions.create(stream=True, **asked))
+    asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "seed": 5, "stream": True}
+    parts = [next(stream := client.completions.create(**asked)).choices[0].text]
+    with struck("draft", number):
+        parts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(parts) == said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=5)
+
+
+def test_a_process_of_http_that_is_stopped_holds_up_no_model(client: openai.OpenAI, home: Path) -> None:
+    """Where a stream ends, Ray waits for its caller, and begins no other call of that replica meanwhile."""
+    stream = client.completions.create(model="chat", prompt=PROMPT, max_tokens=60, temperature=0, stream=True)
     parts = [next(stream).choices[0].text]
-    draft = process("draft")
-    os.kill(draft, number)
-    try:
-        text = "".join(parts + [chunk.choices[0].text for chunk in stream])
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(draft, signal.SIGCONT)
-    assert text == said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=5)
+    with struck("ingress", signal.SIGSTOP):
+        check_it_answers_when_idle(replica("chat"))
+    assert "".join(parts + [one.choices[0].text for one in stream]) == said(home, PROMPT, max_new_tokens=60)
 
 
 def test_what_replaces_others_is_replaced_when_it_stops(client: openai.OpenAI, home: Path) -> None:

@@ -1,0 +1,78 @@
+"""A stream ends when its reader has taken it, or is gone. On real Ray: `test_serving`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("ray")
+
+from starlette.types import Message, Receive, Scope, Send
+
+from paceline.serving.taken import Readers, UntilTaken
+
+BODY: Message = {"type": "http.response.body", "body": b"x"}
+GONE: Message = {"type": "http.disconnect"}
+READ: Message = {"type": "http.request", "body": b""}
+
+
+def test_streams_that_end_together_ask_their_reader_once() -> None:
+    async def end() -> None:
+        asked, answer = list[str](), asyncio.Event()
+
+        async def ask(reader: str) -> None:
+            asked.append(reader)
+            await answer.wait()
+
+        readers = Readers(ask)
+        await readers.taken("")
+        assert not asked, "this process is not asked"
+        first = asyncio.ensure_future(readers.taken("a"))
+        await asyncio.sleep(0.01)
+        later = [asyncio.ensure_future(readers.taken("a")) for _ in range(5)]  # after the question was sent
+        other = asyncio.ensure_future(readers.taken("b"))
+        await asyncio.sleep(0.01)
+        assert asked == ["a", "b"], "one reader that is silent holds up nobody else's streams"
+        assert not any(stream.done() for stream in (first, *later, other)), "not before it answers"
+        answer.set()
+        await asyncio.gather(first, *later, other)
+        assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
+
+    asyncio.run(end())
+
+
+def call(messages: list[Message | Exception], *, more: bool = False) -> list[Message | Exception]:
+    """What is left of the server's messages when a call has ended."""
+
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({**BODY, "more_body": True})
+        if not more:
+            await send(BODY)
+
+    async def receive() -> Message:
+        message = messages.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def send(_: Message) -> None:
+        return None
+
+    run: Callable[[Scope, Receive, Send], Awaitable[None]] = UntilTaken(app)
+    asyncio.run(run({"type": "http"}, receive, send))  # type: ignore[arg-type]
+    return messages
+
+
+def test_a_call_ends_when_the_server_says_that_its_answer_is_complete() -> None:
+    assert call([READ, GONE, READ]) == [READ]
+
+
+def test_a_call_whose_server_is_gone_ends() -> None:
+    assert call([OSError("gone"), READ]) == [READ]
+
+
+def test_a_call_without_an_end_waits_for_nobody() -> None:
+    assert call([READ, GONE], more=True) == [READ, GONE]
