@@ -38,11 +38,12 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET  # what a node calls its processes; no public name
 from ray.cluster_utils import Cluster
 
 from benchmarks.fault_clients import GIVE_UP_S, Client, Stream, Whole
 from benchmarks.fault_record import Outcome, Record, outcome, table
-from benchmarks.service_processes import count_processes, is_stopped, memory, processes
+from benchmarks.service_processes import count_processes, descendants, is_stopped, memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import held
@@ -97,16 +98,16 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
 
     try:
         found = under_streams(client, name_of(victims, number), strike, wanted)
-        return replace(found, left=_left_over(pids))
+        return replace(found, left=_left_over(client, pids))
     finally:
         for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
-def _left_over(victims: Sequence[int]) -> int:
+def _left_over(client: Client, victims: Sequence[int]) -> int:
     """What there is besides one process of a kind, and a core for each model, and victims that are still stopped; what
-    is replaced has a minute to end.
+    is replaced has a minute to end. A request goes on asking: a draft is only asked in rounds.
     """
     due = Counter(dict.fromkeys(KINDS, 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S
@@ -116,6 +117,7 @@ def _left_over(victims: Sequence[int]) -> int:
         more += Counter({_STOPPED: sum(map(is_stopped, victims))})
         if not more or time.monotonic() > end:
             break
+        client.answers()
         time.sleep(1)
     if more:
         print(f"left over: {dict(more)}", flush=True)
@@ -241,10 +243,19 @@ def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) 
         client.wait_until_whole()
         wanted = [client.stream(seed).text for seed in range(streams)]
         cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
-        return under_streams(client, _NODE, lambda: cluster.remove_node(first, allow_graceful=False), wanted)
+        return under_streams(client, _NODE, lambda: _switch_off(cluster, first), wanted)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _switch_off(cluster: Cluster, node: Any) -> None:
+    """All processes of a node at once; without this, those of actors see that it is gone, and answer until they do."""
+    (raylet,) = node.all_processes[PROCESS_TYPE_RAYLET]
+    for pid in [raylet.process.pid, *descendants(raylet.process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    cluster.remove_node(node, allow_graceful=False)
 
 
 def parsed() -> argparse.Namespace:
