@@ -17,6 +17,7 @@ from paceline.serving.openai.fields import (
     StopField,
     StreamFields,
     StructuredOutputs,
+    TokenId,
     only,
 )
 
@@ -41,7 +42,7 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
 
     model: ModelField
     prompt: Annotated[
-        str | list[int] | Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS)],
+        str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(max_length=MAX_PROMPTS)],
         AfterValidator(_not_empty),
         Field(description=f"a text, a list of ids, or a list of at most {MAX_PROMPTS} texts or lists of ids"),
     ]

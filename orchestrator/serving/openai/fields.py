@@ -174,6 +174,13 @@ class GuidedFields(Strict):
     guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of texts")] = None
     guided_grammar: Annotated[str | None, Field(description="a grammar")] = None
 
+    @model_validator(mode="after")
+    def _one_of_them(self) -> GuidedFields:
+        given = [name for name in GuidedFields.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"the text can be what one of {', '.join(given)} says; leave out the others")
+        return self
+
     @property
     def guided(self) -> StructuredOutputs | None:
         """What was given by either name."""
@@ -194,6 +201,7 @@ StopField = Annotated[
     Field(description=f"a text or a list of at most {MAX_STOPS} texts, none of them empty"),
 ]
 ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # no vocabulary has more, and tokenizers fail at more than 32 bits
 CountField = Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")]
 
 ResponseFormatType = Literal["text", "json_object", "json_schema"]
@@ -240,6 +248,18 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
         raise _refusal(error, model) from error
     except RecursionError as error:
         raise RefusedError(400, "the body is nested too deeply") from error
+
+
+def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
+    """A request that was made of the fields of another one.
+
+    Raises:
+        RefusedError: with status 400, as `read_body`.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error, model) from error
 
 
 def _refusal(error: ValidationError, model: type[BaseModel]) -> RefusedError:

@@ -11,7 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.fields import GuidedFields, ModelField, SamplingFields, StreamOptions, Strict, only
+from paceline.serving.openai.fields import (
+    GuidedFields,
+    ModelField,
+    SamplingFields,
+    StreamOptions,
+    Strict,
+    only,
+    validated,
+)
 from paceline.serving.refused import RefusedError
 
 
@@ -166,7 +174,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         """The same as a chat.
 
         Raises:
-            RefusedError: its items are no conversation.
+            RefusedError: its items are no conversation, or its fields do not go together.
         """
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
@@ -191,4 +199,4 @@ class ResponsesRequest(SamplingFields, GuidedFields):
             "stream": self.stream,
             "reasoning_effort": self.reasoning.effort,
         }
-        return ChatRequest.model_validate(fields)
+        return validated(ChatRequest, fields)

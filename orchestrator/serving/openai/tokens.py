@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from paceline.serving.openai.chat import Message, Tool
-from paceline.serving.openai.fields import ModelField, Strict
+from paceline.serving.openai.fields import ModelField, Strict, TokenId
 
 
 class TokenizeRequest(Strict):
@@ -44,7 +44,7 @@ class DetokenizeRequest(Strict):
     """The text of ids, special tokens included."""
 
     model: ModelField
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(description="a list of ids")]
+    tokens: Annotated[list[TokenId], Field(description="a list of ids")]
 
 
 class DetokenizeResponse(Strict):
