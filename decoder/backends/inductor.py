@@ -25,7 +25,7 @@ from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.huge_pages import use_huge_pages
 from paceline.decoder.native.ops import Native, c_shims
-from paceline.decoder.native.rounds import Rounds
+from paceline.decoder.native.rounds import CompiledGraph, Rounds
 
 _PACKAGE = "graph.pt2"
 
@@ -105,7 +105,8 @@ def _compile(graph: Graph, folder: Path) -> None:
             torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
     except Exception as error:
         raise BackendError(f"compiling {graph.name} failed: {type(error).__name__}: {error}") from error
-    strange = set(_open(folder).get_constant_fqns()) - set(_state(graph))
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(folder / _PACKAGE), "model", False, 1, -1)
+    strange = set(loader.get_constant_fqns()) - set(_state(graph))
     # A tensor made inside a step would have to be shipped with the package; steps use buffers or arange instead.
     assert not strange, f"{graph.name} holds constants of its own: {sorted(strange)}"
 
@@ -122,34 +123,27 @@ class _Package:
     """A compiled graph with the decoder's own tensors in it. A `Step`, and a `MultiRoundStep` if the step is fused."""
 
     def __init__(self, folder: Path, graph: Graph) -> None:
+        use_huge_pages(parameter.detach() for parameter in graph.module.parameters())
         try:
-            loader = _open(folder)
+            self.graph = CompiledGraph(folder / _PACKAGE, _state(graph))
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise ArtefactError(
                 f"the package in {folder} cannot be loaded ({reason}); delete that folder, or copy it again"
             ) from error
-        state = _state(graph)
-        self.keep = {name: state[name] for name in loader.get_constant_fqns()}  # the package has no reference
-        use_huge_pages(parameter.detach() for parameter in graph.module.parameters())
-        loader.load_constants(self.keep, False, True, True)
-        self._run, self._path, self._example = loader.run, folder / _PACKAGE, graph.example
+        self._example = graph.example
         self._rounds: Rounds | None = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        return self._run(list(inputs))
+        return self.graph(*inputs)
 
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
         """See `paceline.decoder.backends.base.MultiRoundStep`."""
         if self._rounds is None:
-            self._rounds = Rounds(self._path, self.keep, self._example)
+            self._rounds = Rounds(self.graph, self._example)
         return self._rounds(inputs, seconds, limits)
-
-
-def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
-    return torch._C._aoti.AOTIModelPackageLoader(str(folder / _PACKAGE), "model", False, 1, -1)
 
 
 def _state(graph: Graph) -> dict[str, Tensor]:

@@ -68,29 +68,25 @@ def build_both() -> None:
     """Build both libraries at the same time where neither is there yet: each alone would leave cores idle at its end.
 
     Raises:
-        BackendError: no compiler, or the build of the kernels failed. What keeps the other library from being built
-            is told to who needs it.
+        BackendError: no compiler, or a build failed.
     """
     if library.cache_info().currsize:
         return
     with ThreadPoolExecutor(1) as pool:
         rounds = pool.submit(_rounds_folder)
         library()
-        rounds.exception()
+        rounds.result()
 
 
 @lru_cache(maxsize=1)
 def rounds_library() -> ctypes.CDLL:
-    """What runs a compiled graph several times.
+    """What runs compiled graphs; it also defines PyTorch's operators ``paceline_package::...``.
 
     Raises:
         BackendError: no compiler, or the build failed.
     """
     loaded = ctypes.CDLL(str(_rounds_folder() / "rounds.so"))
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.paceline_open.argtypes = [pointer, pointer, pointer, number, pointer, pointer, number]
-    loaded.paceline_again.argtypes = loaded.paceline_close.argtypes = [pointer]
-    loaded.paceline_open.restype = loaded.paceline_again.restype = number
+    loaded.paceline_again.argtypes, loaded.paceline_again.restype = [ctypes.c_void_p], ctypes.c_int64
     return loaded
 
 

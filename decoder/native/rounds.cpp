@@ -1,13 +1,16 @@
-// Runs a compiled fused round again on what it made. Between two rounds stands no Python then: behind a pass over the
-// weights its code and data are out of the caches, and each statement takes microseconds.
+// Runs compiled graphs while other threads of Python go on: PyTorch's operators give Python's lock back, and so does
+// ctypes; PyTorch's own loader of packages keeps it until a graph is done, which for a chunk of a prompt is long.
 //
-// Inputs and outputs are those of paceline.target.steps.FusedStep: tokens, count and start of a commit, limits, params,
-// keys, features; and what the host is told, then tokens, count, start and features of the next commit. Built apart
-// from the kernels, for it needs PyTorch's headers.
+// A compiled fused round also runs again on what it made. Between two rounds stands no Python then: behind a pass over
+// the weights its code and data are out of the caches, and each statement takes microseconds. Inputs and outputs are
+// those of paceline.target.steps.FusedStep: tokens, count and start of a commit, limits, params, keys, features; and
+// what the host is told, then tokens, count, start and features of the next commit. Built apart from the kernels, for it
+// needs PyTorch's headers.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <chrono>
@@ -41,12 +44,17 @@ static void copied(const at::Tensor& from, void* to, size_t bytes) {
   std::memcpy(to, from.const_data_ptr(), bytes);
 }
 
-// Closed once, at the end of the process too, when another thread may be in the middle of a row: that is waited for, and
-// no other row begins. What is left of a closed one is never freed.
+// Closed once, at the end of the process too, when another thread may be in the middle of a call: that is waited for, and
+// no other call begins. What is left of a closed one is never freed.
 struct Graph {
   std::mutex busy;
   std::unique_ptr<AOTIModelPackageLoader> loader;
   std::unordered_map<std::string, at::Tensor> constants;
+
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) const {
+    if (!loader) throw std::runtime_error("the graph is closed");
+    return loader->run(inputs);
+  }
 };
 
 // What a call needs, and where it leaves what it made. The arrays are the caller's.
@@ -99,29 +107,49 @@ static int64_t guarded(char* why, int64_t room, Work work) {
   }
 }
 
-extern "C" int64_t paceline_open(const char* package, const char* const* names, const Lent* constants, int64_t n,
-                                 Graph** made, char* why, int64_t room) {
-  return guarded(why, room, [&]() -> int64_t {
-    auto graph = std::make_unique<Graph>();
-    graph->loader = std::make_unique<AOTIModelPackageLoader>(package, "model", false, 1, -1);
-    for (int64_t i = 0; i < n; i++) graph->constants.emplace(names[i], tensor(constants[i]));
-    graph->loader->load_constants(graph->constants, false, true, true);
-    *made = graph.release();
-    return 0;
-  });
+// A graph as Python holds it.
+static Graph& at_address(int64_t graph) { return *reinterpret_cast<Graph*>(graph); }
+
+static int64_t opened(const std::string& package) {
+  auto graph = std::make_unique<Graph>();
+  graph->loader = std::make_unique<AOTIModelPackageLoader>(package, "model", false, 1, -1);
+  return reinterpret_cast<int64_t>(graph.release());
 }
 
-extern "C" void paceline_close(Graph* graph) {
-  const std::lock_guard<std::mutex> guard(graph->busy);
-  graph->loader.reset();
-  graph->constants.clear();
+// Names of the tensors that it needs.
+static std::vector<std::string> names(int64_t graph) { return at_address(graph).loader->get_constant_fqns(); }
+
+// Gives it those tensors, by reference.
+static void fill(int64_t graph, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
+  Graph& filled = at_address(graph);
+  for (size_t i = 0; i < names.size(); i++) filled.constants.emplace(names[i], tensors[i]);
+  filled.loader->load_constants(filled.constants, false, true, true);
+}
+
+static std::vector<at::Tensor> run(int64_t graph, const std::vector<at::Tensor>& inputs) {
+  const std::lock_guard<std::mutex> alone(at_address(graph).busy);
+  const at::NoGradGuard guard;
+  return at_address(graph).run(inputs);
+}
+
+static void closed(int64_t graph) {
+  const std::lock_guard<std::mutex> alone(at_address(graph).busy);
+  at_address(graph).loader.reset();
+  at_address(graph).constants.clear();
+}
+
+TORCH_LIBRARY(paceline_package, library) {
+  library.def("open", opened);
+  library.def("names", names);
+  library.def("fill", fill);
+  library.def("run", run);
+  library.def("close", closed);
 }
 
 // How many rounds ran.
 extern "C" int64_t paceline_again(const Call* call) {
   return guarded(call->why, call->room, [&]() -> int64_t {
     const std::lock_guard<std::mutex> alone(call->graph->busy);
-    if (!call->graph->loader) throw std::runtime_error("the graph is closed");
     const at::NoGradGuard guard;
     std::vector<at::Tensor> inputs, outputs;
     for (int64_t i = 0; i < call->n_inputs; i++) inputs.push_back(tensor(call->inputs[i]));
@@ -131,7 +159,7 @@ extern "C" int64_t paceline_again(const Call* call) {
     double spent = 0;
     int64_t ran = 0;
     while (true) {
-      outputs = call->graph->loader->run(inputs);
+      outputs = call->graph->run(inputs);
       const auto end = std::chrono::steady_clock::now();
       const double took = std::chrono::duration<double>(end - begin).count();
       call->seconds[ran++] = took;

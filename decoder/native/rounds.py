@@ -1,4 +1,6 @@
-"""Fused rounds of a compiled graph one behind the other, without Python in between; see `rounds.cpp`."""
+"""Compiled graphs that other threads of Python do not wait for, and fused rounds of one, one behind the other, without
+Python in between; see `rounds.cpp`.
+"""
 
 from __future__ import annotations
 
@@ -65,23 +67,38 @@ class _Call(ctypes.Structure):
     ]
 
 
-class Rounds:
-    """A package of AOTInductor over tensors of ours, ``constants``, which stay where they are.
+class CompiledGraph:
+    """A package of AOTInductor over tensors of ours, which stay in place. A `paceline.decoder.backends.base.Step`.
 
-    ``example``: inputs of the shapes and types it always gets. A `paceline.decoder.backends.base.Again`.
+    ``state``: tensors by name; it takes those that it needs. One call at a time runs; another one waits for it.
+
+    Raises:
+        RuntimeError: PyTorch cannot open the package; or, of a call, the graph failed.
     """
 
-    def __init__(self, package: Path, constants: Mapping[str, Tensor], example: Sequence[Tensor]) -> None:
-        self._library, self._constants = build.rounds_library(), constants
+    def __init__(self, package: Path, state: Mapping[str, Tensor]) -> None:
+        build.rounds_library()
+        operators = torch.ops.paceline_package
+        self.address: int = operators.open(str(package))
+        self.close = weakref.finalize(self, operators.close, self.address)
+        self.constants = {name: state[name] for name in operators.names(self.address)}
+        operators.fill(self.address, list(self.constants), list(self.constants.values()))
+        self._run = operators.run.default
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        outputs: list[Tensor] = self._run(self.address, inputs)
+        return outputs
+
+
+class Rounds:
+    """Several fused rounds of a graph. ``example``: inputs of the shapes and types it always gets.
+
+    A `paceline.decoder.backends.base.MultiRoundStep.run_rounds`.
+    """
+
+    def __init__(self, graph: CompiledGraph, example: Sequence[Tensor]) -> None:
+        self._library, self._graph = build.rounds_library(), graph
         self._why = ctypes.create_string_buffer(_REASON)
-        names = (ctypes.c_char_p * len(constants))(*(name.encode() for name in constants))
-        lent, graph = _lend(list(constants.values())), ctypes.c_void_p()
-        path = str(package).encode()
-        if self._library.paceline_open(path, names, lent, len(lent), ctypes.byref(graph), self._why, _REASON) < 0:
-            raise BackendError(
-                f"{package} could not be opened for rounds in a row: {self._why.value.decode(errors='replace')}"
-            )
-        weakref.finalize(self, self._library.paceline_close, graph)
         self._slots, self._width = len(example[0]), example[0].shape[1] + 2
         self._inputs, self._left = _lend(example), (ctypes.c_int64 * self._slots)()
         commit = [*example[:_COMMIT], *example[_BEHIND:]]
@@ -90,8 +107,8 @@ class Rounds:
             buffers = [[torch.empty_like(one) for one in commit] for _ in range(2)]
         self._made = [(one, (ctypes.c_void_p * len(one))(*(x.data_ptr() for x in one))) for one in buffers]
         self._call = _Call(
-            graph=graph, inputs=self._inputs, n_inputs=len(example), idle=IDLE, slots=self._slots, width=self._width,
-            left=self._left, why=ctypes.cast(self._why, ctypes.c_char_p), room=_REASON,
+            graph=graph.address, inputs=self._inputs, n_inputs=len(example), idle=IDLE, slots=self._slots,
+            width=self._width, left=self._left, why=ctypes.cast(self._why, ctypes.c_char_p), room=_REASON,
         )  # fmt: skip
         self._ends: frozenset[int] | None = None
         self._most = 0

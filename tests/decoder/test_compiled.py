@@ -89,7 +89,7 @@ def test_a_package_holds_no_weights_and_its_steps_use_those_they_are_given(
     assert torch.equal(step(x)[0], x * columns)
     for other in others:
         assert torch.equal(other(x)[0], x * 2 * columns)
-        assert other.keep["weight"].data_ptr() == second.weight.data_ptr()  # type: ignore[attr-defined]
+        assert other.graph.constants["weight"].data_ptr() == second.weight.data_ptr()  # type: ignore[attr-defined]
     second.weight.zero_()
     assert all(torch.equal(other(x)[0], x * 0) for other in others)
     assert torch.equal(step(x)[0], x * columns)
@@ -121,7 +121,7 @@ def test_the_graphs_of_a_decoder_share_its_weights_and_its_cache(workshop: Works
         known |= {"verify." + name: value for name, value in own["verify."].items()}
         assert len(decoder._steps) > 1
         for step in decoder._steps.values():
-            held = step.keep  # type: ignore[attr-defined]
+            held = step.graph.constants  # type: ignore[attr-defined]
             assert {name: value.data_ptr() for name, value in held.items()} == {name: known[name] for name in held}
             assert any("keys_0" in name for name in held)
             assert any("embedding" in name for name in held)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.backends.inductor import _Package
-from paceline.decoder.native.rounds import Rounds
+from paceline.decoder.native.rounds import CompiledGraph, Rounds
 from paceline.engine import rounds
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.settings import PROMPTS, run
@@ -87,12 +90,44 @@ def test_a_round_that_fails_says_so(workshop: Workshop) -> None:
     for step in target._steps.values():
         assert isinstance(step, _Package)
         if step._rounds is not None:
-            step._rounds._library.paceline_close(step._rounds._call.graph)
+            step.graph.close()
     with pytest.raises(BackendError, match="a round failed: the graph is closed"):
         run(generator, {})
 
 
+def test_other_threads_go_on_while_a_prompt_is_read(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while any other graph runs. Python is told to take its lock from nobody, so that another thread comes to it
+    only where it is given back.
+    """
+    target = fresh(workshop.checkpoint("target"), backend="inductor", batch_size=4)
+    run(SpeculativeGenerator("ngram", target, k=4), {})
+    assert {key.kind for key, _ in target._steps} >= {"prefill", "verify"}
+    turns, over = [0], threading.Event()
+
+    def other() -> None:
+        while not over.is_set():
+            turns[0] += 1
+            time.sleep(0.0005)  # in which the lock is free
+
+    thread, interval = threading.Thread(target=other), sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    thread.start()
+    try:
+        for (key, _), step in target._steps.items():
+            assert isinstance(step, _Package)
+            for _ in range(10_000):  # a call may be over before the operating system has woken the other thread
+                before = turns[0]
+                step(*step._example)
+                if turns[0] > before:
+                    break
+            else:
+                pytest.fail(f"no other thread of Python runs during {key}")
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
+
+
 def test_a_package_that_is_not_there(tmp_path: Path) -> None:
-    example = [torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
-    with pytest.raises(BackendError, match=r"nowhere\.pt2 could not be opened for rounds in a row"):
-        Rounds(tmp_path / "nowhere.pt2", {}, example)
+    with pytest.raises(RuntimeError, match="zip archive"):
+        CompiledGraph(tmp_path / "nowhere.pt2", {})
