@@ -19,7 +19,7 @@ from paceline.serving.refused import RefusedError
 from paceline.serving.render.pieces import DONE, event
 from paceline.serving.router import Accepted, Chunk, Failed, Item, RequestContext
 
-_TOGETHER_S = 0.05  # that the head of an answer waits for its first events, with which it is one message
+_HEAD_WAIT_S = 0.05  # that the head of an answer waits for its first events, with which it is one message
 PING = b": ping\n\n"  # a comment, which clients pass over
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -154,7 +154,7 @@ class EventStream(Response):
     async def _first(self) -> Item | None:
         """What comes soon enough to go with the head of the answer."""
         try:
-            return await self._source.next(min(_TOGETHER_S, self._ping_s))
+            return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
         except RefusedError as error:
             return Failed.of(error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -37,12 +37,12 @@ from paceline.serving.sampling import sampling_params
 from paceline.text.marker_tokens import with_markers
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.workers.async_engine import AsyncEngine
-from paceline.workers.calls import Call, CallUpdate
+from paceline.workers.calls import Call
 from paceline.workers.shared_engine import SharedEngine
 
 log = logging.getLogger("paceline")
 
-_TOGETHER_S = 0.05  # that a request may wait for its first token until it is said that a model takes it
+_FIRST_TOKEN_WAIT_S = 0.05  # that a request may wait for its first token until it is said that a model takes it
 _BODY_S = 0.25  # between the parts of an answer that is not streamed: it is written down on the way, not all at its end
 
 
@@ -81,11 +81,12 @@ class ModelServer:
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
-            async with aclosing(self._generate(requests, context, stream=request.stream)) as updates:
+            call = _call(requests, context, stream=request.stream)
+            async with aclosing(self._calls.generate(call)) as updates:
                 first = asyncio.ensure_future(anext(updates, None))
                 try:
                     # The call is enqueued, or refused, and perhaps its first token is there.
-                    await asyncio.wait([first], timeout=_TOGETHER_S)
+                    await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
                     if first.done() and first.exception() is None:
                         yield Accepted(prompts.num_tokens, followed=True)
                     elif not first.done():
@@ -96,9 +97,10 @@ class ModelServer:
                     await asyncio.wait([first])  # a generator that runs cannot be closed
                 while update is not None:
                     data = answer.push(update.outputs)
-                    if update.ended and update.error is None:
+                    if all(answer.ended) or (update.ended and update.error is None):
                         yield Chunk(data + answer.end(), answer.sent, last=True)
                         return
+                    self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
                     if data:
                         yield Chunk(data, answer.sent)
                     update = await anext(updates, None)
@@ -130,17 +132,6 @@ class ModelServer:
         return TokenizeResponse(
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
         )
-
-    async def _generate(
-        self, requests: Sequence[Request], context: RequestContext, *, stream: bool
-    ) -> AsyncGenerator[CallUpdate, None]:
-        assert self._calls is not None, "stream() has made it"
-        deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
-        ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if stream else _BODY_S
-        call = Call(ticket, requests, key=context.client, deadline=deadline, interval_s=interval_s)
-        async with aclosing(self._calls.generate(call)) as updates:
-            async for update in updates:
-                yield update
 
     # ---- from a request to what is asked of the engine, and to what writes its answer
 
@@ -201,8 +192,8 @@ class ModelServer:
         elif request.tool_choice == "required":
             parser = JsonListParser()
         elif request.tools_offered and self._format.tools is not None:
-            parser = self._format.tools.make(request.tool_schemas)
-            parser = parser if request.parallel_tool_calls else OneCallParser(parser)
+            calls = self._format.tools.make(request.tool_schemas)
+            parser = calls if request.parallel_tool_calls else OneCallParser(calls)
         if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
@@ -222,3 +213,10 @@ class ModelServer:
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _call(requests: Sequence[Request], context: RequestContext, *, stream: bool) -> Call:
+    """What the engine is asked."""
+    deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
+    ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if stream else _BODY_S
+    return Call(ticket, requests, key=context.client, deadline=deadline, interval_s=interval_s)

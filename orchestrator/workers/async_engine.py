@@ -62,6 +62,11 @@ class AsyncEngine:
             self._streams.pop(call.ticket, None)
             self.engine.end(call.ticket)
 
+    def leave(self, ticket: str, *indices: int) -> None:
+        """See `SharedEngine.leave`."""
+        if indices:
+            self.engine.leave(ticket, indices)
+
     def _from_engine(self, updates: list[CallUpdate]) -> None:
         """The sink of all calls, in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody listens

@@ -6,7 +6,7 @@ Not here: whose turn it is (`workers.turns`), and the thread that runs rounds (`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
@@ -164,6 +164,14 @@ class CallState:
         request, emitted = self.waiting.popleft()
         self.running[request.index] = SeatedTimes(monotonic())
         return request, emitted
+
+    def leave(self, indices: Collection[int]) -> list[int]:
+        """These of its requests end, as far as they are in slots. -> what the engine calls them"""
+        numbers = [number for number in self.running if self.indices[number] in indices]
+        for number in numbers:
+            del self.running[number]
+            self.unfinished -= 1
+        return numbers
 
     def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, bool]:
         """What its caller hears of a step in which its requests gained these outputs, and whether one of them is the

@@ -147,6 +147,18 @@ class SharedEngine:
                 self._end(state, None)
             return state is not None
 
+    def leave(self, ticket: str, indices: Collection[int]) -> None:
+        """End these requests of that call, as far as they are in slots; its others go on."""
+        with self._changed:
+            state = self._calls.get(ticket)
+            if state is None:
+                return
+            for number in state.leave(indices):
+                del self._running[number]
+                self._aborted.add(number)
+            if not state.unfinished:
+                self._end(state, None)
+
     # ---- the request queue, asked by the engine between steps
 
     def pop(self) -> Request | None:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, say: Callable[[str], str]) -> None:
         self.tokenizer, self.say, self.pause_s = tokenizer, say, 0.0
         self.full, self.calls, self.ended = False, list[Call](), list[str]()
+        self.left: set[tuple[str, int]] = set()  # (ticket, index)
 
     def submit(self, call: Call, sink: Sink) -> None:
         if self.full:
@@ -66,6 +67,9 @@ class ScriptedEngine:
     def end(self, ticket: str) -> bool:
         self.ended.append(ticket)
         return True
+
+    def leave(self, ticket: str, indices: Collection[int]) -> None:
+        self.left.update((ticket, index) for index in indices)
 
     def _speak(self, call: Call, sink: Sink) -> None:
         for request in call.requests:

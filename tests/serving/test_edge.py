@@ -21,10 +21,14 @@ from paceline.serving.settings import ApiSettings
 from paceline.text.grammar import GrammarCompiler
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts
 
+CALLS = (
+    'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Z\u00fcrich {x}", "days": 2}}\n'
+    '</tool_call>\n<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
+)
 SAYS = {
     "plain": "Caf\u00e9 \u65e5\u672c\u8a9e, we go up!",
-    "tool": 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Z\u00fcrich {x}", "days": 2}}\n'
-    '</tool_call>\n<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+    "tool": CALLS,
+    "called": "<think>one <tool_call> or two?</think>" + CALLS,
     "think": "<think>\nhmm, 2 < 3\n</think>\n\nTwo.",
     "opened": "so it is\n</think>\n\nYes.",
     "broken": "<tool_call>no json</tool_call> sorry",
@@ -129,10 +133,34 @@ def test_one_call_at_most_where_none_may_run_beside_it(
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", WEATHER)
     assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
     chunks = list(ask(client, "tool", tools=TOOLS, stream=True, parallel_tool_calls=False))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert {one.index for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []} == {0}
     functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
     answer = client.responses.create(model="m", input="tool", tools=functions, parallel_tool_calls=False)
     assert [item.type for item in answer.output] == ["message", "function_call"] and not answer.parallel_tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["tool", "called"])
+def test_an_answer_of_one_call_ends_with_it(
+    client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine], said: str, stream: bool
+) -> None:
+    """What the model would write behind it is neither waited for nor counted, and its slots are free."""
+    engine, asked = served[1], {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
+    before = len(engine.ended)
+    if stream:
+        chunks = list(ask(client, said, **asked, stream_options={"include_usage": True}))
+        usage, reasons = chunks[-1].usage, [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+        assert [reason for reason in reasons if reason] == ["tool_calls"] * 2
+    else:
+        answer = ask(client, said, **asked)
+        usage = answer.usage
+        assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 2
+    first = SAYS[said].index("</tool_call>") + len("</tool_call>")
+    assert usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
+    ticket = engine.calls[-1].ticket
+    assert (ticket, 0) in engine.left  # while the other choice was written
+    assert ticket in engine.ended[before:]
 
 
 @pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, None)])

@@ -129,6 +129,33 @@ def test_who_leaves_makes_room_and_hears_no_more() -> None:
     assert say(made, "not here yet", PROMPTS[1]) == []
 
 
+def test_a_request_that_leaves_its_call_makes_room_while_the_others_go_on() -> None:
+    made = shared(2)
+    requests = Request.batch(PROMPTS[:2], SamplingParams.merge(None, {"max_new_tokens": 40}), made[2].generator.limits)
+    heard: dict[int, list[int]] = {0: [], 1: []}
+    outputs = made[0].stream("two", requests)
+    made[1].let(1)
+    while not (heard[0] and heard[1]):
+        output = next(outputs)
+        heard[output.index] += output.tokens
+    made[0].leave("two", [0])
+    made[0].leave("nobody", [0])
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(say, made, "third", PROMPTS[2], max_new_tokens=9)  # takes the slot
+        made[1].let(1000)
+        for output in outputs:
+            heard[output.index] += output.tokens
+        assert third.result(30) == wanted(PROMPTS[2], max_new_tokens=9)
+    assert heard[1] == wanted(PROMPTS[1], max_new_tokens=40) and 0 < len(heard[0]) < 40
+    made[1].let(1)
+    more = made[0].stream("one", requests[:1])
+    next(more)
+    made[0].leave("one", [0])  # the only one: the call is over
+    made[1].let(1000)
+    assert sum(len(output.tokens) for output in more) < 39
+    assert made[0].figures().running == 0
+
+
 def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
     made = shared(2)
     asked = {"max_new_tokens": 12, "no_repeat_ngram_size": 2}

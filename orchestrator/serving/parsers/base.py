@@ -43,6 +43,10 @@ class Delta:
 class Parser(Protocol):
     """Finds one kind of thing in a growing text."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is over, whatever else the model writes."""
+
     def push(self, text: str) -> Delta:
         """More text; what is certain now."""
 
@@ -50,11 +54,19 @@ class Parser(Protocol):
         """The text is at its end; what was held back."""
 
 
+class CallParser(Parser, Protocol):
+    """Finds calls. ``calls``: how many of them are complete, which is the next one's number."""
+
+    calls: int
+
+
 class StateParser:
     """A parser of several states, each a method that takes what is certain from the held text and says what it is."""
 
+    ended = False
+
     def __init__(self, first: Callable[[], Delta]) -> None:
-        self._held, self._index = "", 0  # text that no state has taken; the next call's number
+        self._held, self.calls = "", 0  # text that no state has taken
         self._state = first
 
     def push(self, text: str) -> Delta:
@@ -69,6 +81,8 @@ class StateParser:
 
 class PlainText:
     """All of it is for the reader."""
+
+    ended = False
 
     def push(self, text: str) -> Delta:
         """See `Parser`."""

@@ -40,7 +40,7 @@ class MistralParser(StateParser):
         piece, self._held = self._held[:certain], self._held[certain:]
         if place >= 0:
             self._held, self._state = self._held[len(START) :], self._head
-        return Delta(piece if piece.strip() or not self._index else "")
+        return Delta(piece if piece.strip() or not self.calls else "")
 
     def _head(self) -> Delta:
         """Behind the marker: a list, or a name."""
@@ -60,15 +60,15 @@ class MistralParser(StateParser):
             text, self._held, self._state = START + self._held[:place], self._held[place:], self._text
             return Delta(text)
         self._held, self._state, self._value = self._held[place:], self._arguments, JsonValue()
-        return Delta(tool_calls=(ToolCallDelta(self._index, head, ""),))
+        return Delta(tool_calls=(ToolCallDelta(self.calls, head, ""),))
 
     def _arguments(self) -> Delta:
         """Inside the arguments of a call whose name is known."""
         end = self._value.end(self._held)
         piece, self._held = self._held[:end], "" if end is None else self._held[end:]
-        delta = Delta(tool_calls=(ToolCallDelta(self._index, None, piece),)) if piece else Delta()
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
         if end is not None:
-            self._index, self._state = self._index + 1, self._text
+            self.calls, self._state = self.calls + 1, self._text
         return delta
 
     def _list(self) -> Delta:
@@ -84,16 +84,16 @@ class MistralParser(StateParser):
             self._call, self._value = JsonCall(), JsonValue()
         end = self._value.end(self._held)
         piece, self._held = self._held[:end], "" if end is None else self._held[end:]
-        delta = grown(self._call, piece, self._index)
+        delta = grown(self._call, piece, self.calls)
         return delta if end is None else delta + self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
         if call.name is not None:
-            self._index += 1
+            self.calls += 1
             return Delta()
         if (rest := call.rest()) is None:
             return Delta(call.text)
-        self._index += 1
-        return Delta(tool_calls=(ToolCallDelta(self._index - 1, *rest),))
+        self.calls += 1
+        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))

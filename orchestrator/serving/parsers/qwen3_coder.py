@@ -39,7 +39,7 @@ class Qwen3CoderParser(StateParser):
         places = [(place, tag) for tag in (_OPEN, _FUNCTION) if (place := self._held.find(tag)) >= 0]
         place, tag = min(places, default=(len(self._held) - self._uncertain(), ""))
         piece, self._held = self._held[:place], self._held[place:]
-        delta = Delta(piece if piece.strip() or not self._index else "")
+        delta = Delta(piece if piece.strip() or not self.calls else "")
         inner = self._held[len(_OPEN) :].lstrip() if tag == _OPEN else self._held
         if tag and not inner.startswith(_FUNCTION):
             if _FUNCTION.startswith(inner):
@@ -51,7 +51,7 @@ class Qwen3CoderParser(StateParser):
         name = inner[len(_FUNCTION) : end].strip()
         self._properties = self._schemas.get(name, {}).get("properties", {})
         self._held, self._state, self._parameters = inner[end + 1 :], self._function, 0
-        return delta + Delta(tool_calls=(ToolCallDelta(self._index, name, "{"),))
+        return delta + Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
 
     def _uncertain(self) -> int:
         """How many characters at the end may begin a tag."""
@@ -61,8 +61,8 @@ class Qwen3CoderParser(StateParser):
         """Inside a call, between its parameters."""
         begun = self._held.lstrip()
         if begun.startswith(_FUNCTION_END):
-            self._held, self._state, self._index = begun[len(_FUNCTION_END) :], self._behind, self._index + 1
-            return Delta(tool_calls=(ToolCallDelta(self._index - 1, None, "}"),))
+            self._held, self._state, self.calls = begun[len(_FUNCTION_END) :], self._behind, self.calls + 1
+            return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
         if not begun.startswith(_PARAMETER):
             if begun and not _PARAMETER.startswith(begun) and not _FUNCTION_END.startswith(begun):
                 self._held = begun[1:]  # nothing that belongs here
@@ -74,7 +74,7 @@ class Qwen3CoderParser(StateParser):
         name, self._held, self._parameters = name.strip(), rest, self._parameters + 1
         written = _json(value.removeprefix("\n").removesuffix("\n"), self._properties.get(name, {}))
         text = f"{', ' if self._parameters > 1 else ''}{json.dumps(name, ensure_ascii=False)}: {written}"
-        return Delta(tool_calls=(ToolCallDelta(self._index, None, text),))
+        return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
 
     def _behind(self) -> Delta:
         """Behind a call: its outer tag may be closed."""

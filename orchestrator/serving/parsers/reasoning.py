@@ -39,6 +39,11 @@ class ReasoningParser:
         self._held = ""
         self._state = "inside" if started else "before"
 
+    @property
+    def ended(self) -> bool:
+        """See `Parser`."""
+        return self._inner.ended
+
     def push(self, text: str) -> Delta:
         """See `Parser`."""
         if self._state == "after":

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta, overlap
+from paceline.serving.parsers.base import CallParser, Delta, ToolCallDelta, overlap
 from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
 from paceline.serving.parsers.mistral import START, MistralParser
 from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser, Schemas
@@ -19,10 +19,11 @@ from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser, Schemas
 class HermesParser:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with text around: Hermes, Qwen."""
 
+    ended = False
     _START, _END = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._held, self._index = "", 0
+        self._held, self.calls = "", 0
         self._call: JsonCall | None = None
 
     def push(self, text: str) -> Delta:
@@ -35,9 +36,9 @@ class HermesParser:
             certain = place if place >= 0 else len(self._held) - overlap(self._held, marker)
             piece, self._held = self._held[:certain], self._held[certain:]
             if self._call is None:
-                delta += Delta(piece if piece.strip() or not self._index else "")
+                delta += Delta(piece if piece.strip() or not self.calls else "")
             else:
-                delta += grown(self._call, piece, self._index)
+                delta += grown(self._call, piece, self.calls)
             if place < 0:
                 return delta
             self._held = self._held[len(marker) :]
@@ -51,25 +52,27 @@ class HermesParser:
         held, self._held = self._held, ""
         if self._call is None:
             return Delta(held)
-        return grown(self._call, held, self._index) + self._finish()
+        return grown(self._call, held, self.calls) + self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
         if call.name is not None:
-            self._index += 1
+            self.calls += 1
             return Delta()
         if (rest := call.rest()) is None:  # no call after all
             return Delta(f"{self._START}{call.text}{self._END}")
-        self._index += 1
-        return Delta(tool_calls=(ToolCallDelta(self._index - 1, *rest),))
+        self.calls += 1
+        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))
 
 
 class LlamaJsonParser:
     """The whole answer is {"name": ..., "parameters": {...}}, several behind each other or parted by ";": Llama 3."""
 
+    ended = False
+
     def __init__(self) -> None:
-        self._text, self._index = "", 0
+        self._text, self.calls = "", 0
         self._plain = False
         self._call: JsonCall | None = None
         self._value: JsonValue | None = None
@@ -82,17 +85,17 @@ class LlamaJsonParser:
         self._text = ""
         while text:
             if self._call is None:
-                begun = text.lstrip(" \n;" if self._index else " \n").removeprefix("<|python_tag|>")
+                begun = text.lstrip(" \n;" if self.calls else " \n").removeprefix("<|python_tag|>")
                 if begun and not begun.startswith("{") and not "<|python_tag|>".startswith(begun):
                     self._plain = True
-                    return delta + Delta(text if not self._index else begun)
+                    return delta + Delta(text if not self.calls else begun)
                 if not begun.startswith("{"):
                     self._text = text
                     return delta
                 self._call, self._value, text = JsonCall(), JsonValue(), begun
             assert self._value is not None
             end = self._value.end(text)
-            delta += grown(self._call, text[:end], self._index)
+            delta += grown(self._call, text[:end], self.calls)
             if end is None:
                 return delta
             text = text[end:]
@@ -102,23 +105,26 @@ class LlamaJsonParser:
     def flush(self) -> Delta:
         """See `Parser`."""
         held, self._text = self._text, ""
-        return Delta(held if not self._index else "") if self._call is None else self._finish()
+        return Delta(held if not self.calls else "") if self._call is None else self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
         if call.name is not None:
-            self._index += 1
+            self.calls += 1
             return Delta()
         if (rest := call.rest()) is None:
             self._plain = True
             return Delta(call.text)
-        self._index += 1
-        return Delta(tool_calls=(ToolCallDelta(self._index - 1, *rest),))
+        self.calls += 1
+        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))
 
 
 class PythonicParser:
     """The whole answer is a Python list of calls, [f(a=1), g(b="x")]: Llama 3.2 and 4. Handed out when complete."""
+
+    ended = False
+    calls = 0  # none is known before the end
 
     def __init__(self) -> None:
         self._text = ""
@@ -145,8 +151,10 @@ class PythonicParser:
 class JsonListParser:
     """The whole answer is [{"name": ..., "parameters": {...}}, ...]: what a grammar makes of tool_choice: required."""
 
+    ended = False
+
     def __init__(self) -> None:
-        self._text, self._index = "", 0
+        self._text, self.calls = "", 0
         self._call: JsonCall | None = None
         self._value: JsonValue | None = None
 
@@ -161,13 +169,13 @@ class JsonListParser:
                 self._call, self._value, text = JsonCall(), JsonValue(), text[place:]
             assert self._value is not None
             end = self._value.end(text)
-            delta += grown(self._call, text[:end], self._index)
+            delta += grown(self._call, text[:end], self.calls)
             if end is None:
                 return delta
             text, call, self._call = text[end:], self._call, None
             if (rest := call.rest()) is not None:
-                delta += Delta(tool_calls=(ToolCallDelta(self._index, *rest),))
-            self._index += 1
+                delta += Delta(tool_calls=(ToolCallDelta(self.calls, *rest),))
+            self.calls += 1
         return delta
 
     def flush(self) -> Delta:
@@ -177,6 +185,8 @@ class JsonListParser:
 
 class NamedCallParser:
     """The whole answer is the arguments of one function: what a grammar makes of a tool_choice with a name."""
+
+    ended = False
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -192,10 +202,15 @@ class NamedCallParser:
 
 
 class OneCallParser:
-    """What another parser finds, without the calls behind the first."""
+    """What another parser finds, up to the end of the first call."""
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: CallParser) -> None:
         self._parser = parser
+
+    @property
+    def ended(self) -> bool:
+        """See `Parser`."""
+        return self._parser.calls > 0
 
     def push(self, text: str) -> Delta:
         """See `Parser`."""
@@ -221,7 +236,7 @@ class ToolFormat:
     """
 
     name: str
-    make: Callable[[Schemas], Parser]
+    make: Callable[[Schemas], CallParser]
     markers: tuple[str, ...]
     tokens: tuple[str, ...] = ()
 

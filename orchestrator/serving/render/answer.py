@@ -51,10 +51,17 @@ class Answer:
         """Tokens of each choice so far."""
         return tuple(self._sent)
 
+    @property
+    def ended(self) -> tuple[bool, ...]:
+        """Whether each choice is complete, though the engine may not know of it."""
+        return tuple(choice.ended for choice in self._choices)
+
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
         """What the rounds of one or several requests add; empty where nothing is streamed."""
         events = []
         for output in outputs:
+            if self._choices[output.index].ended:
+                continue
             self._acceptance.count(output.drafted, output.accepted)
             if output.cached_tokens is not None and output.index % self._plan.candidates == 0:
                 self._cached = (self._cached or 0) + output.cached_tokens  # other candidates find the prompt anyhow

@@ -15,6 +15,7 @@ class ChoiceRenderer:
 
     skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
+    ended    whether its last step was handed out; tokens that come later are not part of the answer
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class ChoiceRenderer:
         self._index, self._text, self._parser = index, text, parser
         self._skip, self._by_token = skip, by_token
         self.tokens = 0
-        self.called = False
+        self.called = self.ended = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
         """The steps of a round, and whether each is new to the client.
@@ -31,6 +32,8 @@ class ChoiceRenderer:
         Raises:
             RequestError: the round ended the request with it.
         """
+        if self.ended:
+            return
         if output.error is not None:
             raise output.error
         pieces: list[TokenPiece] = []
@@ -40,12 +43,17 @@ class ChoiceRenderer:
             delta += self._parser.push(text) if text else Delta()
             pieces.append(_piece(output, place, text))
             self.tokens += 1
+            if self._parser.ended:
+                self.ended = True
+                yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
+                return
             last = place == len(output.tokens) - 1
             if not last and (self._by_token or self.tokens == self._skip):
                 yield self._step(delta, pieces, first=first), self.tokens > self._skip
                 pieces, delta, first = [], Delta(), False
         reason = output.finish_reason
         if reason is not None:
+            self.ended = True
             rest = self._text.flush()
             delta += (self._parser.push(rest) if rest else Delta()) + self._parser.flush()
             if rest and pieces:
