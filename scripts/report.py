@@ -52,7 +52,8 @@ COMMANDS = {
     "perplexity": "benchmarks/perplexity.py --model smollm2",
     "long": "benchmarks/long.py",
     "load": "benchmarks/load.py",
-    "serve": "-m benchmarks.serve --target examples/pycode/target --draft examples/pycode/draft --k 4",
+    "serve": "-m benchmarks.serve --target examples/pycode/target --draft examples/pycode/draft --k 4 auto plain "
+    "--rates 5 15 --gaps",
 }
 ALL_TABLES = {
     **TABLES,

@@ -103,14 +103,20 @@ def load(reports: Reports) -> str:
 
 
 def serve(reports: Reports) -> str:
-    """Tokens a second of the server and of the engine alone by load, the first token, and processor time."""
+    """Tokens a second of the server and of the engine alone by draft length and load, the first token, and processor
+    time; and how long running streams wait while long prompts are read.
+    """
     rows: list[Sequence[object]] = []
+    by_length = "k" in reports["serve"]["rows"][0]
     for row in reports["serve"]["rows"]:
         median, worst = row["first_token_s"]
         spent = ", ".join(f"{kind} {micros:.0f}" for kind, micros in row["cpu_us_per_token"].items())
-        speeds = (f"{row['tokens_per_s']:.0f}", f"{row['offline']:.0f}", number(row["ratio"]))
-        rows.append((row["load"], *speeds, f"{median:.2f} s, {worst:.2f} s", spent, row["failed"]))
+        alone = (f"{row['offline']:.0f}", number(row["ratio"])) if row["offline"] else ("-", "-")
+        speeds = (f"{row['tokens_per_s']:.0f}", *alone)
+        length = ("no drafter" if row["k"] == "plain" else f"k = {row['k']}",) if by_length else ()
+        rows.append((*length, row["load"], *speeds, f"{median:.2f} s, {worst:.2f} s", spent, row["failed"]))
     head = [
+        *(["draft length"] if by_length else []),
         "load",
         "tokens/s",
         "engine alone",
@@ -119,4 +125,16 @@ def serve(reports: Reports) -> str:
         "us of processor a token",
         "failed",
     ]
-    return table(head, rows)
+    gaps = reports["serve"].get("gaps")
+    return table(head, rows) + ("" if gaps is None else "\n\n" + _gaps(gaps))
+
+
+def _gaps(gaps: Mapping[str, Any]) -> str:
+    """The longest pauses of streams that get a message for every round."""
+    row = (
+        f"{gaps['prompt_tokens']} tokens",
+        gaps["prompts"],
+        *(f"{1000 * gaps[name]:.0f} ms" for name in ("alone_s", "quiet_s", "beside_s")),
+    )
+    head = ["long prompts", "read", "first token, alone", "longest pause of a stream", "beside long prompts"]
+    return table(head, [row])
