@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_NAMESPACE
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Ask = Callable[[str], Awaitable[None]]
+Ask = Callable[[str], Awaitable[bool]]
 
 
 def own_name() -> str:
@@ -39,10 +39,10 @@ class _Line:
 
 
 class Readers:
-    """The processes that read the streams of this one. ``ask``: returns when a reader answers, or is gone."""
+    """The processes that read the streams of this one. ``ask``: whether a reader answers; False: it is gone."""
 
     def __init__(self, ask: Ask | None = None) -> None:
-        self._ask, self._lines = ask or _answered, dict[str, _Line]()
+        self._ask, self._lines = ask or _Actors().answer, dict[str, _Line]()
 
     async def taken(self, reader: str) -> None:
         """Return when a reader has what was sent to it until now. A question is that of all streams that came before.
@@ -56,15 +56,26 @@ class Readers:
         async with line.asking:
             if line.asked_at <= came_at:
                 line.asked_at = monotonic()
-                await self._ask(reader)
-        if not line.asking.locked():  # there are new readers after every fault
-            self._lines.pop(reader, None)
+                if not await self._ask(reader):
+                    self._lines.pop(reader, None)
 
 
-async def _answered(reader: str) -> None:
-    with suppress(ValueError, RayError):  # it is gone, or its connection is: Ray waits for it no longer, either
-        actor: Any = await asyncio.to_thread(ray.get_actor, reader, namespace=SERVE_NAMESPACE)
-        await actor.__ray_ready__.options(max_task_retries=0).remote()
+class _Actors:
+    """Asks readers. Each is looked up once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    async def answer(self, reader: str) -> bool:
+        """See `Readers`. A reader whose connection is gone counts as gone: Ray does not wait for it, either."""
+        try:
+            if reader not in self._known:
+                self._known[reader] = await asyncio.to_thread(ray.get_actor, reader, namespace=SERVE_NAMESPACE)
+            await self._known[reader].__ray_ready__.options(max_task_retries=0).remote()
+        except (ValueError, RayError):
+            self._known.pop(reader, None)
+            return False
+        return True
 
 
 class UntilTaken:

@@ -22,9 +22,10 @@ def test_streams_that_end_together_ask_their_reader_once() -> None:
     async def end() -> None:
         asked, answer = list[str](), asyncio.Event()
 
-        async def ask(reader: str) -> None:
+        async def ask(reader: str) -> bool:
             asked.append(reader)
             await answer.wait()
+            return reader != "b"
 
         readers = Readers(ask)
         await readers.taken("")
@@ -39,6 +40,7 @@ def test_streams_that_end_together_ask_their_reader_once() -> None:
         answer.set()
         await asyncio.gather(first, *later, other)
         assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
+        assert list(readers._lines) == ["a"], "who is gone is forgotten"
 
     asyncio.run(end())
 
