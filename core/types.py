@@ -117,10 +117,12 @@ class FeatureSpec:
 class DeviceFeatures:
     """Features that stay on the device, where the next round reads them.
 
-    ``fetch`` brings them to the host, [B, W, F]; only until a round leaves others in their place.
+    fetch  brings them to the host, [B, W, F]; only until a round leaves others in their place
+    lines  slots that the graph computed which left them, 0 = all: the next one finds them there if it has as many
     """
 
     fetch: Callable[[], Tensor]
+    lines: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +255,14 @@ class RoundLimits:
     max_accept  [B] int32, how many proposed nodes may be accepted in each slot
     max_rows   how many cache rows the longest text needs before this round (its root included)
     multi_round   how far rounds may go before the host sees them; None: it sees every one
+    used_slots    so many slots, from the first on, hold every request that takes part: a graph may leave out those
+                  behind them; None: any slot may hold one
     """
 
     max_accept: Tensor
     max_rows: int
     multi_round: MultiRoundLimits | None = None
+    used_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

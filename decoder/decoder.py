@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
 from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.batch_buckets import first_slots
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.cache_rows import row_elements
@@ -92,7 +93,8 @@ class ModelWithCache(nn.Module):
         reads: FeatureSpec | None = None,
         sampling: SamplingTensors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
+        """Hidden states and features of a window of real tokens in every slot, or in the first ones. tokens [B, T],
+        row [B].
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
         ``sampling`` says which slots hold a request: others may be left out, and hold anything finite then.
@@ -101,8 +103,9 @@ class ModelWithCache(nn.Module):
         count = None if sampling is None else self.real_rows(sampling, tokens.shape[1])
         padded = count is not None
         count = torch.full_like(row, tokens.shape[1]) if count is None else count
-        slots = self.get_buffer("slots")
-        return self(tokens, CachePosition(row, count, slots, bucket, padded=padded, tree=tree), reads)  # type: ignore[no-any-return]
+        slots = first_slots(self.get_buffer("slots"), len(row))
+        place = CachePosition(row, count, slots, bucket, padded=padded, tree=tree, in_order=True)
+        return self(tokens, place, reads)  # type: ignore[no-any-return]
 
     def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
         """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
@@ -111,8 +114,9 @@ class ModelWithCache(nn.Module):
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
         row = row.clamp(max=self.options.n_positions - 1)
+        slots = first_slots(self.get_buffer("slots"), len(row))
         for layer in self.caches:
-            self.kernels.compact_path(layer, row, path, slots=self.get_buffer("slots"))
+            self.kernels.compact_path(layer, row, path, slots=slots)
 
     def copy_prompt(self, slot: int, like: int, count: int) -> None:
         """Make the first ``count`` rows of a slot those of another one. Called outside of graphs, on a local cache."""
@@ -176,12 +180,15 @@ class CompiledDecoder:
 
     ``graph`` compiles a step for a bucket of the cache length, or finds it in the cache. ``on_graph`` is called when
     a compiler begins, and once more when a graph is there, compiled or found. ``last_holder`` is whose text the slots
-    hold: who called `held_by` last.
+    hold: who called `held_by` last. ``batch_buckets``: numbers of slots for which rounds have graphs, ascending; where
+    kernels leave idle slots out, one graph is for all.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
         self.config, self.options, self.backend = config, options, backend
         self.kv_buckets = backend.kv_buckets(options.kv_buckets)
+        one_graph = backend.kernels.skips_padding or not options.batch_buckets
+        self.batch_buckets = (options.batch_size,) if one_graph else options.batch_buckets
         self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
         self.on_graph: Callable[[GraphEvent], None] = log_compilation
         self.folder: Path | None = None
@@ -213,6 +220,13 @@ class CompiledDecoder:
     def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
         return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
+
+    def lines_for(self, used_slots: int | None) -> int:
+        """`GraphKey.lines` of a round of the first ``used_slots`` slots: the smallest batch bucket that holds them."""
+        if used_slots is None:
+            return 0
+        lines = self.batch_buckets[bisect_left(self.batch_buckets, used_slots)]
+        return 0 if lines == self.batch_size else lines
 
     def sampling_kind(self, kind: SamplingKind) -> SamplingKind:
         """The kind of the graph for a round of that kind: "full" where one graph serves all kinds."""

@@ -36,6 +36,7 @@ class GraphKey:
     draft         the drafter's step inside it
     sampling      the kind of sampling of its rows: what it may assume of them; "full" for every round where kernels do
                   not distinguish kinds; None = no token is chosen in it
+    lines         slots that it computes, the first ones (a batch bucket); 0 = all
     variant       what else tells it from its siblings
     """
 
@@ -51,6 +52,7 @@ class GraphKey:
     kept: bool = False
     draft: DraftKey | None = None
     sampling: SamplingKind | None = None
+    lines: int = 0
     variant: str = ""
 
     @property
@@ -75,6 +77,7 @@ class GraphKey:
             f"commit {self.commit_width}" if self.commit_width and not self.next_width else "",
             "kept" if self.kept else "",
             "" if self.sampling is None or self.sampling == "full" else self.sampling,
+            f"{self.lines} of the slots" if self.lines else "",
             self.variant,
         ]
         inner = ", ".join(part for part in parts if part)

@@ -27,6 +27,7 @@ class DecoderOptions:
     """Shapes and number format of a decoder.
 
     batch_size  slots; fixed, a slot without a request idles
+    batch_buckets  numbers of slots for which rounds have graphs, ascending, the last is ``batch_size``; (): that alone
     kv_buckets     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
     chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
     amp         number format of weights, cache and products: "bf16", "f16" or "f32"
@@ -44,6 +45,7 @@ class DecoderOptions:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     modules_to_not_convert: tuple[str, ...] = ()
+    batch_buckets: tuple[int, ...] = ()
 
     @property
     def n_positions(self) -> int:
@@ -71,7 +73,7 @@ class DecoderOptions:
 
 def decoder_options(
     *,
-    batch_size: int,
+    batch_size: int | Sequence[int],
     n_positions: int | Sequence[int] | None,
     context_length_estimate: int | Sequence[int] | None,
     amp: str,
@@ -83,8 +85,9 @@ def decoder_options(
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
     if not isinstance(amp, str) or amp not in AMP:
         raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size!r}")
+    batches = _ascending("batch_size", batch_size)
+    if isinstance(batch_size, int):
+        batches = _powers(batch_size, first=1)
     kv_buckets = _ascending("n_positions", trained if n_positions is None else n_positions)
     if kv_buckets[-1] > trained:
         raise ConfigurationError(
@@ -104,7 +107,9 @@ def decoder_options(
             f"kv_cache_dtype={kv_cache_dtype!r} is unknown; use one of {', '.join(CACHE_DTYPES)}, or leave it out to "
             "keep keys and values as amp says"
         )
-    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout, quantization, kv_cache_dtype)
+    return DecoderOptions(
+        batches[-1], kv_buckets, chunks, amp, layout, quantization, kv_cache_dtype, batch_buckets=batches
+    )
 
 
 def _ascending(name: str, one_or_more: int | Sequence[int]) -> tuple[int, ...]:
@@ -115,10 +120,10 @@ def _ascending(name: str, one_or_more: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _powers(last: int) -> tuple[int, ...]:
-    """128, 256, 512, ... and the last one itself."""
+def _powers(last: int, first: int = 128) -> tuple[int, ...]:
+    """The first one, twice, four times as much, ... and the last one itself."""
     buckets = []
-    bucket = 128
+    bucket = first
     while bucket < last:
         buckets.append(bucket)
         bucket *= 2

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.reading import finish
 from paceline.core.types import FeatureSpec
+from paceline.decoder.batch_buckets import first_slots, for_all_slots
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
@@ -167,20 +168,24 @@ def window(
     bucket: int,
     parents: Tensor | None = None,
     reads: FeatureSpec | None = None,
+    used_slots: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits and features of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree
-    -> [B, T, V] float32 and [B, T, F] or None.
+    """Logits and features of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree; ``used_slots`` as
+    in `paceline.core.types.RoundLimits` -> [B, T, V] float32 and [B, T, F] or None; zeros in slots that are left out.
     """
-    inputs = (tokens, row) if parents is None else (tokens, row, parents)
+    lines, slots = decoder.lines_for(used_slots), len(row)
+    inputs = [first_slots(x, lines) for x in ((tokens, row) if parents is None else (tokens, row, parents))]
     layers, variant = None if reads is None else reads.layers, "" if parents is None else "tree"
-    key = GraphKey("window", tokens.shape[1], bucket, features=layers, variant=variant)
-    out = decoder.graph(key, partial(WindowStep, reads=reads), inputs)(*inputs)
+    key = GraphKey("window", tokens.shape[1], bucket, features=layers, lines=lines, variant=variant)
+    out = [for_all_slots(x, slots) for x in decoder.graph(key, partial(WindowStep, reads=reads), inputs)(*inputs)]
     return out[0], out[1] if reads is not None else None
 
 
-def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
-    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
-    key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1])
+def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots`` as in `window`."""
+    lines = decoder.lines_for(used_slots)
+    row, path = first_slots(row, lines), first_slots(path, lines)
+    key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)
     decoder.graph(key, CompactPathStep, (row, path))(row, path)
 
 

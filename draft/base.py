@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
 from paceline.core.reading import finish
 from paceline.core.types import (
+    PAD,
     Commit,
     DraftKey,
     DraftShape,
@@ -31,6 +32,7 @@ from paceline.core.types import (
     SamplingKind,
     SamplingTensors,
 )
+from paceline.decoder.batch_buckets import first_slots, for_all_slots
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.draft.heads import AutoregressiveHead, DraftHead, ReadStep, row_shift
@@ -235,9 +237,13 @@ class HeadDrafter:
         if self.reads is not None:
             inputs.append(_features(commit.states, self))
         bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
-        kind = self.decoder.sampling_kind(sampling.kind)
-        key = GraphKey("draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket))
-        return self._graph(key, lambda bucket: self.step(bucket, kind), inputs)
+        kind, lines = self.decoder.sampling_kind(sampling.kind), self.decoder.lines_for(bounds.used_slots)
+        key = GraphKey(
+            "draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket), lines=lines
+        )
+        out = self._graph(key, lambda bucket: self.step(bucket, kind), [first_slots(x, lines) for x in inputs])
+        slots = len(commit.count)
+        return [for_all_slots(x, slots, 0 if x.is_floating_point() else PAD) for x in out]
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
         """As `read_in_chunks`, without pauses."""

@@ -7,6 +7,7 @@ model where it does. The model runs only in rounds in which some slot is left ov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -111,7 +112,7 @@ def chains_of(
     if guesses is not None:
         return guesses.guess(most)
     same = most == bounds.max_accept.tolist()
-    limits = bounds if same else RoundLimits(torch.tensor(most, dtype=torch.int32), bounds.max_rows)
+    limits = bounds if same else replace(bounds, max_accept=torch.tensor(most, dtype=torch.int32), multi_round=None)
     proposal = drafter.propose(commit, sampling, limits)
     if proposal.draft_probs is not None:
         raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core import noise, probs
 from paceline.core.types import PAD, FeatureSpec, SamplingKind, SamplingTensors
+from paceline.decoder.batch_buckets import first_slots
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.options import DecoderOptions
 
@@ -86,7 +87,7 @@ class AutoregressiveHead(DraftHead):
     def place(
         self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None, sampling: SamplingTensors | None = None
     ) -> CachePosition:
-        """``count`` rows in every slot from row [B] on.
+        """``count`` rows from row [B] on in every slot, or in the first ones.
 
         Rows outside of the cache are pulled back into it: slots without a request have such rows, and what they compute
         is not used by anyone. ``sampling`` says which slots those are, for a head that can leave them out.
@@ -95,7 +96,8 @@ class AutoregressiveHead(DraftHead):
         real = None if sampling is None else self.real_rows(sampling, count)
         padded = real is not None
         real = torch.full_like(row, count) if real is None else real
-        return CachePosition(row, real, self.slots, bucket, padded=padded, tree=tree)
+        slots = first_slots(self.slots, len(row))
+        return CachePosition(row, real, slots, bucket, padded=padded, tree=tree, in_order=True)
 
     def allocate_cache(self, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """Empty keys and values of a layer, to be registered as buffers."""

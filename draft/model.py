@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -154,14 +155,15 @@ class ModelDrafter(HeadDrafter):
         self._pending.drop_newest()  # it is read here
         self.catch_up()
         bucket, most = self.bucket(limits.max_rows), limits.max_accept.tolist()
-        logits, _ = window(self.decoder, self.vocabulary.known(commit.tokens), commit.first_row, bucket=bucket)
+        read = partial(window, self.decoder, bucket=bucket, used_slots=limits.used_slots)
+        logits, _ = read(self.vocabulary.known(commit.tokens), commit.first_row)
         logits = at_index(logits, commit.count - 1)
         drafts: list[list[int]] = [[] for _ in most]
         position = commit.first_row + commit.count  # of the token that is chosen next
         for index in range(min(self.draft_shape.num_draft_tokens, max(most))):
             if index:
                 last = torch.tensor([[chain[-1]] for chain in drafts], dtype=torch.int32)
-                logits, _ = window(self.decoder, self.vocabulary.known(last), position - 1, bucket=bucket)
+                logits, _ = read(self.vocabulary.known(last), position - 1)
             choices = self.vocabulary.logits(logits).clone()
             for slot, chain in enumerate(drafts):
                 mask = allowed(slot, chain, choices.shape[-1]) if index < most[slot] else None

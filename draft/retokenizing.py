@@ -123,7 +123,9 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         greedy = sampling_tensors([Sampling()] * slots)
         k = self.draft_shape.num_draft_tokens
         limits = RoundLimits(
-            torch.full((slots,), k, dtype=torch.int32), max((len(ids) for ids in texts.values()), default=1)
+            torch.full((slots,), k, dtype=torch.int32),
+            max((len(ids) for ids in texts.values()), default=1),
+            used_slots=max(texts, default=0) + 1,
         )
         proposal = self._model.propose(Commit(tokens, count, first_row), greedy, limits).tokens.tolist()
         drafts = [row[: row.index(PAD)] if PAD in row else row for row in proposal]

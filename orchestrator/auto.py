@@ -100,7 +100,7 @@ class AutoDecoder:
         cls,
         path: str | os.PathLike[str],
         *,
-        batch_size: int = 1,
+        batch_size: int | Sequence[int] = 1,
         n_positions: int | Sequence[int] | None = None,
         context_length_estimate: int | Sequence[int] | None = None,
         amp: str = "bf16",
@@ -117,7 +117,8 @@ class AutoDecoder:
         path                     folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file,
                                  or a folder with one and no other weights; the name of a model that was fetched;
                                  or an id of the Hugging Face hub, ``owner/name`` or ``owner/name@revision``
-        batch_size               slots; fixed
+        batch_size               slots; fixed. Where idle ones are computed (all backends but inductor), rounds of the
+                                 first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many
         n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
         context_length_estimate  lengths of the prefill graphs; default 64 and 256

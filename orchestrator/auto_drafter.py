@@ -206,7 +206,7 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
     options = check_options(DRAFTERS["model"], dict(spec.options), f"the draft {spec}")
     last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
     defaults: dict[str, Any] = {
-        "batch_size": target.batch_size,
+        "batch_size": target.options.batch_buckets or target.batch_size,
         "n_positions": [*(bucket for bucket in target.options.kv_buckets if bucket < last), last],
         "context_length_estimate": list(target.options.chunks),
         "amp": target.options.amp,

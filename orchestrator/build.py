@@ -198,7 +198,8 @@ class _VariantBuilder:
             commit = steps if widths.own else widths.commit
             paused = Stage(UndraftedRound(drafter, AutoregressiveDecoder(self.target, steps, width=commit)), commit)
         stages = {length: self._stage(length, widths) for length in controller.draft_lengths}
-        return AdaptiveRound(stages, controller, drafter=drafter, rest=paused)
+        lines = self.target.lines_for if len(self.target.batch_buckets) > 1 else None
+        return AdaptiveRound(stages, controller, drafter=drafter, rest=paused, lines=lines)
 
     def _round(self, drafter: Drafter, verifier: CompiledVerifier, *, undrafted: bool) -> TwoGraphRound | FusedRound:
         chains = drafter.draft_shape.is_chain and verifier.draft_shape.is_chain

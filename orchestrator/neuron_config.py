@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,6 +40,9 @@ class OnDeviceSampling(BaseModel):
     eos_token_id: int | list[int] | None = None
 
 
+Slots = Annotated[int, Field(ge=1)]
+
+
 class NeuronConfig(BaseModel):
     """How a decoder is loaded, and how it samples and speculates by default. Frozen.
 
@@ -59,7 +62,7 @@ class NeuronConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    batch_size: int = Field(default=1, ge=1)
+    batch_size: Slots | list[Slots] = 1
     n_positions: int | list[int] | None = None
     context_length_estimate: int | list[int] | None = None
     amp: Literal["bf16", "f16", "f32"] = "bf16"

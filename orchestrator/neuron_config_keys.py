@@ -20,7 +20,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "spec_batch_size": "speculation has the decoder's batch",
     "kv_cache_batch_size": "the cache has the decoder's batch",
     "kv_cache_padding_size": "idle slots are left alone",
-    "token_generation_batches": "the batch is fixed; a slot without a request idles",
     "n_active_tokens": "widths of windows follow from k",
     "bucket_n_active_tokens": "widths of windows follow from k",
     "prompt_batch_size": "a prompt that several rows share is read once, and the others one slot at a time",

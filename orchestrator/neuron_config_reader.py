@@ -46,11 +46,10 @@ class Reader:
         self._refuse()
         quantization, left_alone = self._quantization()
         positions, chunks = self._positions()
-        sizes = [self._count(name) for name in ("batch_size", "tkg_batch_size", "max_batch_size")]
         length, asked = self._count("speculation_length") or 0, self.fields.pop("enable_fused_speculation", None)
         fused = flag("enable_fused_speculation", asked)
         options: dict[str, Any] = {
-            "batch_size": max((size for size in sizes if size is not None), default=1),
+            "batch_size": self._batches(),
             "n_positions": positions,
             "context_length_estimate": chunks,
             "amp": self._amp(),
@@ -98,6 +97,21 @@ class Reader:
         if name not in _DTYPES:
             raise ConfigurationError(f"torch_dtype={dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
+
+    def _batches(self) -> int | list[int]:
+        """Slots, or the numbers of them that have graphs of their own, where the file says which."""
+        listed = counts("token_generation_batches", self.fields.pop("token_generation_batches", None)) or []
+        own = self.fields.pop("batch_size", None)
+        if isinstance(own, (list, tuple)):  # transformers-neuronx'
+            listed, own = [*listed, *(counts("batch_size", own) or [])], None
+        sizes = [count("batch_size", own), self._count("tkg_batch_size"), self._count("max_batch_size")]
+        most = max([size for size in sizes if size is not None] or listed or [1])
+        if listed and max(listed) > most:
+            raise ConfigurationError(
+                f"graphs for {max(listed)} slots are asked for (token_generation_batches), and there are {most}; give a "
+                "larger batch_size, or leave that number out"
+            )
+        return _ascending([*listed, most]) if listed else most
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
         """Buckets of the cache length and of prompts. Without bucketing there is one of each, as long as the text."""

@@ -43,7 +43,7 @@ NUMBERS = frozenset(
 
 LISTS = frozenset(
     {
-        "token_generation_batches", "prefix_buckets", "weights_to_skip_layout_optimization",
+        "prefix_buckets", "weights_to_skip_layout_optimization",
         "mlp_in_weight_tiling_permute_order", "mlp_out_weight_tiling_permute_order",
         "draft_model_modules_to_not_convert",
     }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.protocols import Reading
 from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingKind, SamplingTensors
+from paceline.decoder.batch_buckets import first_slots, for_all_slots, idle_tokens
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill_in_chunks
@@ -73,7 +74,18 @@ class AutoregressiveDecoder:
         inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
         kind = self.decoder.sampling_kind(sampling.kind)
         make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
-        bucket, width = self.decoder.bucket_for(limits.max_rows), commit.tokens.shape[1]
-        key = GraphKey("autoregressive", self.steps, bucket, commit_width=width, next_width=self._width, sampling=kind)
+        bucket, lines = self.decoder.bucket_for(limits.max_rows), self.decoder.lines_for(limits.used_slots)
+        key = GraphKey(
+            "autoregressive",
+            self.steps,
+            bucket,
+            commit_width=commit.tokens.shape[1],
+            next_width=self._width,
+            sampling=kind,
+            lines=lines,
+        )
+        inputs = [first_slots(x, lines) for x in inputs]
         tokens, count = self.decoder.graph(key, make, inputs)(*inputs)
-        return Commit(tokens, count, commit.first_row + commit.count)
+        slots = len(commit.count)
+        tokens = for_all_slots(tokens, slots, idle_tokens(self._width))
+        return Commit(tokens, for_all_slots(count, slots, 1), commit.first_row + commit.count)

@@ -9,6 +9,7 @@ behind the end leaves a trace, even in a processor with a memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -99,7 +100,8 @@ class HostVerifier:
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
         bucket = self.decoder.bucket_for(limits.max_rows)
-        logits, features = window(self.decoder, tokens, row, bucket=bucket, parents=rows, reads=self._reads)
+        read = partial(window, self.decoder, bucket=bucket, reads=self._reads, used_slots=limits.used_slots)
+        logits, features = read(tokens, row, parents=rows)
         chains = tree.chain(draft_shape.num_draft_tokens)
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []
@@ -129,7 +131,7 @@ class HostVerifier:
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)
         if view.tree is not None:
-            compact_path(self.decoder, row, path)
+            compact_path(self.decoder, row, path, used_slots=limits.used_slots)
         count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
         width = self.draft_shape.depth + 1 + self._unused
         padded = [answer + [PAD] * (width - len(answer)) for answer in answers]

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -28,36 +27,57 @@ from paceline.core.types import (
     PrefillResult,
     Proposal,
     RoundLimits,
-    RoundReport,
     RoundResult,
     SamplingKind,
     SamplingTensors,
 )
 from paceline.decoder.backends.base import MultiRoundStep, Step
+from paceline.decoder.batch_buckets import first_slots, for_all_slots, idle_tokens
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill_in_chunks
-from paceline.target.consecutive import ConsecutiveRounds, ConsecutiveStep, RunRounds, consecutive_key
+from paceline.target.consecutive import ConsecutiveRounds, ConsecutiveStep, RunRounds, consecutive_key, one_round
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
-_Fused = tuple[TraceableDrafter, int, int, bool, SamplingKind]
-"""A drafter, its bucket, that of the target, whether features are on the device, and the kind of sampling."""
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    """What selects a graph that verifies: the proposals, W of the commit before them, and as in `GraphKey`."""
+
+    draft_shape: DraftShape
+    width: int
+    bucket: int
+    kind: SamplingKind
+    drawn: bool = False
+    lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """What selects the graph of a fused round, besides buckets of the cache length.
+
+    kept   whether the features it reads are on the device
+    kind   of sampling
+    lines  as in `GraphKey`
+    """
+
+    drafter: TraceableDrafter
+    kept: bool
+    kind: SamplingKind
+    lines: int
 
 
 @dataclass(frozen=True, slots=True)
 class _FusedRounds:
     """How fused rounds run, for as long as nothing changes that selects their graph.
 
-    drafter, kept, kind  as in `_Fused`; the kind is that of the batch
-    bucket               that of the target
-    rows                 of the longest text, before a round: with others, draft or target need another bucket
-    run                  runs rounds
-    several              whether it can run more than one in a call
+    which    the rounds; the kind of sampling is that of the batch
+    bucket   that of the target
+    rows     of the longest text, before a round: with others, draft or target need another bucket
+    run      runs rounds
+    several  whether it can run more than one in a call
     """
 
-    drafter: TraceableDrafter
-    kept: bool
-    kind: SamplingKind
+    which: _Fused
     bucket: int
     rows: range
     run: RunRounds
@@ -91,8 +111,8 @@ class CompiledVerifier:
         self._width = draft_shape.depth + 1 if width is None else width
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
-        self._keys: dict[tuple[DraftShape, int, int, bool, SamplingKind], GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[_Fused, tuple[RunRounds, bool]] = {}
+        self._keys: dict[_Verify, GraphKey] = {}  # every round asks for one
+        self._fused_steps: dict[tuple[_Fused, int, int], tuple[RunRounds, bool]] = {}
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -127,10 +147,14 @@ class CompiledVerifier:
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
         bucket, kind = self.decoder.bucket_for(limits.max_rows), self.decoder.sampling_kind(sampling.kind)
-        key = self._key(draft_shape, commit.tokens.shape[1], bucket, kind=kind, drawn=drawn)
+        slots, lines = len(commit.count), self.decoder.lines_for(limits.used_slots)
+        key = self._key(_Verify(draft_shape, commit.tokens.shape[1], bucket, kind, drawn, lines))
+        inputs = [first_slots(x, lines) for x in inputs]
         step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), inputs)
         tokens, count, *features = step(*inputs)
-        return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
+        tokens, count = for_all_slots(tokens, slots, idle_tokens(self._width)), for_all_slots(count, slots, 1)
+        states = for_all_slots(features[0], slots) if features else None
+        return Commit(tokens, count, commit.first_row + commit.count, states)
 
     def fused(
         self,
@@ -144,90 +168,82 @@ class CompiledVerifier:
         """Draft and verify in one graph; see the protocol."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
         inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
-        carry, kept = None, False
+        carry, kept, lines = None, False, self.decoder.lines_for(limits.used_slots)
         if self._reads is not None:
-            carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
-            inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        which = self._fused
-        if (
-            which is None
-            or limits.max_rows not in which.rows
-            or (which.drafter, which.kept, which.kind) != (drafter, kept, sampling.kind)
-        ):
-            which = self._fused = self._fused_rounds(
-                drafter, carry, kept=kept, kind=sampling.kind, inputs=inputs, rows=limits.max_rows
-            )
-        further = limits.multi_round if which.several else None
+            carry = self._carry(commit, self._reads, lines)
+            kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
+            inputs += [commit.states] if not kept and commit.states is not None else []
+        which, fused = _Fused(drafter, kept, sampling.kind, lines), self._fused
+        if fused is None or limits.max_rows not in fused.rows or fused.which != which:
+            fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
+        further = limits.multi_round if fused.several else None
         if carry is not None and not kept:
             further = None  # the next round has another graph
         if further is not None:
-            last = min(limits.max_rows + (further.max_rounds - 1) * self._width, which.bucket)
-            further = further if last in which.rows else self._in_one_bucket(further, which, limits.max_rows)
-        reports, outputs = which.run(inputs, seconds, further)
+            last = min(limits.max_rows + (further.max_rounds - 1) * self._width, fused.bucket)
+            further = further if last in fused.rows else self._in_one_bucket(further, fused, limits.max_rows)
+        reports, outputs = fused.run(inputs, seconds, further)
         features: Tensor | DeviceFeatures | None = outputs[3] if len(outputs) > 3 else None
         if carry is not None:
-            features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
+            features = DeviceFeatures(partial(self._fetch, carry), lines)
         return RoundResult(Commit(outputs[0], outputs[1], outputs[2], features), reports)
 
     def _fused_rounds(
-        self,
-        drafter: TraceableDrafter,
-        carry: FeatureBuffer | None,
-        *,
-        kept: bool,
-        kind: SamplingKind,
-        inputs: list[Tensor],
-        rows: int,
+        self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], rows: int
     ) -> _FusedRounds:
         """How fused rounds run from texts of so many rows on."""
-        bucket, draft_bucket = self.decoder.bucket_for(rows), drafter.bucket(rows)
-        which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(kind))
-        if which not in self._fused_steps:
-            self._fused_steps[which] = self._run_fused(which, carry, inputs)
-        run, several = self._fused_steps[which]
-        same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
-        return _FusedRounds(drafter, kept, kind, bucket, range(rows, rows + same), run, several)
+        bucket, draft_bucket = self.decoder.bucket_for(rows), which.drafter.bucket(rows)
+        buckets = (bucket, draft_bucket)
+        step = (replace(which, kind=self.decoder.sampling_kind(which.kind)), *buckets)
+        if step not in self._fused_steps:
+            self._fused_steps[step] = self._run_fused(step[0], carry, inputs=inputs, buckets=buckets)
+        run, several = self._fused_steps[step]
+        same = bisect_right(range(rows, bucket + 1), draft_bucket, key=which.drafter.bucket)
+        return _FusedRounds(which, bucket, range(rows, rows + same), run, several)
 
-    def _run_fused(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> tuple[RunRounds, bool]:
-        """What runs fused rounds, and whether it can run more than one in a call."""
-        drafter, draft_bucket, bucket, kept, kind = which
-        backend = self.decoder.backend
-        alone = self._key(self.draft_shape, self._width, bucket, kind=kind)
-        key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
+    def _run_fused(
+        self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
+    ) -> tuple[RunRounds, bool]:
+        """What runs fused rounds, and whether it can run more than one in a call. ``buckets``: target's and drafter's."""
+        drafter, kind, backend = which.drafter, which.kind, self.decoder.backend
+        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=which.lines))
+        key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))
         graph = partial(self.decoder.graph, guest=drafter.cache_key, owner=drafter.state)
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
-            return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=backend.device_state)
+            return FusedStep(drafter.step(buckets[1], kind), verify, carry, lean=backend.device_state)
 
-        def fused() -> Step | MultiRoundStep:
-            return graph(key, make, inputs)
-
-        step = fused()
+        step: Step | MultiRoundStep = graph(key, make, [first_slots(x, which.lines) for x in inputs])
         if isinstance(step, MultiRoundStep):
             return step.run_rounds, True
-        one = partial(_one_round, step=step, lean=backend.device_state)
+        one = partial(one_round, step=step, lean=backend.device_state, lines=which.lines)
         rounds = backend.rounds_in_graph
-        if rounds == 1 or (self._reads is not None and not kept):  # the next round has another graph
+        if rounds == 1 or (self._reads is not None and not which.kept):  # the next round has another graph
             return one, False
         several = partial(
             graph, consecutive_key(key, rounds), lambda body, bucket: ConsecutiveStep(make(body, bucket), rounds)
         )
-        return ConsecutiveRounds(one, several, rounds=rounds, width=self._width).run_rounds, True
+        consecutive = ConsecutiveRounds(one, several, rounds=rounds, width=self._width, lines=which.lines)
+        return consecutive.run_rounds, True
 
-    def _in_one_bucket(self, limits: MultiRoundLimits, which: _FusedRounds, rows: int) -> MultiRoundLimits:
+    def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
         rounds = limits.max_rounds
-        while rounds > 1 and min(rows + (rounds - 1) * self._width, which.bucket) not in which.rows:
+        while rounds > 1 and min(rows + (rounds - 1) * self._width, fused.bucket) not in fused.rows:
             rounds //= 2
         return replace(limits, max_rounds=rounds)
 
-    def _carry(self, commit: Commit, reads: FeatureSpec) -> FeatureBuffer | None:
-        """Where features stay between rounds, where bringing them to the host would cost a copy."""
+    def _carry(self, commit: Commit, reads: FeatureSpec, lines: int) -> FeatureBuffer | None:
+        """Where features stay between rounds of so many lines, where bringing them to the host would cost a copy."""
         if not self.decoder.backend.device_state:
             return None
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
-        return self.decoder.carry(*commit.tokens.shape, width)
+        return self.decoder.carry(*first_slots(commit.tokens, lines).shape, width)
+
+    def _fetch(self, carry: FeatureBuffer) -> Tensor:
+        """What is in it, on the host, with a line for every slot."""
+        return for_all_slots(self.decoder.backend.read_state(carry.features), self.decoder.batch_size)
 
     def _step(self, body: ModelWithCache, bucket: int, *, draft_shape: DraftShape, kind: SamplingKind) -> VerifyStep:
         return VerifyStep(
@@ -240,36 +256,22 @@ class CompiledVerifier:
             kind=kind,
         )
 
-    def _key(
-        self, draft_shape: DraftShape, width: int, bucket: int, *, kind: SamplingKind, drawn: bool = False
-    ) -> GraphKey:
-        """Of the graph that verifies proposals of a shape, after commits of ``width`` tokens."""
-        which = (draft_shape, width, bucket, drawn, kind)
+    def _key(self, which: _Verify) -> GraphKey:
         if which not in self._keys:
             self._keys[which] = GraphKey(
                 "verify",
-                draft_shape.num_draft_tokens + 1,
-                bucket,
-                draft_shape=draft_shape,
+                which.draft_shape.num_draft_tokens + 1,
+                which.bucket,
+                draft_shape=which.draft_shape,
                 rule=self._rule.cache_key,
-                drawn=drawn,
+                drawn=which.drawn,
                 features=None if self._reads is None else self._reads.layers,
-                commit_width=width,
+                commit_width=which.width,
                 next_width=self._width,
-                sampling=kind,
+                sampling=which.kind,
+                lines=which.lines,
             )
         return self._keys[which]
-
-
-def _one_round(
-    inputs: list[Tensor], _seconds: float, _limits: MultiRoundLimits | None, *, step: Step, lean: bool
-) -> tuple[list[RoundReport], list[Tensor]]:
-    """As `MultiRoundStep.run_rounds`, of a step that runs one round a call. ``lean``: whether the `FusedStep` is."""
-    begin = perf_counter()
-    packed, *outputs = step(*inputs)
-    if lean:
-        outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
-    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:

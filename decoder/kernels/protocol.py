@@ -49,6 +49,7 @@ class CachePosition:
     bucket how many cache rows the graph looks at
     padded whether ``count`` may be smaller than the window: then padding need not be computed
     tree   set where the window is a tree and not a run of consecutive tokens
+    in_order  line b is slot b: the lines are the first slots, whose part of a cache is read where it lies
     """
 
     row: Tensor
@@ -57,6 +58,7 @@ class CachePosition:
     bucket: int
     padded: bool = False
     tree: Tree | None = None
+    in_order: bool = False
 
     def positions(self, window: int) -> Tensor:
         """Position in the text of every token of a window. [b, T] int32"""

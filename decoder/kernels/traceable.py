@@ -83,7 +83,7 @@ class TraceableKernels:
         extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
         for part, new in zip(cache, (k, v), strict=True):
             store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
-        keys, values = (read(part, place.slots, extent) for part in cache)
+        keys, values = (read(part, place.slots, extent, in_order=place.in_order) for part in cache)
         query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
         query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
         scores = graph_product.matmul(query, keys).reshape(lines, groups, window, share, extent)
@@ -164,11 +164,13 @@ def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
     wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
 
 
-def read(cache: Tensor, slots: Tensor, extent: int) -> Tensor:
+def read(cache: Tensor, slots: Tensor, extent: int, *, in_order: bool = False) -> Tensor:
     """The first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
     near = cache[:, :, :extent]
-    # A call with a line for every slot has them in order, so nothing needs to be moved.
-    return near if len(slots) == len(cache) else near.index_select(0, slots)
+    # The first slots, in order, or all of them: nothing needs to be moved.
+    if len(slots) == len(cache):
+        return near
+    return near[: len(slots)] if in_order else near.index_select(0, slots)
 
 
 def read_prompt(

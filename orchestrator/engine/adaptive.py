@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class AdaptiveRound:
     controller    chooses the length; those of other batch fills are its siblings
     drafter       that of all stages
     rest          a round of several plain steps, in place of length 0 while every text has room for them
+    lines         how many lines the graph has that serves so many slots (0 = all), where what a round costs follows
+                  that; None: it follows the requests
 
     A stage reads commits of its own width, because a drafter reads every row of them. Tokens that another stage has
     committed beyond that width become a commit of their own, which the drafter sees before the round.
@@ -41,10 +43,11 @@ class AdaptiveRound:
         *,
         drafter: Drafter,
         rest: Stage | None = None,
+        lines: Callable[[int | None], int] | None = None,
     ) -> None:
         self.stages, self.rest = dict(stages), rest
         self._controllers, self._drafter = ControllersByFill(controller), drafter
-        self._first = next(iter(self.stages.values())).round
+        self._first, self._lines = next(iter(self.stages.values())).round, lines
         self._seated: set[int] = set()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
         self._no_draft: Tensor | None = None  # limits of a round at length 0
@@ -67,14 +70,15 @@ class AdaptiveRound:
         if self._last_limits is None or self._last_limits[0] is not limits.max_accept:
             self._last_limits = (limits.max_accept, limits.max_accept.tolist())
         max_accept = self._last_limits[1]
-        controller = self._controllers.at(len(self._seated))
+        fill = len(self._seated) if self._lines is None else self._lines(limits.used_slots) or len(max_accept)
+        controller = self._controllers.at(fill)
         length = controller.choose(max(max_accept))
         stage = self.stages[length]
         if length == 0 and self.rest is not None and all(max_accept[slot] for slot in self._seated):
             stage = self.rest
         elif length == 0 and any(max_accept):
             self._no_draft = torch.zeros_like(limits.max_accept) if self._no_draft is None else self._no_draft
-            limits = RoundLimits(self._no_draft, limits.max_rows)
+            limits = RoundLimits(self._no_draft, limits.max_rows, used_slots=limits.used_slots)
         early = None
         if commit.tokens.shape[1] != stage.width:  # another stage made it
             early, commit = fitted(commit, stage.width)
@@ -86,6 +90,7 @@ class AdaptiveRound:
                 limits.max_accept,
                 limits.max_rows,
                 MultiRoundLimits(multi.remaining, multi.end_ids, controller.rounds),
+                limits.used_slots,
             )
         result = stage.round(commit, sampling, limits)
         remaining = max_accept if multi is None else multi.remaining

@@ -224,6 +224,7 @@ class Batch:
             tensor,
             longest,
             None if multi_round is None else MultiRoundLimits(self._remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
+            self.active[-1] + 1 if self.active else None,
         )
         return self._limits
 

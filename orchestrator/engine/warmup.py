@@ -74,9 +74,9 @@ def compile_graphs(
                 steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
-            for kind, rows in product(distinct_kinds(decoders, kinds), lengths(target)):
-                asked = replace(batch.sampling, kind=kind)
-                _run(one, own, sampling=asked, rows=rows, limits=limits, rounds=target.backend.rounds_in_graph)
+            for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
+                asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
+                _run(one, own, sampling=asked, most=most, limits=limits, rounds=target.backend.rounds_in_graph)
 
 
 def distinct_kinds(
@@ -84,6 +84,11 @@ def distinct_kinds(
 ) -> list[SamplingKind]:
     """Those that have graphs of their own on some of the decoders."""
     return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in kinds}.values())
+
+
+def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
+    """Numbers of slots that have graphs of their own on some of the decoders, the whole batch first."""
+    return sorted({lines for one in decoders for lines in one.batch_buckets}, reverse=True)
 
 
 def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
@@ -101,11 +106,13 @@ def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
         yield known.rest.round, known.rest.width, [shape.max_accept]
 
 
-def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int], rounds: int) -> None:
-    """A round over texts of that length, and ``rounds`` in one graph."""
+def _run(
+    one: Round, commit: Commit, *, sampling: SamplingTensors, most: RoundLimits, limits: list[int], rounds: int
+) -> None:
+    """A round over texts of that length, in slots as ``most`` says, and ``rounds`` in one graph."""
     several = MultiRoundLimits([IDLE] * len(commit.count), frozenset(), rounds) if rounds > 1 else None
     for limit in limits:
-        full = RoundLimits(torch.full_like(commit.count, limit), rows)
+        full = replace(most, max_accept=torch.full_like(commit.count, limit))
         result, later = one(commit, sampling, full), commit
         features = result.commit.features
         if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -123,7 +124,7 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
         commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
         for rows in warmup.lengths(decoder):
             limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
-            for kind in warmup.distinct_kinds([decoder]):
-                drafter.propose(commit, replace(greedy, kind=kind), limits)
+            for used, kind in product(warmup.fills([decoder]), warmup.distinct_kinds([decoder])):
+                drafter.propose(commit, replace(greedy, kind=kind), replace(limits, used_slots=used))
             if rereads:
                 SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)

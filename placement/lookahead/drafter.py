@@ -205,7 +205,7 @@ class LookaheadDrafter:
         tokens = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32)
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         commit = Commit(tokens, count, last.commit.first_row + last.commit.count)
-        limits = RoundLimits(last.limits.max_accept, longest)
+        limits = RoundLimits(last.limits.max_accept, longest, used_slots=last.limits.used_slots)
         with self._idle.timed("draft"):
             proposal = self._inner.propose(commit, last.sampling, limits)
         last.ready.append(_Ready(texts, proposal.tokens))

@@ -6,7 +6,7 @@ Not here: sockets, turns, and which targets are accepted (`server`).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from paceline.core.errors import ChannelError
@@ -51,6 +51,7 @@ class TargetSession:
         self.inbox: deque[bytearray] = deque()
         self.warmer = RequestWarmer(self._encoded)
         self._sampling: SamplingTensors | None = None
+        self._used_slots: int | None = None  # of `RoundLimits`; as long as the sampling stays, so do the requests
         self._error = ""  # what failed where no reply was due; the next reply says it
 
     @property
@@ -82,12 +83,14 @@ class TargetSession:
                 grant.drafter.add_request(slot, text)
             if request.sampling is not None:
                 self._sampling = request.sampling.tensors()
+                self._used_slots = _used_slots(self._sampling)
             if self._sampling is None:
                 raise ValueError("the first round of a connection must say how to sample")
             buffer, commit, limits = self.warmer.commit(request)
             if request.pause_us and grant.lookahead is not None:
                 grant.lookahead.paused(request.pause_us / 1e6)
             grant.drafter.update(commit)
+            limits = replace(limits, used_slots=self._used_slots)
             proposal = grant.drafter.propose(commit, self._sampling, limits)
             reply = self._encoded(request.number, proposal)
             self.warmer.prepared(buffer, proposal, None if request.texts else frame)
@@ -119,6 +122,11 @@ class TargetSession:
         if self.grant is None:
             raise ChannelError("a target must send a handshake first, and then requests")
         return self.grant
+
+
+def _used_slots(sampling: SamplingTensors) -> int:
+    """So many slots, from the first on, hold every request."""
+    return max((slot for slot, seated in enumerate(sampling.seated.tolist(), 1) if seated), default=1)
 
 
 def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
