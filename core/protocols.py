@@ -7,7 +7,7 @@ Plain decoding is the drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -221,6 +221,32 @@ class Round(Protocol):
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or as many as ``limits`` allows."""
+
+
+@runtime_checkable
+class MovesRequests(Protocol):
+    """A drafter, a verifier or a round whose requests can go to another slot, so that those in use come first.
+
+    movable  whether all of its parts can
+    """
+
+    @property
+    def movable(self) -> bool: ...
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """Give all that is kept of the request in a slot to a free one; its text takes at most ``rows`` cache rows."""
+
+
+def movable(part: object) -> bool:
+    """Whether requests can go to another slot, as far as this part is concerned."""
+    return isinstance(part, MovesRequests) and part.movable
+
+
+def move_request(parts: Iterable[object], slot: int, to: int, *, rows: int) -> None:
+    """Do so in all of these parts, which can."""
+    for part in parts:
+        assert isinstance(part, MovesRequests), "who is not movable is not asked"
+        part.move_request(slot, to, rows)
 
 
 class TextProcessing(Protocol):

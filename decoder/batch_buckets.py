@@ -1,7 +1,7 @@
-"""Rounds over the first slots alone: what a graph of fewer lines than there are slots is given, and what becomes of it.
+"""Rounds over the first slots alone: what a graph of fewer lines than there are slots is given, and what it gives.
 
-Requests take the lowest free slots, so that those in use come first. A graph for R of them works on the first R slots of
-the one cache. Not here: which graph a round takes (`CompiledDecoder.lines_for`).
+Requests take the lowest free slots, so that those in use come first. A graph for R of them works on the first R slots
+of the one cache. Not here: which graph a round takes (`CompiledDecoder.lines_for`).
 """
 
 from __future__ import annotations

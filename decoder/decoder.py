@@ -7,11 +7,10 @@ Not here: probabilities, acceptance and loops.
 from __future__ import annotations
 
 import copy
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +23,7 @@ from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.batch_buckets import first_slots
 from paceline.decoder.compile import cache
+from paceline.decoder.graph_events import GraphEvent, log_compilation
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.cache_rows import row_elements
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
@@ -38,7 +38,6 @@ from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.decoder.weights.quantize import PackedMatrix
 
-log = logging.getLogger("paceline")
 StepMaker = Callable[["ModelWithCache", int], nn.Module]
 
 
@@ -143,26 +142,6 @@ class ModelWithCache(nn.Module):
         # Below 0 where there is no request: no choice looks at these logits, which are more than all else of a round.
         logits = self.model.logits(hidden, None if real is None else real + sampling.seated - 1)
         return choose(logits, positions, sampling, part=part, kernels=self.kernels)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphEvent:
-    """A decoder begins to compile a graph, or has it.
-
-    key      which graph
-    message  what is being done, for people; "" once the graph is there
-    seconds  that it took to make or find it; 0 at the beginning
-    """
-
-    key: GraphKey
-    message: str = ""
-    seconds: float = 0.0
-
-
-def log_compilation(event: GraphEvent) -> None:
-    """Say what is compiled: it may take long, and silence would look like a hang."""
-    if event.message:
-        log.warning(event.message)
 
 
 class FeatureBuffer(nn.Module):

@@ -93,6 +93,13 @@ class ReadPrompts:
         if not self.keeps:
             self.forget(slot)
 
+    def move(self, slot: int, to: int) -> None:
+        """The request in a slot has gone to a free one, and its rows with it."""
+        self._shared[to] = self._shared.pop(slot, 0)
+        self.forget(to)
+        if slot in self._by_slot:
+            self._by_slot[to] = self._by_slot.pop(slot)
+
     def forget(self, slot: int) -> None:
         """The rows of a slot may hold anything."""
         self._by_slot.pop(slot, None)

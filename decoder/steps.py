@@ -14,6 +14,7 @@ from paceline.decoder.batch_buckets import first_slots, for_all_slots
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.kernels.traceable import store
 from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
 
 
@@ -79,6 +80,27 @@ class ReorderSlotsStep(nn.Module):
                 rows = cache[:, :, : self._bucket]
                 rows.copy_(rows.index_select(0, slots))
         return (source + 0,)
+
+
+class MoveSlotStep(nn.Module):
+    """Give a slot what another one holds, in the first rows of the bucket."""
+
+    def __init__(self, body: ModelWithCache, bucket: int) -> None:
+        super().__init__()
+        self.body, self._bucket = body, bucket
+
+    def forward(self, slot: Tensor, to: Tensor) -> tuple[Tensor]:
+        """slot, to [1] int32 -> to"""
+        move_rows(self.body.caches, slot, to, count=self._bucket)
+        return (to + 0,)
+
+
+def move_rows(layers: Sequence[tuple[Tensor, Tensor]], slot: Tensor, to: Tensor, *, count: int) -> None:
+    """Make the first ``count`` rows of a slot those of another one, in a graph. slot, to [1] int32"""
+    rows = torch.arange(count, dtype=torch.int32, device=slot.device).unsqueeze(0)
+    for layer in layers:
+        for cache in layer:
+            store(cache, cache[:, :, :count].index_select(0, slot), slots=to, rows=rows)
 
 
 def prefill(
@@ -182,7 +204,7 @@ def window(
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
-    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots`` as in `window`."""
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: as `window`."""
     lines = decoder.lines_for(used_slots)
     row, path = first_slots(row, lines), first_slots(path, lines)
     key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)
@@ -193,3 +215,18 @@ def reorder_slots(decoder: CompiledDecoder, source: Tensor, *, rows: int) -> Non
     """Give every slot what another one holds, as far as ``rows`` cache rows go. source [B] int32."""
     key = GraphKey("reorder", bucket=decoder.bucket_for(rows))
     decoder.graph(key, ReorderSlotsStep, (source,))(source)
+
+
+def move_slot(decoder: CompiledDecoder, slot: int, to: int, *, rows: int) -> None:
+    """Give a slot what another one holds, as far as ``rows`` cache rows go, and the prompt that is read there."""
+    if decoder.on_host:
+        decoder.body.copy_prompt(to, slot, rows)
+    else:
+        key, inputs = GraphKey("move", bucket=decoder.bucket_for(rows)), slot_numbers(slot, to)
+        decoder.graph(key, MoveSlotStep, inputs)(*inputs)
+    decoder.read_prompts.move(slot, to)
+
+
+def slot_numbers(*slots: int) -> list[Tensor]:
+    """Each as a tensor of its own, [1] int32."""
+    return [torch.tensor([slot], dtype=torch.int32) for slot in slots]

@@ -35,7 +35,8 @@ from paceline.core.types import (
 from paceline.decoder.batch_buckets import first_slots, for_all_slots
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.draft.heads import AutoregressiveHead, DraftHead, ReadStep, row_shift
+from paceline.decoder.steps import slot_numbers
+from paceline.draft.heads import AutoregressiveHead, DraftHead, MoveRowsStep, ReadStep, row_shift
 
 Text = TypeVar("Text")
 """What a drafter keeps of one text: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
@@ -88,6 +89,16 @@ class BatchTextDrafter(ABC, Generic[Text]):
         """See `paceline.core.protocols.Drafter`."""
         if slot in self._texts:
             self.finish(self._texts.pop(slot))
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`. Override it if anything but texts is kept by slot."""
+        return True
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        if slot in self._texts:
+            self._texts[to] = self._texts.pop(slot)
 
     def update(self, commit: Commit) -> None:
         """See `paceline.core.protocols.Drafter`."""
@@ -207,6 +218,22 @@ class HeadDrafter:
     def finish_request(self, slot: int) -> None:
         """The commits of a slot are of no interest any more; the next request overwrites the cache rows."""
         self._pending.forget(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return True
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`. What the head has not read yet is read first."""
+        self.catch_up()
+        for pair in self.head.caches() if self.decoder.on_host else ():
+            for cache in pair:
+                cache[to, :, :rows] = cache[slot, :, :rows]
+        if self._has_cache and not self.decoder.on_host:
+            bucket = self.decoder.bucket_for(rows)
+            key = GraphKey("move", bucket=bucket, variant=self.step_key(bucket).kind)
+            self._graph(key, partial(MoveRowsStep, self.head), slot_numbers(slot, to))
 
     def update(self, commit: Commit) -> None:
         """Only kept: the step reads the last commit itself."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Guesses, Shortens, Varies
+from paceline.core.protocols import Drafter, Guesses, Shortens, Varies, movable, move_request
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 
@@ -62,6 +62,15 @@ class FallbackDrafter:
     def finish_request(self, slot: int) -> None:
         for drafter in self._drafters:
             drafter.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return all(map(movable, self._drafters))
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_request(self._drafters, slot, to, rows=rows)
 
     def update(self, commit: Commit) -> None:
         for drafter in self._drafters:

@@ -20,6 +20,7 @@ from paceline.core.types import PAD, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.batch_buckets import first_slots
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.options import DecoderOptions
+from paceline.decoder.steps import move_rows
 
 
 class DraftHead(nn.Module, ABC):
@@ -219,6 +220,19 @@ class ReadStep(nn.Module):
         place = CachePosition(row, count, slot, self._bucket, padded=True)
         self.head.read(tokens, features[0] if features else None, place, last=count - 1)
         return (row + count,)
+
+
+class MoveRowsStep(nn.Module):
+    """Give a slot what another one holds in the caches of a head, in the first rows of the bucket."""
+
+    def __init__(self, head: DraftHead, bucket: int) -> None:
+        super().__init__()
+        self.head, self._bucket = head, bucket
+
+    def forward(self, slot: Tensor, to: Tensor) -> tuple[Tensor]:
+        """slot, to [1] int32 -> to"""
+        move_rows(self.head.caches(), slot, to, count=self._bucket)
+        return (to + 0,)
 
 
 def row_shift(head: DraftHead) -> int:

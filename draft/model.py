@@ -141,6 +141,11 @@ class ModelDrafter(HeadDrafter):
         super().finish_request(slot)
         self.decoder.read_prompts.finish(slot)
 
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        super().move_request(slot, to, rows)
+        self.decoder.read_prompts.move(slot, to)
+
     def propose_allowed(
         self,
         commit: Commit,

@@ -16,12 +16,16 @@ class NoDrafter:
     draft_shape = DraftShape.chain(0)
     reads: FeatureSpec | None = None
     max_positions: int | None = None
+    movable = True
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read."""
 
     def finish_request(self, slot: int) -> None:
         """Nothing to forget."""
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """Nothing to move."""
 
     def update(self, commit: Commit) -> None:
         """Nothing to see."""

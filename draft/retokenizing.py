@@ -104,6 +104,12 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
             rows.append(self._target_ids(slot, texts[slot], drafts[slot])[:k] if slot in texts else [])
         return rows
 
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`. The draft's text has a length of its own."""
+        if slot in self._texts:
+            self._model.move_request(slot, to, max(1, len(self._texts[slot].cached)))
+        super().move_request(slot, to, rows)
+
     def _fits(self, ids: list[int]) -> bool:
         """Whether there is something to read, and room for it and for the drafts."""
         return 0 < len(ids) <= self._decoder.n_positions - self.draft_shape.num_draft_tokens

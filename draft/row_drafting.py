@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.core.protocols import Drafter, DraftsUnderMask, HostText
+from paceline.core.protocols import Drafter, DraftsUnderMask, HostText, movable, move_request
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.prediction import PredictedText
 
@@ -50,6 +50,17 @@ class RowDrafter:
         """See `paceline.core.protocols.Drafter`."""
         self._inner.finish_request(slot)
         self._texts.pop(slot, None)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return movable(self._inner)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_request([self._inner], slot, to, rows=rows)
+        if slot in self._texts:
+            self._texts[to] = self._texts.pop(slot)
 
     def update(self, commit: Commit) -> None:
         """See `paceline.core.protocols.Drafter`."""

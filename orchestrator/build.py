@@ -16,10 +16,11 @@ from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.draft.row_drafting import RowDrafter
 from paceline.engine.adaptive import AdaptiveRound, Stage
-from paceline.engine.batch import RoundShape, Slot
+from paceline.engine.batch import Slot
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine, Variant
 from paceline.engine.mixed import MixedRound, RowRound
+from paceline.engine.round_shape import RoundShape
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.host_verifier import HostVerifier
@@ -117,10 +118,11 @@ class _VariantBuilder:
     def _fast(self, verify_width: int | None, widths: _Widths) -> tuple[Round, RoundShape]:
         """The round of requests that ask for nothing but tokens."""
         target, drafter = self.target, self.drafter
+        buckets = target.kv_buckets, target.batch_buckets
         if self.plain_steps > 1 and verify_width is None:
             steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
-            return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, target.kv_buckets)
-        shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, target.kv_buckets)
+            return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, *buckets)
+        shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, *buckets)
         if self.controller is None or not drafter.draft_shape.num_draft_tokens:
             return self._stage(drafter.draft_shape.depth, widths).round, shape
         return self._adaptive(self.controller, widths), shape

@@ -108,8 +108,8 @@ class Reader:
         most = max([size for size in sizes if size is not None] or listed or [1])
         if listed and max(listed) > most:
             raise ConfigurationError(
-                f"graphs for {max(listed)} slots are asked for (token_generation_batches), and there are {most}; give a "
-                "larger batch_size, or leave that number out"
+                f"graphs for {max(listed)} slots are asked for (token_generation_batches), and there are {most}; give "
+                "a larger batch_size, or leave that number out"
             )
         return _ascending([*listed, most]) if listed else most
 

@@ -13,7 +13,7 @@ from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, Samplin
 from paceline.decoder.batch_buckets import first_slots, for_all_slots, idle_tokens
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import prefill_in_chunks
+from paceline.decoder.steps import move_slot, prefill_in_chunks
 from paceline.target.steps import root_of
 
 
@@ -56,6 +56,8 @@ class AutoregressiveDecoder:
     ``width``: tokens a commit has room for, where it takes turns with verifiers.
     """
 
+    movable = True
+
     def __init__(self, decoder: CompiledDecoder, steps: int, *, width: int | None = None) -> None:
         self.decoder, self.steps, self._width = decoder, steps, steps if width is None else width
 
@@ -68,6 +70,10 @@ class AutoregressiveDecoder:
     def finish_request(self, slot: int) -> None:
         """The next request's prompt overwrites the cache rows."""
         self.decoder.read_prompts.finish(slot)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_slot(self.decoder, slot, to, rows=rows)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""

@@ -1,9 +1,9 @@
 """Fused rounds, one in a graph or several, where commits stay on the device and the host looks once for all.
 
-Several are for backends where a call of a graph costs more than the rounds that may be in vain (`Backend.rounds_in_graph`). Such
-a graph ends no text, so it runs only where no text can reach a length that ends it, or that needs another graph. A text
-that ends with an id goes on in its slot until the last of the rounds, and nobody reads what it gains. Not here: rounds
-in a row that the host's processor runs (`paceline.decoder.native.rounds`).
+Several are for backends where a call of a graph costs more than the rounds that may be in vain
+(`Backend.rounds_in_graph`). Such a graph ends no text, so it runs only where no text can reach a length that ends it,
+or that needs another graph. A text that ends with an id goes on in its slot until the last of the rounds, and nobody
+reads what it gains. Not here: rounds in a row that the host's processor runs (`paceline.decoder.native.rounds`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.steps import compact_path, prefill_in_chunks, window
+from paceline.decoder.steps import compact_path, move_slot, prefill_in_chunks, window
 from paceline.target.steps import features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
 from paceline.target.verify_mask import VerifyMask
@@ -44,6 +44,8 @@ class HostVerifier:
     ``slots`` holds the text of every slot, or None; the engine, which adds what is committed to it, shares that list.
     ``width``: tokens a commit has room for, where this one takes turns with other rounds.
     """
+
+    movable = True
 
     def __init__(
         self,
@@ -79,6 +81,10 @@ class HostVerifier:
     def finish_request(self, slot: int) -> None:
         """As `CompiledVerifier.finish_request`."""
         self.decoder.read_prompts.finish(slot)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_slot(self.decoder, slot, to, rows=rows)
 
     def take_scores(self) -> list[list[TokenScore]]:
         """For every slot whose text asks for them, the scores of each token of the last call."""

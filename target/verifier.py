@@ -35,9 +35,10 @@ from paceline.decoder.backends.base import MultiRoundStep, Step
 from paceline.decoder.batch_buckets import first_slots, for_all_slots, idle_tokens
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import prefill_in_chunks
+from paceline.decoder.steps import move_slot, prefill_in_chunks
 from paceline.target.consecutive import ConsecutiveRounds, ConsecutiveStep, RunRounds, consecutive_key, one_round
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
+
 
 @dataclass(frozen=True, slots=True)
 class _Verify:
@@ -92,6 +93,8 @@ class CompiledVerifier:
     ``width``: tokens a commit has room for, where this one takes turns with verifiers of deeper draft shapes.
     """
 
+    movable = True
+
     def __init__(
         self,
         decoder: CompiledDecoder,
@@ -125,6 +128,10 @@ class CompiledVerifier:
     def finish_request(self, slot: int) -> None:
         """The next request's prompt overwrites the cache rows."""
         self.decoder.read_prompts.finish(slot)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_slot(self.decoder, slot, to, rows=rows)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -204,7 +211,7 @@ class CompiledVerifier:
     def _run_fused(
         self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
     ) -> tuple[RunRounds, bool]:
-        """What runs fused rounds, and whether it can run more than one in a call. ``buckets``: target's and drafter's."""
+        """What runs fused rounds, and whether it can run more than one in a call. ``buckets``: target's, drafter's."""
         drafter, kind, backend = which.drafter, which.kind, self.decoder.backend
         alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=which.lines))
         key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))

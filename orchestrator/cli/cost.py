@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import typer
 from rich.table import Table
 
 from paceline.cli import console
+from paceline.cli.config_options import command
 from paceline.cli.options import AsJson
+from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import known_kinds
 from paceline.diagnostics.round_cost import round_cost, to_json
 from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
@@ -18,7 +21,28 @@ from paceline.placement.planning.detect import instance_named
 app = typer.Typer()
 
 
-@app.command(name="cost")
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """The graph of a round."""
+
+    batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1
+    used_slots: Annotated[
+        int | None, typer.Option(min=1, help="Slots that the graph computes, the first ones; default: all.")
+    ] = None
+    rounds: Annotated[int, typer.Option(min=1, max=32, help="Rounds that share a graph (PACELINE_NEURON_ROUNDS).")] = 1
+
+    def lines(self) -> int:
+        """As `RoundSetup.lines`.
+
+        Raises:
+            ConfigurationError: there are not so many slots.
+        """
+        if self.used_slots is not None and self.used_slots > self.batch_size:
+            raise ConfigurationError(f"--used-slots {self.used_slots}: there are {self.batch_size} (--batch-size)")
+        return self.used_slots or 0
+
+
+@command(app, "cost")
 def cost_of_round(
     *,
     target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
@@ -27,15 +51,16 @@ def cost_of_round(
     tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
     k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
     sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
-    rounds: Annotated[int, typer.Option(min=1, max=32, help="Rounds that share a graph (PACELINE_NEURON_ROUNDS).")] = 1,
+    graph: GraphOptions,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
     with console.refusals():
         (kind,) = known_kinds([sampling])
         verifier = read_config(target)
-        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
-        found = round_cost(setup, instance_named(instance), rounds=rounds)
+        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
+        setup = replace(setup, lines=graph.lines())
+        found = round_cost(setup, instance_named(instance), rounds=graph.rounds)
     if as_json:
         typer.echo(to_json(found))
         return

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from paceline.decoder.decoder import CompiledDecoder, GraphEvent
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_events import GraphEvent
 from paceline.decoder.graph_key import GraphKey
 
 

@@ -49,6 +49,8 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
         "tp_degree": setup.degree,
         "k": setup.k,
         "sampling": setup.kind,
+        "batch_size": setup.slots,
+        "computed_slots": setup.lines or setup.slots,
         "padding": {
             name: {what: list(both) for what, both in filled.items()}
             for name, filled in (

@@ -132,7 +132,10 @@ class EagleDraft:
 
 @dataclass(frozen=True, slots=True)
 class RoundSetup:
-    """A fused pair: ``k`` drafted tokens a round over ``slots`` texts of up to ``rows`` tokens, on ``degree`` cores."""
+    """A fused pair: ``k`` drafted tokens a round over ``slots`` texts of up to ``rows`` tokens, on ``degree`` cores.
+
+    ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them.
+    """
 
     target: ModelConfig
     draft: RoundDraft
@@ -141,6 +144,7 @@ class RoundSetup:
     kind: SamplingKind = "greedy"
     slots: int = 1
     rows: int = 2048
+    lines: int = 0
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -183,15 +187,16 @@ def fused_round(setup: RoundSetup, target_layers: int, draft_layers: int) -> tup
     carry = None
     if reads is not None:
         width = setup.target.hidden_size * max(1, len(reads.layers))
-        carry = FeatureBuffer((setup.slots, setup.k + 1, width))
+        carry = FeatureBuffer((setup.lines or setup.slots, setup.k + 1, width))
     return FusedStep(drafts, verify, carry), round_inputs(setup)
 
 
 def round_inputs(setup: RoundSetup) -> tuple[Tensor, ...]:
     """Tokens, count, first row and limit of a commit, sampling parameters and seeds."""
-    one = torch.ones(setup.slots, dtype=torch.int32)
-    tokens = torch.ones(setup.slots, setup.k + 1, dtype=torch.int32)
-    return (tokens, one, one, one, torch.zeros(setup.slots, 4), torch.zeros(setup.slots, 4, dtype=torch.int32))
+    lines = setup.lines or setup.slots
+    one = torch.ones(lines, dtype=torch.int32)
+    tokens = torch.ones(lines, setup.k + 1, dtype=torch.int32)
+    return (tokens, one, one, one, torch.zeros(lines, 4), torch.zeros(lines, 4, dtype=torch.int32))
 
 
 def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocols import Drafter, Reading, Round
+from paceline.core.protocols import Drafter, Reading, Round, movable, move_request
 from paceline.core.types import PAD, Commit, MultiRoundLimits, RoundLimits, RoundResult, SamplingTensors
 from paceline.engine.draft_length import ControllersByFill, DraftLengthController
 
@@ -64,6 +64,19 @@ class AdaptiveRound:
         """A request has left its slot."""
         self._seated.discard(slot)
         self._first.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return movable(self._first)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`; all stages share what is kept."""
+        move_request([self._first], slot, to, rows=rows)
+        for slots in (self._seated, self._lagging):
+            if slot in slots:
+                slots.remove(slot)
+                slots.add(to)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or some of the same length."""

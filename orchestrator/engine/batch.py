@@ -28,6 +28,7 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.engine.request import Request
+from paceline.engine.round_shape import RoundShape
 from paceline.engine.stopping import StopChecker
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.row_processing import RowProcessing
@@ -76,22 +77,6 @@ class Slot:
     def fail(self, error: RequestError) -> None:
         """The text cannot go on, and ends without another token."""
         self.error = error
-
-
-@dataclass(frozen=True, slots=True)
-class RoundShape:
-    """What a batch must know of the rounds it is served by.
-
-    max_accept     most proposed tokens that a round can accept
-    width          most tokens that a round commits: W of its commits
-    max_positions  positions that the drafter can follow; None = all
-    kv_buckets     lengths of the target's cache, ascending; the rows of a round never cross the end of a bucket
-    """
-
-    max_accept: int
-    width: int
-    max_positions: int | None = None
-    kv_buckets: tuple[int, ...] = ()
 
 
 class Batch:
@@ -197,6 +182,39 @@ class Batch:
                     )
                 outputs.append(output)
         return outputs
+
+    def next_move(self) -> tuple[int, int, int] | None:
+        """A slot whose request should go to a free one, that one, and rows of the text: where fewer slots could be
+        computed if those in use came first. None: they do, as far as it matters.
+        """
+        buckets = self._shape.batch_buckets
+        if len(buckets) < 2 or not self.active:
+            return None
+        last = self.active[-1]
+        enough = bisect_left(buckets, len(self.active) + len(self._joining))
+        if bisect_left(buckets, last + 1) <= enough:
+            return None
+        to = next(slot for slot, seated in enumerate(self.slots) if seated is None)
+        seated = self.slots[last]
+        assert seated is not None
+        return None if to > last else (last, to, len(seated.checker.text))
+
+    def move(self, slot: int, to: int) -> None:
+        """The request in a slot has gone to a free one."""
+        self.slots[to], self.slots[slot] = self.slots[slot], None
+        self.active.remove(slot)
+        insort(self.active, to)
+        sampling, commit = self.sampling, self.commit
+        sampling.params[to], sampling.seeds[to] = sampling.params[slot], sampling.seeds[slot]
+        self._kinds[to], self._kinds[slot] = self._kinds[slot], "greedy"
+        sampling.params[slot] = _IDLE_PARAMS
+        for one in (commit.tokens, commit.count, commit.first_row):
+            one[to] = one[slot]
+        if commit.states is not None:
+            features = self._features(commit.states)
+            features[to] = features[slot]
+        self._requests_changed()
+        self._set_commit(slot, 0, self._first_idle(slot))
 
     def abort(self, indices: Collection[int]) -> None:
         """Free the slots of these requests, where they have one."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Reading, Round
+from paceline.core.protocols import Reading, Round, movable, move_request
 from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PrefillResult
-from paceline.engine.batch import Batch, RoundShape, Slot
+from paceline.engine.batch import Batch, Slot
 from paceline.engine.queue import RequestQueue
+from paceline.engine.round_shape import RoundShape
 from paceline.outputs import RequestOutput, Statistics
 
 
@@ -88,6 +89,8 @@ class Engine:
         rounds, batch = variant.round, Batch(self._slots, variant.shape, statistics)
         if self.kept is not None:
             batch.keep_rows(self.kept.rows)
+        # With prefix caching no request moves: its new slot would lose the prompt that is kept there.
+        moves = len(variant.shape.batch_buckets) > 1 and self.kept is None and movable(rounds)
         prompts, resumed = _Prompts(queue, batch, rounds, kept=self.kept), perf_counter()
         try:
             while True:
@@ -101,6 +104,10 @@ class Engine:
                     resumed = perf_counter()
                 elif not batch.active:
                     break
+                while moves and (move := batch.next_move()) is not None:
+                    slot, to, length = move
+                    move_request([rounds], slot, to, rows=length)
+                    batch.move(slot, to)
                 if batch.active:
                     result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))
                     outputs = batch.apply(result)

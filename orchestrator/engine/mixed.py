@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import nn
 
-from paceline.core.protocols import Drafter, Reading, Round, Verifier
+from paceline.core.protocols import Drafter, Reading, Round, Verifier, movable, move_request
 from paceline.core.types import PAD, Commit, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Slot
 from paceline.engine.rounds import TwoGraphRound
@@ -87,6 +87,16 @@ class MixedRound:
         """A request has left its slot."""
         self._chosen = self._for(self._slots)
         self._started.pop(slot, self.fast).finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`; the other rounds have the same decoders and drafter."""
+        return movable(self.fast)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        started = self._started[to] = self._started.pop(slot, self.fast)
+        move_request([started], slot, to, rows=rows)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or several consecutive ones."""

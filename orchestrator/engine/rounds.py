@@ -14,6 +14,8 @@ from paceline.core.protocols import (
     ReadsInChunks,
     TraceableDrafter,
     Verifier,
+    movable,
+    move_request,
 )
 from paceline.core.types import Commit, Proposal, RoundLimits, RoundResult, SamplingTensors
 
@@ -43,6 +45,15 @@ class RoundBase:
         """A request has left its slot: tell both sides."""
         for side in self._sides:
             side.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return all(map(movable, self._sides))
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_request(self._sides, slot, to, rows=rows)
 
 
 class TwoGraphRound(RoundBase):
@@ -109,6 +120,15 @@ class MultiTokenRound:
     def finish_request(self, slot: int) -> None:
         """A request has left its slot."""
         self._target.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return movable(self._target)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_request([self._target], slot, to, rows=rows)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from paceline.core.protocols import Round
+from paceline.core.protocols import Round, movable, move_request
 from paceline.core.reading import finish
 from paceline.core.types import (
     IDLE,
@@ -72,6 +72,10 @@ def compile_graphs(
         if engine.kept is not None and not target.on_host:
             for rows in target.kv_buckets:
                 steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
+        if len(target.batch_buckets) > 1 and engine.kept is None and movable(variant.round):
+            for rows in target.kv_buckets:
+                move_request([variant.round], slots - 1, 0, rows=rows)
+            variant.round.finish_request(0)
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
             for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):

@@ -20,7 +20,7 @@ from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
-from paceline.decoder.decoder import GraphEvent, log_compilation
+from paceline.decoder.graph_events import GraphEvent, log_compilation
 from paceline.engine.request import SamplingParams
 from paceline.experiments.cells import Cell, learns_from_texts
 from paceline.experiments.config import ExperimentConfig

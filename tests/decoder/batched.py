@@ -1,17 +1,21 @@
-"""Requests that join and leave in four slots, in every way to draft, and which graphs their rounds took; no tests here."""
+"""Requests that join and leave in four slots, in every way to draft, and which graphs rounds took; no tests in here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.sampling import Sampling
+from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
 from tests.decoder.headed import HEADED
@@ -19,7 +23,7 @@ from tests.decoder.tiny import Workshop, fresh
 
 SLOTS = 4
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7], [1, 1, 2]]
-LENGTHS = (36, 4, 6, 14, 5, 12)
+LENGTHS = (60, 4, 6, 14, 5, 12)
 """Tokens of each text. The first one stays alone for a while, and the last one then joins it."""
 SETTINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.1, top_k=40)}
 
@@ -52,7 +56,9 @@ MODES: dict[str, Make] = {
 """Every kind of graph that a round has."""
 
 
-def generator(workshop: Workshop, mode: str, folder: Path, *, backend: str, buckets: Sequence[int]) -> SpeculativeGenerator:
+def generator(
+    workshop: Workshop, mode: str, folder: Path, *, backend: str, buckets: Sequence[int]
+) -> SpeculativeGenerator:
     """In a mode, over decoders of four slots with graphs for so many of them."""
     small, target = (
         fresh(workshop.checkpoint(role), backend=backend, batch_size=list(buckets)) for role in ("draft", "target")
@@ -94,21 +100,26 @@ def texts(made: SpeculativeGenerator, setting: str) -> list[list[int]]:
     return found
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many slots each of the next rounds of a target looks at, as they run."""
-    seen: list[int] = []
-    original = CompiledDecoder.graph
+def watch(monkeypatch: pytest.MonkeyPatch, target: CompiledDecoder) -> list[tuple[int, int]]:
+    """How many slots each of the next rounds of a target computes, as they run, and how many of them are in use."""
+    seen: list[tuple[int, int]] = []
+    original = target.graph
 
-    def graph(self: CompiledDecoder, key, make, example, **more):  # type: ignore[no-untyped-def]
-        step = original(self, key, make, example, **more)
+    def graph(key: GraphKey, make: Any, example: Any, **more: Any) -> Step:
+        step = original(key, make, example, **more)
         if not key.is_round:
             return step
 
-        def run(*inputs):  # type: ignore[no-untyped-def]
-            seen.append(len(inputs[0]))
+        def run(*inputs: Tensor) -> list[Tensor]:
+            seen.append((len(inputs[0]), int((inputs[4][:, 0] >= 0).sum())))
             return step(*inputs)
 
         return run
 
-    monkeypatch.setattr(CompiledDecoder, "graph", graph)
+    monkeypatch.setattr(target, "graph", graph)
     return seen
+
+
+def bucket(seated: int) -> int:
+    """The smallest of 1, 2 and 4 that holds so many requests."""
+    return 1 << (seated - 1).bit_length()

@@ -22,11 +22,12 @@ def test_tokens_are_those_of_one_graph_for_all_slots(
         for buckets in ([4], [1, 2, 4])
     )
     plain = SpeculativeGenerator(None, workshop.decoder(), k=0)
+    seen = batched.watch(monkeypatch, made.target)
     for setting in batched.SETTINGS:
         wanted = batched.texts(whole, setting)
         assert wanted == batched.texts(plain, setting)
-        with monkeypatch.context() as patch:
-            seen = batched.watch(patch)
-            assert batched.texts(made, setting) == wanted
-        runs = [size for size, _ in groupby(seen)]
+        seen.clear()
+        assert batched.texts(made, setting) == wanted
+        assert [lines for lines, _ in seen] == [batched.bucket(seated) for _, seated in seen]
+        runs = [size for size, _ in groupby(lines for lines, _ in seen)]
         assert runs[0] == 4 and runs[-3:] == [1, 2, 1]

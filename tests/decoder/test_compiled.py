@@ -14,7 +14,7 @@ from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.inductor import InductorBackend
 from paceline.decoder.compile import cache
-from paceline.decoder.decoder import GraphEvent
+from paceline.decoder.graph_events import GraphEvent
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.native import build
 from tests.decoder.tiny import Workshop, fresh
