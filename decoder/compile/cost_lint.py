@@ -27,6 +27,7 @@ FREE = frozenset(
         "arange",
         "clone",
         "detach",
+        "device",  # asks a tensor where it is
         "expand",
         "full",
         "full_like",

@@ -143,6 +143,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_quant": "int8"}, "kv_cache_quant='int8' must be true or false"),
     ({"speculation_length": "5"}, "speculation_length='5' must be a number"),
     ({"batch_size": True}, "batch_size=True must be a number"),
+    ({"batch_size": 4, "token_generation_batches": [1, 8]}, "graphs for 8 slots are asked for .* there are 4"),
+    ({"token_generation_batches": 4}, "token_generation_batches=4 must be a list of numbers"),
     ({"seq_len": 12.5}, "seq_len=12.5 must be a number"),
     ({"buckets": [128, "256"]}, "buckets=.* must be a list of numbers"),
     ({"context_length_estimate": "64"}, "context_length_estimate='64' must be a list of numbers"),
@@ -156,6 +158,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"allow_input_truncation": True}, "does not fit is refused"),
     ({"neuron_config": 3}, "must be an object"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"),
+    [
+        ({"batch_size": 8}, 8),
+        ({"tkg_batch_size": 8, "token_generation_batches": [4, 1]}, [1, 4, 8]),
+        ({"token_generation_batches": [2, 4]}, [2, 4]),
+        ({"batch_size": [1, 8]}, [1, 8]),
+    ],
+)
+def test_batches_of_graphs(given: dict[str, Any], slots: int | list[int]) -> None:
+    assert read(**given).batch_size == slots
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words for _, words in BAD])
