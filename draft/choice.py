@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Guesses
+from paceline.core.protocols import Drafter, Guesses, movable, move_request
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.base import TextDrafter
 from paceline.draft.fallback import chains_of, draft_lengths_of, limits_within, shortened_of
@@ -108,6 +108,16 @@ class ChoiceDrafter:
         self._scores.end(slot)
         for drafter in self._drafters:
             drafter.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return all(map(movable, self._drafters))
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        self._scores.move(slot, to)
+        move_request(self._drafters, slot, to, rows=rows)
 
     def update(self, commit: Commit) -> None:
         """See `paceline.core.protocols.Drafter`."""

@@ -71,6 +71,11 @@ class ShadowScores:
         """The text in a slot is over; forecasts that reach behind its end do not count."""
         self._texts.pop(slot, None)
 
+    def move(self, slot: int, to: int) -> None:
+        """The text in a slot goes on in another one."""
+        if slot in self._texts:
+            self._texts[to] = self._texts.pop(slot)
+
     def known(self, slot: int, drafter: int) -> bool:
         """Whether a forecast of this drafter was compared with the text, or is being so."""
         text = self._texts.get(slot)

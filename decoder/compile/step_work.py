@@ -134,6 +134,8 @@ class _Counting(TorchDispatchMode):
             if taken and taken[0] in self._state:  # a view of a state is the state
                 self._mark(out)
             return
+        if name.startswith("index_put"):  # what is written, not all that lies around it
+            size = taken[-1].numel()
         work.operations += 1
         work.tiles += -(-size // self._tile)
         if name in KERNELS:

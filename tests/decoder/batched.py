@@ -16,6 +16,7 @@ from paceline.core.sampling import Sampling
 from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
+from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
 from tests.decoder.headed import HEADED
@@ -51,6 +52,9 @@ MODES: dict[str, Make] = {
     "model, two graphs": _given(None, k=3, fused=False),
     "model, of several lengths": _given(None, k=(0, 1, 3)),
     "the first of several": lambda small, target, _folder: SpeculativeGenerator(["suffix", small], target, k=2),
+    "a choice": lambda small, target, _folder: SpeculativeGenerator(
+        DraftSpec("choice", options=(("choose_by", "length"),), parts=parse_draft(["suffix", small])), target, k=2
+    ),
     **{name: _headed(name) for name in HEADED},
 }
 """Every kind of graph that a round has."""

@@ -81,6 +81,18 @@ def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
     assert next(iter(parts)) == "target layers", "the dearest first"
 
 
+def test_a_graph_of_one_of_sixteen_slots_costs_what_a_lone_slot_does() -> None:
+    """Whatever lies in the cache beside it."""
+    lone, first, every = (
+        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", **more), instance("inf2.48xlarge"))
+        for more in ({}, {"slots": 16, "lines": 1}, {"slots": 16})
+    )
+    figures: list[Any] = [found["round"] for found in (lone, first, every)]
+    for name in ("expected_ms", "bytes_read", "instructions"):
+        assert figures[0][name] == figures[1][name] < figures[2][name]
+    assert figures[0]["memory_per_core"] < figures[1]["memory_per_core"] == figures[2]["memory_per_core"]
+
+
 def test_a_round_of_qwen3_8b_and_an_eagle_3_head_stays_within_its_budget() -> None:
     found: Any = round_cost.round_cost(qwen3(), instance("inf2.48xlarge"))
     whole, parts = found["round"], found["parts_ms"]
