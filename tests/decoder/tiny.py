@@ -117,7 +117,9 @@ class Workshop:
         return draft, target
 
 
-def fresh(folder: Path, *, backend: str = "eager", amp: str = "f32", batch_size: int = 1) -> SamplingDecoder:
+def fresh(
+    folder: Path, *, backend: str = "eager", amp: str = "f32", batch_size: int | list[int] = 1
+) -> SamplingDecoder:
     """A decoder of its own, in the shapes all tests share."""
     return AutoDecoder.from_pretrained(
         folder, backend=backend, amp=amp, batch_size=batch_size, context_length_estimate=[CHUNK]

@@ -33,8 +33,9 @@ Runtime = Callable[[], Any]
 
 
 def pair(workshop: Workshop, backend: str, slots: int = 2, *, amp: str = "f32") -> tuple[Any, Any]:
+    """Draft and target, whose rounds have one graph for all slots."""
     made = [
-        fresh(workshop.checkpoint(role), backend=backend, amp=amp, batch_size=slots) for role in ("draft", "target")
+        fresh(workshop.checkpoint(role), backend=backend, amp=amp, batch_size=[slots]) for role in ("draft", "target")
     ]
     for decoder in made:
         decoder.on_graph = lambda _event: None

@@ -78,7 +78,7 @@ def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
     workshop: Workshop, recorded: Recorded
 ) -> None:
     draft, target = (
-        fresh(workshop.checkpoint(role), backend="neuron-native", batch_size=2) for role in ("draft", "target")
+        fresh(workshop.checkpoint(role), backend="neuron-native", batch_size=[2]) for role in ("draft", "target")
     )
     for decoder in (draft, target):
         decoder.on_graph = lambda _event: None
