@@ -203,9 +203,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                 f"{self.decoder.n_positions} positions; ask for fewer new tokens, or load the decoder with more "
                 "n_positions"
             )
-        cache = next((model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name)), None)
-        if cache is not None:
-            self._own(cache)
+        given = [model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None]
+        if given:  # a cache is false to Python: it has no layers
+            self._own(given[0])
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_FIELD] = SlotCache(self.decoder)
 
@@ -221,10 +221,10 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Greedy decoding and sampling: on the engine if a generator is behind this, else in the loop."""
         if self.generator is not None:
-            real = engine_call.real_tokens(input_ids, model_kwargs.get("attention_mask"))
             call = engine_call.PreparedCall(
-                input_ids, real, logits_processor, stopping_criteria, generation_config, streamer
-            )
+                input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria, generation_config,
+                streamer,
+            )  # fmt: skip
             reason = call.why_not()
             if reason is None:
                 return self._on_engine(self.generator, call)
@@ -250,13 +250,13 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Assisted generation is our speculation."""
-        real = engine_call.real_tokens(input_ids, model_kwargs.get("attention_mask"))
         call = engine_call.PreparedCall(
-            input_ids, real, logits_processor, stopping_criteria, generation_config, streamer
-        )
+            input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria, generation_config,
+            streamer,
+        )  # fmt: skip
         reason = call.why_not()
         if reason is not None:
-            raise ConfigurationError(f"assisted generation of several rows: {reason}; give one prompt at a time")
+            raise ConfigurationError(f"assisted generation: {reason}; give one prompt at a time, and all of it")
         pair = None
         if (draft := model_kwargs.get("assistant_tokenizer")) is not None:
             if model_kwargs.get("tokenizer") is None:
@@ -279,9 +279,13 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                 f"assistant_model is a {type(draft).__name__}; load the folder with AutoDecoder.from_pretrained and "
                 "give that decoder"
             )
-        tokens = config.num_assistant_tokens if assistant is not None else config.prompt_lookup_num_tokens
-        size, threshold = config.max_matching_ngram_size, config.assistant_confidence_threshold
-        lengths = "auto" if "heuristic" in (config.num_assistant_tokens_schedule or "") else tokens
+        tokens, schedule, threshold = (
+            self._of_assistant(name, config, assistant)
+            for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+        )
+        tokens = config.prompt_lookup_num_tokens if assistant is None else tokens
+        size = config.max_matching_ngram_size
+        lengths = "auto" if "heuristic" in (schedule or "") else tokens
         key = (id(draft), tokens, lengths, size, threshold, tokenizers)
         if key not in self._assisted:
             if not isinstance(tokens, int) or not 1 <= tokens < MAX_WIDTH:
@@ -299,11 +303,24 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             self._assisted[key] = generator
         return self._assisted[key]
 
+    def _of_assistant(self, name: str, config: GenerationConfig, assistant: object | None) -> Any:
+        """An option of drafting: the call's, else that of the assistant's own configuration, as in `transformers`."""
+        asked = getattr(config, name)
+        if isinstance(assistant, HuggingFaceGenerationAdapter) and asked == getattr(self.generation_config, name):
+            return getattr(assistant.generation_config, name)
+        return asked
+
     def _on_engine(
         self, generator: SpeculativeGenerator, call: engine_call.PreparedCall
     ) -> Tensor | GenerateDecoderOnlyOutput:
         self._last = generator
-        return engine_call.run(generator, call)
+        result = engine_call.run(generator, call)
+        one_slot = len(call.input_ids) == 1 and not generator.config.prefix_caching  # then the text is in slot 0
+        if not isinstance(result, Tensor) and one_slot and call.config.use_cache is not False:
+            new = result.sequences.shape[1] - call.real.shape[1]  # the last of them is not read yet
+            real = torch.nn.functional.pad(call.real, (0, new - 1), value=True)
+            result[CACHE_FIELD] = SlotCache.after(self.decoder, real)
+        return result
 
     def _own(self, cache: object) -> SlotCache:
         if not isinstance(cache, SlotCache) or cache.decoder is not self.decoder:

@@ -28,6 +28,33 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.decoder = decoder
         self.mask = torch.zeros(0, 0, dtype=torch.bool)
+        self._saved: list[Tensor] | None = None
+
+    @classmethod
+    def after(cls, decoder: CompiledDecoder, real: Tensor) -> SlotCache:
+        """What slot b holds after a generation that nothing else followed. real [R, columns] bool"""
+        cache = cls(decoder)
+        with decoder.held_by(cache):
+            cache.mask = real
+        return cache
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SlotCache:
+        """The same texts, which stay as they are while the decoder reads others: using either puts them back.
+
+        Raises:
+            ConfigurationError: what the slots hold is not in this process's memory.
+            DecoderBusyError: another generation has used the slots since.
+        """
+        if self._saved is None:
+            self._check_owner()
+            if not self.decoder.on_host:
+                raise ConfigurationError("a cache that is on a device or divided over ranks cannot be copied")
+            rows = int(self.mask.sum(1).max()) if len(self.mask) else 0
+            held = (one for layer in self.decoder.body.caches for one in layer)
+            self._saved = [one[: len(self.mask), :, :rows].clone() for one in held]
+        copied = SlotCache(self.decoder)
+        copied.mask, copied._saved = self.mask.clone(), self._saved
+        return copied
 
     # ---- what transformers asks of a cache
 
@@ -82,6 +109,7 @@ class SlotCache(Cache):
         lengths = self.mask.sum(1)
         self.mask = self.mask[list(source)]
         if list(source) != list(range(len(source))):
+            self._saved = None
             with self.decoder.held_by(self):
                 self._reorder(source, int(lengths.max()))
 
@@ -101,6 +129,7 @@ class SlotCache(Cache):
         before = self.mask.sum(1) if len(self.mask) else torch.zeros(len(tokens), dtype=torch.int64)
         self._check(tokens, real, before)
         rows = [row[mask].tolist() for row, mask in zip(tokens, real, strict=True)]
+        self._saved = None
         with self.decoder.held_by(self):
             if keep == 1 and bool(real[:, -1].all()) and tokens.shape[1] > 1:
                 logits = self._read_prompts(rows, before.tolist())
@@ -137,11 +166,17 @@ class SlotCache(Cache):
             )
 
     def _check_owner(self) -> None:
-        if self.decoder.last_holder is not self:
+        if self.decoder.last_holder is self:
+            return
+        if self._saved is None:
             raise DecoderBusyError(
                 "another generation has used this decoder since: its slots no longer hold the text of this cache; "
                 "begin again without it, or load a second decoder"
             )
+        with self.decoder.held_by(self):
+            held = (one for layer in self.decoder.body.caches for one in layer)
+            for one, saved in zip(held, self._saved, strict=True):
+                one[: saved.shape[0], :, : saved.shape[2]] = saved
 
     def _read_prompts(self, rows: list[list[int]], before: list[int]) -> Tensor:
         """Logits after the last token of every row, [R, 1, V]. A text that several rows begin with is read once."""

@@ -57,15 +57,20 @@ class PreparedCall:
     """What a decoding method of `transformers` is given.
 
     input_ids   [R, S] int64, rows repeated for ``num_return_sequences``
-    real        [R, S] bool, False for padding
+    mask        [R, S] int64, 0 for padding, or None; longer where the texts begin in a cache
     """
 
     input_ids: Tensor
-    real: Tensor
+    mask: Tensor | None
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
     config: GenerationConfig
     streamer: Streamer | None = None
+
+    @property
+    def real(self) -> Tensor:
+        """Which ids are no padding. [R, S] bool"""
+        return torch.ones_like(self.input_ids, dtype=torch.bool) if self.mask is None else self.mask != 0
 
     @property
     def keeps_scores(self) -> bool:
@@ -75,6 +80,10 @@ class PreparedCall:
 
     def why_not(self) -> str | None:
         """Why the engine cannot do this as the loop of `transformers` does it; None if it can."""
+        columns = self.input_ids.shape[1]  # newer versions drop a mask without padding, and keep its length
+        length = getattr(self.config, "_mask_length", columns) if self.mask is None else self.mask.shape[1]
+        if length != columns:
+            return "only what follows the text of a cache is given"
         if len(self.input_ids) == 1:
             return None
         if self.streamer is not None:
@@ -86,11 +95,6 @@ class PreparedCall:
         if any(type(rule) not in (MaxLengthCriteria, EosTokenCriteria) for rule in self.criteria):
             return "a stopping criterion may look at several rows at once"
         return None
-
-
-def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Which ids are no padding. [R, S] bool"""
-    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
 
 
 def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | GenerateDecoderOnlyOutput:

@@ -31,7 +31,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values that a decoder cannot follow."""
     if options.get("guidance_scale") not in (None, 1, 1.0):
         raise ConfigurationError("guidance_scale needs a second text in the cache for every row; leave it out")
-    if options.get("cache_implementation") not in (None, "dynamic"):
+    if options.get("cache_implementation") not in (None, "dynamic", "dynamic_full"):
         raise ConfigurationError(
             f"cache_implementation={options['cache_implementation']!r}: the cache is the decoder's own; set "
             "n_positions and amp when it is loaded"

@@ -1,8 +1,7 @@
 """`HuggingFaceGenerationAdapter` beside the same tiny weights in `transformers`: the same arguments, the same tokens.
 
-transformers' own `GenerationTesterMixin` is in its repository and not in its wheel. What of it applies to a decoder is
-written out here and in `test_engine_calls.py`; docs/huggingface.md says for each of its tests which one that is, or why
-there is none.
+transformers' own tests are in its repository and not in its wheel; `test_transformers_suite.py` runs them where a
+checkout is given. These run everywhere.
 """
 
 from __future__ import annotations
