@@ -9,14 +9,17 @@
 decode[1], verify[5] and verify[9] are windows of 1, 5 and 9 rows behind 100 tokens of text, with the choice of their
 tokens; prefill is a prompt of 256 tokens. No token comes twice, so that the rows of a mixture choose experts of their
 own. llama.cpp's windows give logits of every row, its prompt of the last. All take turns; a figure is the median in
-milliseconds. ``read`` sums every word of the matrices that a token needs (of experts as many as it chooses), in order:
-the time to read them from memory. llama.cpp reads a GGUF file of the same shape with random weights, written here,
-through the package llama-cpp-python, with a thread for every core. Nothing else should run on the machine.
+milliseconds. transformers runs the same weights, its windows and prompt as llama.cpp's, with its own kind of cache; it
+takes every fourth turn only, for it needs the most time. ``read`` sums every word of the matrices that a token needs
+(of experts as many as it chooses), in order: the time to read them from memory. llama.cpp reads a GGUF file of the same
+shape with random weights, written here, through the package llama-cpp-python, with a thread for every core. Nothing
+else should run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import tempfile
@@ -30,7 +33,7 @@ import torch
 from common import publish
 from gguf_writer import write_gguf
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
@@ -39,6 +42,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.models.blueprint import AssembledConfig
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.huggingface.adapter import CACHE_FIELD
 from paceline.target.verifier import CompiledVerifier
 
 Runs = dict[str, Callable[[], object]]
@@ -56,6 +60,9 @@ SHAPES = {
 }
 FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 BESIDE = ("bf16", "q8_0", "q4_1")
+TRANSFORMERS = {"bf16": torch.bfloat16, "f32": torch.float32}
+RIVALS = ("llama.cpp", "transformers")
+_SELDOM = 4  # of so many turns, transformers takes one
 _SETTLE_S = 0.02  # OpenMP's threads of the side before spin for up to 11 ms, on a core that the next one needs
 
 
@@ -136,7 +143,7 @@ def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
     return lambda: verifier(commit, proposal, sampling, bounds)
 
 
-def theirs(file: Path) -> Runs:
+def of_llama_cpp(file: Path) -> Runs:
     """The same of llama.cpp. Its windows take the place of each other, behind one text."""
     from llama_cpp import Llama
 
@@ -167,8 +174,36 @@ def theirs(file: Path) -> Runs:
     return {**runs, "prefill": prefill}
 
 
+def of_transformers(model: Any) -> Runs:
+    """The same of transformers, which computes in the type of the model's weights."""
+    vocabulary = model.config.vocab_size
+    text: list[Any] = []
+
+    @torch.inference_mode()
+    def step(tokens: list[int], cache: DynamicCache, *, keep: int) -> None:
+        model(torch.tensor([tokens]), use_cache=True, logits_to_keep=keep, **{CACHE_FIELD: cache})
+
+    def prefill() -> None:  # and leaves a text of which the windows see the beginning
+        text[:] = [DynamicCache(config=model.config)]
+        step(distinct(PROMPT, vocabulary), text[0], keep=1)
+
+    def window(width: int) -> Callable[[], None]:
+        def run() -> None:
+            text[0].crop(TEXT - text[0].get_seq_length())
+            step(distinct(width, vocabulary), text[0], keep=0)
+
+        return run
+
+    prefill()
+    runs: Runs = {f"verify{width}": window(width) for width in WINDOWS}
+    runs["decode1"] = runs.pop("verify1")
+    return {**runs, "prefill": prefill}
+
+
 def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Median milliseconds by side and call. Every call takes its turn until the time is over, three times at least."""
+    """Median milliseconds by side and call. Every call takes its turn until the time is over, three times at least, and
+    one more that does not count; those of transformers come seldom, and once at least.
+    """
     times: dict[str, dict[str, list[float]]] = {name: {call: [] for call in runs} for name, runs in sides.items()}
     end = perf_counter() + seconds
     for turn in range(repeats + 1):
@@ -177,7 +212,7 @@ def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, 
         for call in ("prefill", "read", "decode1", *(f"verify{width}" for width in WINDOWS[1:])):
             # Short calls come several times, so that what the one before left in the caches counts for little.
             for name, runs in sides.items():
-                if call not in runs:
+                if call not in runs or (name.startswith("transformers") and turn > 1 and turn % _SELDOM != 1):
                     continue
                 sleep(_SETTLE_S)
                 for again in range(1 if call == "prefill" else 5):
@@ -200,11 +235,11 @@ def ratios(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         made[name] = {f"verify{w}_over_decode1": round(row[f"verify{w}"] / row["decode1"], 3) for w in WINDOWS[1:]}
         if "read" in row:
             made[name]["decode1_over_read"] = round(row["decode1"] / row["read"], 3)
-        if "bf16" in times and not name.startswith("llama.cpp"):
+        if "bf16" in times and not name.startswith(RIVALS):
             made[name]["decode1_over_bf16"] = round(row["decode1"] / times["bf16"]["decode1"], 3)
-        rival = times.get(f"llama.cpp {name}")
-        if rival is not None:
-            made[name] |= {f"{call}_over_llama.cpp": round(row[call] / rival[call], 3) for call in row if call in rival}
+        for rival in RIVALS:
+            theirs = times.get(f"{rival} {name}", {})
+            made[name] |= {f"{call}_over_{rival}": round(row[call] / theirs[call], 3) for call in row if call in theirs}
     return made
 
 
@@ -214,6 +249,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], default="30m")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16", "int8", "q4_1"])
     parser.add_argument("--beside", nargs="*", choices=BESIDE, default=list(BESIDE), help="llama.cpp's formats")
+    parser.add_argument("--transformers", nargs="*", choices=TRANSFORMERS, default=list(TRANSFORMERS), help="its types")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=120.0, help="time for the turns")
     options = parser.parse_args()
@@ -230,7 +266,9 @@ def main() -> None:
             file = folder / f"{form}.gguf"
             kind = {"bf16": "BF16", "q8_0": "Q8_0", "q4_1": "Q4_1"}[form]
             write_gguf(file, model, gguf.GGMLQuantizationType[kind])
-            sides[f"llama.cpp {form}"] = theirs(file)
+            sides[f"llama.cpp {form}"] = of_llama_cpp(file)
+        for form in options.transformers:
+            sides[f"transformers {form}"] = of_transformers(copy.deepcopy(model).to(TRANSFORMERS[form]).eval())
         del model
         for form in options.formats:
             sides[form] = ours(path, form)
