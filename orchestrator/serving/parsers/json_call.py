@@ -96,3 +96,11 @@ def grown(call: JsonCall, text: str, index: int) -> Delta:
     if not arguments:
         return Delta()
     return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))
+
+
+def ended(call: JsonCall, index: int) -> Delta | None:
+    """What a call gains by its end: nothing if it was handed out, or all of it at once; None: it is no call."""
+    if call.name is not None:
+        return Delta()
+    rest = call.rest()
+    return None if rest is None else Delta(tool_calls=(ToolCallDelta(index, *rest),))

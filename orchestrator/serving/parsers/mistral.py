@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline.serving.parsers.base import Delta, StateParser, ToolCallDelta, overlap
-from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
+from paceline.serving.parsers.json_call import JsonCall, JsonValue, ended, grown
 
 START = "[TOOL_CALLS]"
 _HEAD_END = ("[CALL_ID]", "[ARGS]")
@@ -90,10 +90,7 @@ class MistralParser(StateParser):
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if call.name is not None:
-            self.calls += 1
-            return Delta()
-        if (rest := call.rest()) is None:
+        if (delta := ended(call, self.calls)) is None:
             return Delta(call.text)
         self.calls += 1
-        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))
+        return delta

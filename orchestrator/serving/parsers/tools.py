@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.serving.parsers.base import CallParser, Delta, ToolCallDelta, overlap
-from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
+from paceline.serving.parsers.json_call import JsonCall, JsonValue, ended, grown
 from paceline.serving.parsers.mistral import START, MistralParser
 from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser, Schemas
 
@@ -57,13 +57,10 @@ class HermesParser:
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if call.name is not None:
-            self.calls += 1
-            return Delta()
-        if (rest := call.rest()) is None:  # no call after all
+        if (delta := ended(call, self.calls)) is None:  # no call after all
             return Delta(f"{self._START}{call.text}{self._END}")
         self.calls += 1
-        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))
+        return delta
 
 
 class LlamaJsonParser:
@@ -110,14 +107,11 @@ class LlamaJsonParser:
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if call.name is not None:
-            self.calls += 1
-            return Delta()
-        if (rest := call.rest()) is None:
+        if (delta := ended(call, self.calls)) is None:
             self._plain = True
             return Delta(call.text)
         self.calls += 1
-        return Delta(tool_calls=(ToolCallDelta(self.calls - 1, *rest),))
+        return delta
 
 
 class PythonicParser:
