@@ -29,6 +29,7 @@ from paceline.serving.service import Service
 log = logging.getLogger("paceline")
 
 _ANSWER_S = 5.0  # that an answer about what is known may take; what loads a model takes its time
+_FIRST_S = 60.0  # that the first one may take, for which a process may have to start: nothing is known before it
 _TRIES, _PAUSE_S = 40, 0.25  # with an actor that is started again
 _RETRY_S = 5.0
 _ERRORS = (RayError, RuntimeError, ValueError, TimeoutError)
@@ -85,12 +86,14 @@ class RayOwner:
     def __init__(self, service: Service, *, needed: bool) -> None:
         self._service, self._needed = service, needed
         self._actor: Any = None
-        self._looked = False
+        self._looked = self._told = False
         self._making = asyncio.Lock()
 
     async def exchange(self, process: str, report: Report) -> View | None:
         """See `Owner`."""
-        return await self._call("exchange", process, report, seconds=_ANSWER_S)  # type: ignore[no-any-return]
+        view: View | None = await self._call("exchange", process, report, seconds=_ANSWER_S if self._told else _FIRST_S)
+        self._told = True
+        return view
 
     async def demand(self, name: str) -> None:
         """See `Owner`."""

@@ -8,18 +8,24 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+pytest.importorskip("ray")
+
 from paceline.core.errors import WorkerError
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving import reports
+from paceline.serving import reports, serve_lifecycle
 from paceline.serving.key_counts import KeyCounts
 from paceline.serving.lifecycle import ModelLifecycle
 from paceline.serving.model_state import ModelState, Report, View
 from paceline.serving.refused import RefusedError
+from paceline.serving.serve_lifecycle import RayOwner
+from paceline.serving.service import Service
 from paceline.serving.shared_lifecycle import SharedLifecycle
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE, PlannedLoader
@@ -227,3 +233,27 @@ def test_requests_of_a_key_count_wherever_they_came_in(home: Path) -> None:
         assert [one.total(key) for one in counts for key in ("secret", "other")] == [0] * 4
 
     run(both)
+
+
+def test_a_process_that_knows_nothing_yet_waits_until_the_owner_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process of HTTP, beside much else: what the models file says is not what an operator decided."""
+    monkeypatch.setattr(serve_lifecycle, "_ANSWER_S", 0.02)
+
+    class Slow:
+        """An actor of Ray, as far as a call goes."""
+
+        async def remote(self, *_: object) -> View:
+            await asyncio.sleep(0.2)
+            return View(7, [])
+
+    class Found(RayOwner):
+        async def _find(self) -> object:
+            return SimpleNamespace(exchange=Slow())
+
+    async def ask() -> None:
+        owner = Found(Service("a", {}, FaultPolicy()), needed=True)
+        assert await owner.exchange("p", Report()) == View(7, [])
+        with pytest.raises(WorkerError):  # what was told last holds, so nobody waits for it
+            await owner.exchange("p", Report())
+
+    asyncio.run(ask())
