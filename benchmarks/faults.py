@@ -107,7 +107,7 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
 
 def _left_over(client: Client, victims: Sequence[int]) -> int:
     """What there is besides one process of a kind, and a core for each model, and victims that are still stopped; what
-    is replaced has a minute to end. A request goes on asking: a draft is only asked in rounds.
+    is replaced has a minute to end. Streams go on: a draft is asked in rounds alone, and not for the last token.
     """
     due = Counter(dict.fromkeys(KINDS, 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S
@@ -117,7 +117,7 @@ def _left_over(client: Client, victims: Sequence[int]) -> int:
         more += Counter({_STOPPED: sum(map(is_stopped, victims))})
         if not more or time.monotonic() > end:
             break
-        client.answers()
+        client.stream(0)
         time.sleep(1)
     if more:
         print(f"left over: {dict(more)}", flush=True)
