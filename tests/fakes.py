@@ -157,7 +157,7 @@ class TableDecoder(SamplingDecoder):
     ) -> None:
         self.config = config(logits.shape[-1], eos=eos, pad=pad)
         self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
-        self.backend, self.kv_buckets = EagerBackend(), kv_buckets
+        self.backend, self.kv_buckets, self.batch_buckets = EagerBackend(), kv_buckets, (slots,)
         self.backend.rounds_in_graph = rounds_in_graph
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.folder = None
