@@ -33,7 +33,8 @@ def test_it_has_as_many_lines_as_the_page_says() -> None:
 
 
 def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
-    draft, target = (fresh(workshop.checkpoint(role), backend="checked", batch_size=2) for role in ("draft", "target"))
+    folders = [workshop.checkpoint(role) for role in ("draft", "target")]
+    draft, target = (fresh(folder, backend="checked", batch_size=[2]) for folder in folders)
     generator = SpeculativeGenerator(draft, target, k=3)
     plain = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=20)
     assert torch.equal(generator.sample(PROMPTS, max_new_tokens=20), plain)

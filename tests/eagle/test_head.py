@@ -16,7 +16,7 @@ from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
-from tests.decoder.tiny import Workshop
+from tests.decoder.tiny import Workshop, fresh
 from tests.eagle.heads import Plain, config, drafter, features, random_head
 
 TEXT = [5, 17, 17, 90, 3, 44, 0, 8, 61]
@@ -168,7 +168,7 @@ def test_after_rounds_the_cache_is_that_of_one_pass(
     workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
 ) -> None:
     """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
-    target = workshop.decoder(slots=4)
+    target = fresh(workshop.checkpoint(), batch_size=[4])  # one graph of all slots: no request moves to another one
     made = drafter(tmp_path, target, version, draft_tree)
     prompts = [TEXT, [4], [33, 2, 9], TEXT[3:]]
     idle = 16  # a slot that is done goes on computing at its first rows
