@@ -183,6 +183,22 @@ def test_after_rounds_the_cache_is_that_of_one_pass(
             torch.testing.assert_close(before[slot, :, idle:sure], after[slot, :, idle:sure], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
+def test_as_many_drafts_are_accepted_where_requests_move(
+    workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
+) -> None:
+    """Texts of unequal length leave, and others move to their slots, with all that the head has kept of them."""
+    seen = []
+    for batch_size in ([4], [1, 2, 4]):
+        target = fresh(workshop.checkpoint(), batch_size=batch_size)
+        made = SpeculativeGenerator(drafter(tmp_path / str(len(batch_size)), target, version, draft_tree), target)
+        texts = made.sample([TEXT, [4], [33, 2, 9], TEXT[3:]], max_new_tokens=50, eos_token_id=[]).tolist()
+        counts = made.statistics
+        seen.append((texts, counts.num_rounds, counts.num_draft_tokens_per_pos, counts.num_accepted_tokens_per_pos))
+    assert seen[0] == seen[1]
+
+
 def test_a_head_shares_the_tensors_of_its_target(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=1)
     one = drafter(tmp_path / "1", target, 1, Chain(2)).head
