@@ -30,6 +30,7 @@ LONG = (
     "tests/neuron/test_backend.py",
     "tests/equality/test_demo.py",
     "tests/decoder/test_quantized.py",
+    "tests/neuron/test_batch_buckets.py",
     "tests/decoder/test_batch_buckets.py",
     "tests/smollm2/test_modes.py",
     "tests/target/test_table_laws.py",

@@ -1,4 +1,4 @@
-"""Requests that join and leave in four slots, in every way to draft, and which graphs rounds took; no tests in here."""
+"""Requests that join and leave in four slots, in every way to draft, and which graphs rounds took. Tests share it."""
 
 from __future__ import annotations
 
@@ -127,3 +127,25 @@ def watch(monkeypatch: pytest.MonkeyPatch, target: CompiledDecoder) -> list[tupl
 def bucket(seated: int) -> int:
     """The smallest of 1, 2 and 4 that holds so many requests."""
     return 1 << (seated - 1).bit_length()
+
+
+def check_buckets(
+    workshop: Workshop, mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, backend: str
+) -> dict[str, list[int]]:
+    """Graphs for 1, 2 and 4 slots give the tokens of one graph for all and of plain decoding, and every round computes
+    no more slots than it has to. -> setting -> how many slots each round computed
+    """
+    whole, made = (
+        generator(workshop, mode, folder / str(len(buckets)), backend=backend, buckets=buckets)
+        for buckets in ([SLOTS], [1, 2, SLOTS])
+    )
+    plain = SpeculativeGenerator(None, workshop.decoder(), k=0)
+    seen, rounds = watch(monkeypatch, made.target), dict[str, list[int]]()
+    for setting in SETTINGS:
+        wanted = texts(plain, setting)
+        assert texts(whole, setting) == wanted
+        seen.clear()
+        assert texts(made, setting) == wanted
+        assert [lines for lines, _ in seen] == [bucket(seated) for _, seated in seen]
+        rounds[setting] = [lines for lines, _ in seen]
+    return rounds
