@@ -27,11 +27,15 @@ def save_heads(target: Path, folder: Path) -> None:
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
-    """Name -> `draft:` of a models file, for every row of the registry that has a place there."""
+    """Name -> `draft:` of a models file, for every row of the registry that has a place there.
+
+    What repeats the text has one draft length and takes one token for a repetition: a random model repeats little, and
+    among several lengths measured times choose, by which drafting may pause before anything is drafted.
+    """
     return {
         "none": "none",
-        "ngram": "ngram:prompt_lookup_max=3",
-        "suffix": {"type": "suffix"},
+        "ngram": "ngram:prompt_lookup_max=3,k=3",
+        "suffix": {"type": "suffix", "min_match": 1, "k": 3},
         "model": f"{draft}:k=3",
         "list": ["ngram", {"path": str(draft), "k": 2}],
         "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
