@@ -1,15 +1,16 @@
 """What clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
 
-    python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--node] [--clients] [--soak SECONDS] [--markdown]
+    python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--proxy] [--node] [--clients] [--soak SECONDS]
     python -m benchmarks.faults ... --state done.jsonl --limit-s 240     # in pieces, each of which goes on
 
 For each fault, streams at temperature 0.8 are begun, processes are killed or stopped (SIGKILL, SIGSTOP) in the middle,
 with ``--pairs`` every two of them within 5 seconds, and each text is compared with that of the same request without a
-fault. ``--node``: the node that runs the model goes. ``--clients``: some read slowly, others leave. ``--soak``: streams
-for so long, of which some clients leave; the memory of every process is read. Prints JSON on its last line:
+fault. ``--proxy``: Ray Serve's proxy listens, as in a cluster that was joined; it takes part in every fault.
+``--node``: the node that runs the model goes. ``--clients``: some read slowly, others leave. ``--soak``: streams for so
+long, of which some clients leave; the memory of every process is read. Prints JSON, on its last line:
 equal      streams with the same text
 typed      streams that ended with an error object
-broken     streams whose connection broke (possible only where proxy or ingress died)
+broken     streams whose connection broke (possible only where ingress or proxy died)
 different  streams that ended well, with another text: there should be none
 pause_s    longest time between two pieces of a stream
 whole_s    from the fault until every model is ready and a new request is answered
@@ -25,12 +26,11 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Thread
@@ -51,9 +51,11 @@ from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
+from paceline.serving.listener import ListeningSocket
 from paceline.serving.settings import ApiSettings
 
-KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator", "lifecycle")
+KINDS = ("model:big", "draft", "ingress", "controller", "allocator", "lifecycle")
+PROXY = "proxy"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 0.5  # between the two faults of a pair: streams that are not held up end a second later
 _AT_A_TIME = 8  # streams without a fault, for the texts that are wanted
@@ -109,7 +111,7 @@ def _left_over(client: Client, victims: Sequence[int]) -> int:
     """What there is besides one process of a kind, and a core for each model, and victims that are still stopped; what
     is replaced has a minute to end. Streams go on: a draft is asked in rounds alone, and not for the last token.
     """
-    due = Counter(dict.fromkeys(KINDS, 1) | {_LOCK: 2})
+    due = Counter(dict.fromkeys((*KINDS, PROXY), 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S
     while True:
         locks = sum(len(held(node["NodeID"])) for node in ray.nodes() if node["Alive"])
@@ -203,20 +205,25 @@ def groups_of(target: Path, draft: Path, *, backend: str, slots: int) -> tuple[R
     return plan_groups(models_of(entries, folder=Path(), where="benchmark"), host_cpus())
 
 
-def deploy(groups: Sequence[ReplicaGroupPlan]) -> str:
-    """Serve them in the cluster of this process. -> the address"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # One proxy: the nodes of a test cluster share a machine, and so the port.
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    app = application(groups, FaultPolicy(startup_timeout_s=170), ApiSettings(max_requests_per_key=_REQUESTS_PER_KEY))
+def deploy(groups: Sequence[ReplicaGroupPlan], listening: ListeningSocket, *, proxy: bool = False) -> str:
+    """Serve them in the cluster of this process, as `paceline serve` does. A socket that is closed only has a port that
+    is free: Serve's proxy listens there, one for all nodes of a test cluster, which share a machine. -> the address
+    """
+    port = listening.port
+    if proxy:
+        listening.close()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    else:
+        serve.start(proxy_location="Disabled")
+    settings = ApiSettings(max_requests_per_key=_REQUESTS_PER_KEY)
+    handover = "" if proxy else listening.handover
+    app = application(groups, FaultPolicy(startup_timeout_s=170), settings, handover=handover)
     serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
     return f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def service(groups: Sequence[ReplicaGroupPlan]) -> Iterator[str]:
+def service(groups: Sequence[ReplicaGroupPlan], *, proxy: bool = False) -> Iterator[str]:
     """On a cluster of one node. Yields the address."""
     environment.prepare_new_cluster()
     ray.init(
@@ -224,7 +231,8 @@ def service(groups: Sequence[ReplicaGroupPlan]) -> Iterator[str]:
         include_dashboard=False,
     )  # fmt: skip
     try:
-        yield deploy(groups)
+        with ListeningSocket("127.0.0.1", 0) as listening:
+            yield deploy(groups, listening, proxy=proxy)
     finally:
         ray.shutdown()
 
@@ -234,9 +242,12 @@ def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) 
     environment.prepare_new_cluster()
     cores = sum(groups[0].num_cores)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
+    with ExitStack() as stack:
+        stack.callback(cluster.shutdown)
         ray.init(address=cluster.address, log_to_driver=False)
-        deploying = ThreadPoolExecutor(1).submit(deploy, groups)
+        stack.callback(ray.shutdown)
+        listening = stack.enter_context(ListeningSocket("127.0.0.1", 0))
+        deploying = ThreadPoolExecutor(1).submit(deploy, groups, listening)
         _waited_for("ingress")  # on the head, while there is no other node
         first = cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
         client = Client(deploying.result(GIVE_UP_S), tokens=tokens)
@@ -244,9 +255,6 @@ def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) 
         wanted = [client.stream(seed).text for seed in range(streams)]
         cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
         return under_streams(client, _NODE, lambda: _switch_off(cluster, first), wanted)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def _switch_off(cluster: Cluster, node: Any) -> None:
@@ -270,6 +278,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}; nothing: none")
     parser.add_argument("--signals", nargs="*", default=list(_SIGNALS), choices=list(_SIGNALS))
     parser.add_argument("--pairs", action="store_true", help="every two of them, instead of every one")
+    parser.add_argument("--proxy", action="store_true", help="Ray Serve's proxy listens, and takes part in every fault")
     parser.add_argument("--node", action="store_true", help="the loss of a node, too")
     parser.add_argument("--clients", action="store_true", help="slow and vanishing clients, too")
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
@@ -283,7 +292,12 @@ def main() -> None:
     options = parsed()
     record, soaked = Record(options.state, options.limit_s), None
     groups = groups_of(options.target, options.draft, backend=options.backend, slots=options.slots)
-    victims = list(itertools.combinations(options.only, 2)) if options.pairs else [(kind,) for kind in options.only]
+    kinds = [*options.only, PROXY] if options.proxy else options.only
+    victims = [
+        names
+        for names in itertools.combinations(kinds, 2 if options.pairs else 1)
+        if not options.proxy or PROXY in names
+    ]
     faults = [
         (names, _SIGNALS[name])
         for name, names in itertools.product(options.signals, victims)
@@ -291,7 +305,7 @@ def main() -> None:
     ]
     clients = options.clients and record.is_open("slow clients: the others", options.streams - options.streams // 2)
     if faults or clients or options.soak:
-        with service(groups) as url:
+        with service(groups, proxy=options.proxy) as url:
             client = Client(url, tokens=options.tokens)
             client.wait_until_whole()
             with ThreadPoolExecutor(_AT_A_TIME) as pool:

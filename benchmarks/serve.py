@@ -8,8 +8,9 @@ request when the last has ended. Open loop (--rates), with the first draft lengt
 many a second, whatever the service does, but never more than 256 at a time. The client runs on the same machine, over
 loopback, and takes its share of the processor. Prints JSON on its last line, as "rows":
 tokens_per_s      of all streams together
-offline           the same prompts by the engine in a process of its own, with as many threads as the service's, after a
-                  first run in which graphs are made; batch 1 for one stream, else the batch size. 0 in the open loop
+offline           the same prompts by the engine in a process of its own, with as many threads as the service's: median
+                  of three runs, after one in which graphs are made. One prompt at a time for one stream, else as many
+                  as the batch size. 0 in the open loop
 ratio             tokens_per_s / offline; 0 in the open loop, where the load says how many tokens there are
 first_token_s     median and 99th percentile, from sending the request
 cpu_us_per_token  processor time of each process of the service
@@ -23,7 +24,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -46,6 +46,7 @@ from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
+from paceline.serving.listener import ListeningSocket
 from paceline.serving.settings import DEFAULT_STREAM_INTERVAL_MS, ApiSettings
 from paceline.text.tokenizer import load_tokenizer
 
@@ -87,16 +88,18 @@ def run_offline(options: argparse.Namespace) -> float:
     depth = {"k": k} if draft else {}
     generator = SpeculativeGenerator(draft[0] if draft and len(draft) == 1 else draft, target, **depth)
     tokenizer = load_tokenizer(options.target)
-    ids = [tokenizer.encode(PROMPTS[row % len(PROMPTS)]) for row in range(batch_size)]
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    rounds = [[row] for row in ids] if batch_size == 1 else [[ids[row % len(ids)] for row in range(batch_size)]]
     generator.compile()
-    best = 0.0
+    speeds = []
     for run in range(4):
-        begin = time.perf_counter()
-        result = generator.sample(ids, max_new_tokens=options.tokens, ignore_eos=True, return_dict=True)
-        tokens = sum(result.lengths) - sum(map(len, ids))
+        begin, tokens = time.perf_counter(), 0
+        for prompts in rounds:
+            result = generator.sample(prompts, max_new_tokens=options.tokens, ignore_eos=True, return_dict=True)
+            tokens += sum(result.lengths) - sum(map(len, prompts))
         if run:
-            best = max(best, tokens / (time.perf_counter() - begin))
-    return best
+            speeds.append(tokens / (time.perf_counter() - begin))
+    return statistics.median(speeds)
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -116,9 +119,6 @@ def service(options: argparse.Namespace, k: str, *, interval_ms: float) -> Itera
         "name": "big", "path": str(options.target.resolve()), "amp": options.amp, "backend": options.backend,
         "batch_size": options.batch_size, "n_positions": options.n_positions, **drafting,
     }  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     machine = host_cpus()
     environment.prepare_new_cluster()
     ray.init(
@@ -126,13 +126,14 @@ def service(options: argparse.Namespace, k: str, *, interval_ms: float) -> Itera
         include_dashboard=False,
     )  # fmt: skip
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
         groups = plan_groups(models_of([entry], folder=Path(), where="benchmark"), machine)
         options.threads = dict(groups[0].plan.placements[0].env)["OMP_NUM_THREADS"]
         settings = ApiSettings(access_log=False, stream_interval_ms=interval_ms)
-        app = application(groups, FaultPolicy(), settings)
-        serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
-        yield port
+        with ListeningSocket("127.0.0.1", 0) as listening:
+            serve.start(proxy_location="Disabled")
+            app = application(groups, FaultPolicy(), settings, handover=listening.handover)
+            serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
+            yield listening.port
     finally:
         ray.shutdown()
 

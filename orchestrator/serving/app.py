@@ -43,6 +43,7 @@ from paceline.serving.logs import SERVE_LOGGING
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
+_HERE = "node:__internal_head__"  # what Ray calls the node on which a cluster was begun
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
@@ -90,9 +91,16 @@ def deploy_config(
 
 
 def application(
-    groups: Sequence[ReplicaGroupPlan], fault_policy: FaultPolicy, settings: ApiSettings | None = None
+    groups: Sequence[ReplicaGroupPlan],
+    fault_policy: FaultPolicy,
+    settings: ApiSettings | None = None,
+    *,
+    handover: str = "",
 ) -> serve.Application:
     """The application for planned models.
+
+    ``handover``: of a `paceline.serving.listener.ListeningSocket` in this process, at which HTTP is answered without
+    Serve's proxy; "": Serve's proxy listens, wherever it runs.
 
     Raises:
         PlanError: a model cannot be run as it was planned.
@@ -108,6 +116,8 @@ def application(
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         logging_config=SERVE_LOGGING,
-        ray_actor_options={"num_cpus": CPU_SHARE},
+        ray_actor_options={"num_cpus": CPU_SHARE, **({"resources": {_HERE: CPU_SHARE}} if handover else {})},
     )
-    return ingress.bind(handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy)
+    return ingress.bind(
+        handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy, handover=handover
+    )

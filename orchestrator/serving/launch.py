@@ -9,11 +9,12 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
@@ -23,6 +24,7 @@ from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving import serve_decisions
 from paceline.serving.app import application
+from paceline.serving.listener import ListeningSocket
 from paceline.serving.serve_controller import running_address
 from paceline.serving.settings import ApiSettings
 
@@ -52,20 +54,24 @@ def serve_groups(
 ) -> None:
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
-    ``address``: of a Ray cluster to join; None starts one here. ``ready``: called when requests are accepted.
+    ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one here, and the process of
+    HTTP listens itself. ``ready``: called when requests are accepted.
 
     Raises:
-        ConfigurationError: Serve runs in the cluster already, and listens elsewhere or has an application of this name.
+        ConfigurationError: nothing can listen at the address, or Serve runs in the cluster already, and listens
+            elsewhere or has an application of this name.
         PlacementError: there is no such cluster, or the service did not start.
     """
-    app = application(groups, fault_policy, settings)
-    with _until_a_signal() as take_signals:
+    with _until_a_signal() as take_signals, ExitStack() as stack:
+        listening = stack.enter_context(ListeningSocket(host, port)) if address is None else None
+        app = application(groups, fault_policy, settings, handover=listening.handover if listening else "")
         _connect(groups, address)
         take_signals()  # Ray has set handlers of its own
-        try:
-            _serve(app, host=host, port=port, ready=ready, own_cluster=address is None)
-        finally:
-            ray.shutdown()
+        stack.callback(ray.shutdown)
+        if listening is None:
+            _serve_by_proxy(app, host=host, port=port, ready=ready)
+        else:
+            _serve_at(listening, app, ready=ready)
 
 
 @contextmanager
@@ -105,40 +111,72 @@ def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
         raise PlacementError(f"{failure}: {_summary(error)}") from error
 
 
-def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], None], own_cluster: bool) -> None:
-    """Serve in the cluster that this process is connected to, until a signal."""
+def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Callable[[], None]) -> None:
+    """Serve in a cluster of our own until a signal. Serve ends with it: taking it down before has Ray print that the
+    call failed, since the actor that is called ends itself.
+    """
+    with _named_errors():
+        try:
+            serve.start(proxy_location=ProxyLocation.Disabled)
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)  # else it names an address where nobody listens
+            _run(app, ready)
+        finally:
+            listening.close()  # the process of HTTP has it still, until it accepts no more
+            with _warned():
+                _delete(_own())
+
+
+def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
+    """Serve in the cluster that this process has joined, until a signal. Serve ends if we started it and nobody else
+    uses it.
+    """
     running = running_address()
     if running is not None:
         _check_address(running, host=host, port=port)
+    with _named_errors():
+        try:
+            serve.start(http_options={"host": host, "port": port})
+            _run(app, ready)
+        finally:
+            with _warned():
+                own = _own()
+                if running is None and not set(serve.status().applications) - own:
+                    serve.shutdown()
+                else:
+                    _delete(own)
+                serve_decisions.forget(APPLICATION)
+
+
+def _run(app: serve.Application, ready: Callable[[], None]) -> None:
+    serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
+    ready()
+    threading.Event().wait()
+
+
+def _own() -> set[str]:
+    """Our applications: the service, and models that were loaded on demand."""
+    models = {name for name in serve.status().applications if name.startswith(f"{APPLICATION}-")}
+    return models | {APPLICATION}
+
+
+def _delete(applications: set[str]) -> None:
+    for name in sorted(applications):
+        serve.delete(name)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
     try:
-        serve.start(http_options={"host": host, "port": port})
-        serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
-        ready()
-        threading.Event().wait()
+        yield
     except _RAY_ERRORS as error:
         raise WorkerError(f"the service did not start: {_summary(error)}") from error
-    finally:
-        _take_down(started_serve=running is None, own_cluster=own_cluster)
 
 
-def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
-    """End our application, and Serve if we started it and nobody else uses it. Errors here must not hide others.
-
-    Serve ends with a cluster of our own. Taking it down before that has Ray print that the call failed, since the
-    actor that is called ends itself.
-    """
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Errors of taking it down must not hide others."""
     try:
-        applications = set(serve.status().applications)
-        own = {
-            name for name in applications if name == APPLICATION or name.startswith(f"{APPLICATION}-")
-        }  # models on demand
-        if started_serve and not own_cluster and not applications - own:
-            serve.shutdown()
-        else:
-            for name in sorted(own | {APPLICATION}):
-                serve.delete(name)
-        if not own_cluster:
-            serve_decisions.forget(APPLICATION)
+        yield
     except _RAY_ERRORS as error:
         log.warning("the service could not be taken down (%s)", _summary(error))
 

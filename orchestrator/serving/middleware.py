@@ -26,6 +26,18 @@ _GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
+def identify(scope: Scope) -> str:
+    """The id of a request: that which its client gave it, or a new one, which is in its headers from then on."""
+    sent_id = Headers(scope=scope).get(REQUEST_ID, "")
+    if _GOOD_ID.fullmatch(sent_id):
+        return sent_id
+    request_id = f"req-{secrets.token_hex(12)}"
+    headers = MutableHeaders(raw=list(scope["headers"]))
+    headers[REQUEST_ID] = request_id
+    scope["headers"] = headers.raw
+    return request_id
+
+
 def refused_response(error: RefusedError) -> JSONResponse:
     """An error object as an HTTP answer."""
     return JSONResponse(error.body, error.status, error.headers)
@@ -45,8 +57,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent_id = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = sent_id if _GOOD_ID.fullmatch(sent_id) else f"req-{secrets.token_hex(12)}"
+        request_id = identify(scope)
         about: dict[str, object] = {"request_id": request_id}
         scope.setdefault("state", {})["access"] = about
         begin, first, status = time.perf_counter(), 0.0, 500

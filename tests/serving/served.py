@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving.app import application
+from paceline.serving.listener import ListeningSocket
 from tests.decoder.tiny import VOCABULARY
 from tests.simulation import check_nothing_left
 
@@ -142,24 +142,29 @@ def statuses(client: openai.OpenAI, model: str) -> list[int]:
 
 
 @contextmanager
-def served(groups: Sequence[ReplicaGroupPlan]) -> Iterator[openai.OpenAI]:
-    """A client of it, while it is served."""
-    with socket.socket() as link:
-        link.bind(("127.0.0.1", 0))
-        port = link.getsockname()[1]
+def served(groups: Sequence[ReplicaGroupPlan], *, by_proxy: bool = False) -> Iterator[openai.OpenAI]:
+    """A client of it, while it is served, as `paceline serve` does it: ``by_proxy`` in a cluster that it joined."""
     fault_policy = FaultPolicy(
         startup_timeout_s=90,
         stall_timeout_s=30,
         placement_timeout_s=20,
         draft_timeouts=DraftTimeouts(reply_timeout_s=2),
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    try:
-        serve.run(application(groups, fault_policy), name="paceline", route_prefix="/", external_scaler_enabled=True)
-        with openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
-        ) as connected:
-            yield connected
-    finally:
-        serve.shutdown()
-        check_nothing_left(90)  # a replica has 60 seconds to end, the ledger then ten
+    with ListeningSocket("127.0.0.1", 0) as listening:
+        port, handover = listening.port, listening.handover
+        if by_proxy:
+            listening.close()
+            handover = ""
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+        else:
+            serve.start(proxy_location="Disabled")
+        app = application(groups, fault_policy, handover=handover)
+        try:
+            serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
+            with openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+            ) as connected:
+                yield connected
+        finally:
+            serve.shutdown()
+            check_nothing_left(90)  # a replica has 60 seconds to end, the ledger then ten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
+from paceline.serving.listener import ListeningSocket
 
 ENDS = [signal.SIGINT, signal.SIGTERM]
 
@@ -29,7 +31,7 @@ class Played:
     def __init__(self, *, others: tuple[str, ...] = (), listens: int | None = None) -> None:
         self.calls: list[str] = []
         self.others, self.listens = list(others), listens
-        self.lost, self.forgotten = False, list[str]()
+        self.lost, self.forgotten, self.proxies = False, list[str](), list[str | None]()
         self.deploys: Callable[[], None] = lambda: None
         self.connects: Callable[[], object] = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
 
@@ -37,8 +39,9 @@ class Played:
         self.calls.append("init")
         self.connects()
 
-    def start(self, **_: object) -> None:
+    def start(self, *, proxy_location: str | None = None, **_: object) -> None:
         self.calls.append("start")
+        self.proxies.append(proxy_location)
 
     def run(self, *_: object, name: str, **__: object) -> None:
         self.calls.append(f"run {name}")
@@ -56,7 +59,14 @@ class Played:
         return None if self.listens is None else ("127.0.0.1", self.listens)
 
 
-def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[], None], port: int = 8000) -> list[str]:
+def serve(
+    played: Played,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ready: Callable[[], None],
+    port: int = 8000,
+    address: str | None = "joined",
+) -> list[str]:
     def end(what: str) -> Callable[[], None]:
         return lambda: played.calls.append(what)
 
@@ -66,12 +76,12 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
     )
     monkeypatch.setattr(module, "serve", serving)
     monkeypatch.setattr(module, "running_address", played.address)
-    monkeypatch.setattr(module, "application", lambda *_: None)
+    monkeypatch.setattr(module, "application", lambda *_, **__: None)
     monkeypatch.setattr(module.serve_decisions, "forget", played.forgotten.append)
     before = [signal.getsignal(number) for number in ENDS]
     try:
         group = ReplicaGroupPlan("m", 1, Plan(INSTANCES["inf2.48xlarge"], ()))
-        module.serve_groups([group], FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
+        module.serve_groups([group], FaultPolicy(), host="127.0.0.1", port=port, address=address, ready=ready)
     finally:
         assert [signal.getsignal(number) for number in ENDS] == before
     return played.calls
@@ -101,6 +111,36 @@ def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.Monkey
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
     assert serve(Played(), monkeypatch, ready=ready)[-2:] == ["serve.shutdown", "ray.shutdown"]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_cluster_of_its_own_ends_with_the_service(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy runs: the process of HTTP listens at the socket of this process, until the end and no longer."""
+    played = Played()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+
+    def end() -> None:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        tell(signal.SIGTERM)
+
+    if loads:
+        played.deploys = end
+    calls = serve(played, monkeypatch, ready=end, port=port, address=None)
+    assert calls == ["init", "start", "run paceline", "delete paceline", "ray.shutdown"]
+    assert played.proxies == ["Disabled"]
+    ListeningSocket("127.0.0.1", port).close()
+
+
+def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ConfigurationError, match=r"nothing can listen at 127\.0\.0\.1"),
+    ):
+        serve(played, monkeypatch, ready=never, port=other.getsockname()[1], address=None)
+    assert not played.calls
 
 
 @pytest.mark.parametrize("listens", [8000, None])

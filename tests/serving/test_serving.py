@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
 from urllib.request import urlopen
 
 import openai
@@ -22,15 +19,10 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from benchmarks.service_processes import count_processes
-from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES
 from paceline.placement.cluster.core_allocator import call_allocator
-from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving import launch as serving_run
-from paceline.serving.app import deploy_config
-from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
 from tests.serving.served import (
     admin,
@@ -41,7 +33,6 @@ from tests.serving.served import (
     replica,
     said,
     served,
-    statuses,
     stop_until_replaced,
     struck,
     with_tokenizer,
@@ -132,9 +123,9 @@ def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path)
 
 
 def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.OpenAI, cluster: Cluster) -> None:
-    """The proxy and the ingress are those of all models; each writes lines of JSON with the id of the request."""
+    """The ingress is that of all models, and writes a line of JSON with the id of a request; no proxy runs."""
     kinds = count_processes(os.getpid())
-    assert kinds["model:small"] == kinds["ingress"] == kinds["proxy"] == 1
+    assert kinds["model:small"] == kinds["ingress"] == 1 and not kinds["proxy"]
     address = str(client.base_url).replace("/v1/", "/metrics")
 
     def tokens() -> float:
@@ -233,59 +224,6 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
     statistics = replica("chat").statistics.remote().result()
     # A round asks the draft once, for however many requests are in it.
     assert 0 < statistics["drafter_health"]["asked"] < statistics["num_drafts"], statistics
-
-
-def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
-    """With Ray's own command, beside what is served already, below a prefix, and with two processes of HTTP."""
-    shape = "n_positions: 128, amp: f32, backend: eager"
-    (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
-    config = deploy_config(
-        home / "models.yaml", "inf2.48xlarge", ApiSettings(), host="127.0.0.1", port=client.base_url.port or 0
-    )
-    second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}  # type: ignore[index]
-    second["deployments"] = [{"name": "openai", "num_replicas": 2}]
-    (home / "serve.yaml").write_text(json.dumps({**config, "applications": [second]}))  # JSON is YAML too
-    line = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]
-    done = subprocess.run([*line, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    below = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
-    end = time.monotonic() + 180
-    while serve.status().applications["second"].status != "RUNNING":
-        assert time.monotonic() < end, serve.status()
-        time.sleep(0.2)
-    assert [model.id for model in below.models.list()] == ["again"]
-    for action, status in (("unload", 503), ("load", 200)):  # who is not told of it waits for a replica, and hangs
-        assert admin(below, "POST", f"/{action}", {"model": "again"})["state"] == f"{action}ed"
-        assert statuses(below, "again") == [status] * 16
-    asked = {"model": "again", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
-    stream = iter(below.completions.create(stream=True, **asked))  # type: ignore[call-overload]
-    parts = [next(stream).choices[0].text]
-    with ThreadPoolExecutor(1) as pool:  # what SIGTERM does (`test_launch`): answers under way are drained
-        ended = pool.submit(serve.delete, "second")
-        text = "".join(parts + [chunk.choices[0].text for chunk in stream])
-        ended.result(90)
-    assert text == said(home, PROMPT, max_new_tokens=100) and "second" not in serve.status().applications
-
-
-def test_a_cluster_with_other_applications_keeps_them(
-    client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
-    monkeypatch.setattr(serving_run, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
-    entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}
-    groups = plan_groups(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
-    port = client.base_url.port or 0
-    asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
-    with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
-        serving_run.serve_groups(groups, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
-        serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
-    monkeypatch.setattr(serving_run, "APPLICATION", "more")
-    with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
-        serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
-    applications = serve.status().applications
-    assert applications["paceline"].status == "RUNNING" and "more" not in applications
-    assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
 
 
 def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: Path) -> None:

@@ -1,0 +1,148 @@
+"""HTTP without Ray Serve's proxy, for a service whose HTTP process runs on the machine of its launcher.
+
+A request that passes the proxy costs it, and the process behind it, more than that process needs to answer it itself
+(docs/decisions/0019). So the process of HTTP answers connections itself (`serving`), at a socket that it asks the
+launcher for (`ListeningSocket`, `receive_socket`). The launcher keeps the socket open: an address that is in use is an
+error before anything starts, and while a process of HTTP is replaced, connections wait to be accepted and are not
+refused. Several processes may hold the socket; each connection is accepted by one of them.
+
+The socket passes through a socket file that only its owner can use (SCM_RIGHTS; Linux, unix(7)).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from paceline.core.errors import ConfigurationError, WorkerError
+from paceline.placement.host import private_dir
+from paceline.placement.remote import channel
+
+_BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
+_KEEP_ALIVE_S = 60.0  # that an idle connection is kept: longer than clients keep theirs, which else meet its end
+_RECEIVE_S = 10.0
+
+
+class ListeningSocket:
+    """The address of a service, and a socket file at which processes of this user get the socket.
+
+    ``handover``: path of the socket file. Nobody is answered before a process that received the socket listens.
+
+    Raises:
+        ConfigurationError: the address cannot be had.
+        WorkerError: another user can change the folder of socket files.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = _bound(host, port)
+        self.handover = str(private_dir.scratch() / "sockets" / f"http-{secrets.token_hex(4)}")
+        try:
+            self._gives = channel.listen(channel.Address(path=self.handover))
+        except BaseException:
+            self._socket.close()
+            raise
+        threading.Thread(target=self._give, name="paceline-http-socket", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it has: that which was asked for, or with 0 a free one."""
+        return int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Refuse connections as soon as every process that received the socket has closed it, too."""
+        self._gives.close()
+        Path(self.handover).unlink(missing_ok=True)
+        self._socket.close()
+
+    def __enter__(self) -> ListeningSocket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _give(self) -> None:
+        with suppress(OSError):  # it was closed
+            while True:
+                connection, _ = self._gives.accept()
+                with connection, suppress(OSError):  # of a process that has ended
+                    socket.send_fds(connection, [b"\0"], [self._socket.fileno()])
+
+
+def receive_socket(handover: str) -> socket.socket:
+    """The socket of `ListeningSocket`, in a process of the same user on the same machine.
+
+    Raises:
+        WorkerError: nobody gives it.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_RECEIVE_S)
+            connection.connect(handover)
+            _, (number,), _, _ = socket.recv_fds(connection, 1, 1)
+    except (OSError, ValueError) as error:
+        raise WorkerError(
+            f"the address of the service cannot be had from the process that began it ({error}); start the service "
+            "again"
+        ) from error
+    return socket.socket(fileno=number)
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
+    """Answer connections to ``listening`` by ``app`` during the block; then no more are accepted, and answers under way
+    have ``drain_s`` seconds to end. ``app``'s own lifespan is whoever's who calls this.
+    """
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        log_level=None,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=round(_KEEP_ALIVE_S),
+        timeout_graceful_shutdown=round(drain_s),
+    )
+    server = _Server(config)
+    running = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _Server(uvicorn.Server):
+    """Signals are the business of the process that it runs in."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """See `uvicorn.Server`."""
+        return nullcontext()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ConfigurationError(
+            f"nothing can listen at {host}:{port} ({error}); choose another --host or --port, or end what is there"
+        ) from error
+    return listening
