@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster.nodes import NAMESPACE
@@ -136,6 +136,9 @@ class RayOwner:
                 if actor is None:
                     return None
                 return await asyncio.wait_for(getattr(actor, method).remote(*arguments), seconds)
+            except ActorUnavailableError as error:  # Ray starts it again, and ends it where nobody keeps its handle
+                lost = error
+                await asyncio.sleep(_PAUSE_S)
             except RayActorError as error:
                 self._actor, lost = None, error
                 await asyncio.sleep(_PAUSE_S)

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 import openai
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.cluster_utils import Cluster
@@ -21,8 +22,10 @@ from ray.cluster_utils import Cluster
 from benchmarks.service_processes import count_processes
 from paceline.placement import INSTANCES
 from paceline.placement.cluster.core_allocator import call_allocator
+from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
+from paceline.serving.serve_lifecycle import actor_name
 from tests.decoder.tiny import save_pair
 from tests.serving.served import (
     admin,
@@ -97,9 +100,11 @@ def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: open
     while process("ingress") == ingress or not isinstance(found := answer_of(client), dict):
         assert time.monotonic() < end
         time.sleep(0.1)
+    decides = ray.get_actor(actor_name("paceline"), namespace=NAMESPACE)
     os.kill(process("lifecycle"), signal.SIGKILL)  # who decides is started again, and asked again
     assert {one["name"]: one["pinned"] for one in found["models"]} == {"chat": False, "small": True, "late": False}
     assert not admin(client, "POST", "/pin", {"model": "small", "pinned": False})["pinned"]
+    assert ray.get_actor(actor_name("paceline"), namespace=NAMESPACE) == decides, "no other one took its place"
 
 
 def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path) -> None:
