@@ -59,6 +59,8 @@ class ListeningSocket:
 
     def close(self) -> None:
         """Refuse connections as soon as every process that received the socket has closed it, too."""
+        with suppress(OSError):  # it is closed already
+            self._gives.shutdown(socket.SHUT_RDWR)  # its thread ends
         self._gives.close()
         Path(self.handover).unlink(missing_ok=True)
         self._socket.close()

@@ -8,6 +8,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +93,11 @@ def test_the_socket_file_is_its_owner_s_alone() -> None:
         receive_socket(listening.handover).close()
     with pytest.raises(WorkerError, match="start the service again"):
         receive_socket(listening.handover)
+    listening.close()  # again: nothing happens
+    end = time.monotonic() + 30
+    while any(thread.name == "paceline-http-socket" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_answers_under_way_end_and_no_more_are_begun() -> None:
