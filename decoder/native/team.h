@@ -4,6 +4,9 @@
 // than threads need that all run lets others have its core between two looks. Where nobody wants the core that costs
 // nothing, and no thread has to be woken when there is work again, which takes longer than many a piece of work.
 //
+// Threads that never sleep look busy to Linux wherever they are, and two of them that came to share a core would share it
+// for seconds beside an idle one. So a thread that waits for one that was seen on its own core goes to another core.
+//
 // Every thread that asks for work has a team of its own, which ends with it. How many threads take part is OpenMP's
 // setting for the thread that asks, so that PyTorch's functions and variables for it hold here too.
 #pragma once
@@ -12,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <omp.h>
 #include <pthread.h>
@@ -40,9 +44,12 @@ class Team {
     // All threads that take part wait here for each other.
     void barrier() const {
       if (threads == 1) return;
+      team->seen_on(number);
       const uint32_t phase = team->phase_.load(std::memory_order_relaxed);
       if (team->arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads) {
-        await([&] { return team->phase_.load(std::memory_order_acquire) != phase; });
+        await(
+            [&] { return team->phase_.load(std::memory_order_acquire) != phase; },
+            [&] { team->part(number, threads); });
       } else {
         team->arrived_.store(0, std::memory_order_relaxed);
         team->phase_.store(phase + 1, std::memory_order_release);
@@ -75,6 +82,7 @@ class Team {
   static constexpr uint64_t LAST = 0;  // there is no more work
   static constexpr std::chrono::microseconds SPIN{50};  // a barrier of threads that all run takes less
   static constexpr std::chrono::milliseconds AWAKE{5};  // what the host does between two graphs takes less
+  static constexpr std::chrono::milliseconds STAY{10};  // on a core, at least: others may have the one that is left
 
   // The team of a thread. A process that was forked has none of the threads of the one before: it makes a new team, and
   // leaves the old one as it is, which would wait for them at its end.
@@ -97,13 +105,14 @@ class Team {
     return *owner.team;
   }
 
-  // Waits until done(), but no longer than `most`. Whether it is done.
-  template <class Done>
-  static bool await(Done done, Clock::duration most = Clock::duration::max()) {
+  // Waits until done(), but no longer than `most`. Whether it is done. `late` is called where threads that all run would
+  // have come.
+  template <class Done, class Late>
+  static bool await(Done done, Late late, Clock::duration most = Clock::duration::max()) {
     if (done()) return true;
     const Clock::time_point begin = Clock::now();
     for (Clock::duration waited{}; waited < most; waited = Clock::now() - begin) {
-      if (waited > SPIN) sched_yield();
+      if (waited > SPIN) late(), sched_yield();
       for (int look = 0; look < 16; look++, rest())
         if (done()) return true;
     }
@@ -117,9 +126,40 @@ class Team {
     body_ = body, work_ = work;
     finished_.store(0, std::memory_order_relaxed);
     announce(((before >> COUNTED) + 1) << COUNTED | threads);
+    seen_on(0);
     work(body, Member{this, 0, threads});
-    await([&] { return finished_.load(std::memory_order_acquire) == threads - 1; });
+    await([&] { return finished_.load(std::memory_order_acquire) == threads - 1; }, [&] { part(0, threads); });
   }
+
+#ifdef __linux__
+  // Notes on which core a thread is.
+  void seen_on(int number) { cores_[number].store(sched_getcpu(), std::memory_order_relaxed); }
+
+  // Leaves the core of this thread, if another thread of the work was seen there. It may come back.
+  void part(int number, int threads) {
+    static thread_local Clock::time_point parted{};
+    const int here = sched_getcpu();
+    bool shared = false;
+    for (int other = 0; other < threads; other++)
+      shared |= other != number && cores_[other].load(std::memory_order_relaxed) == here;
+    if (!shared || Clock::now() - parted < STAY) return;
+    parted = Clock::now();
+    cpu_set_t may;
+    if (sched_getaffinity(0, sizeof may, &may) || CPU_COUNT(&may) < 2 || !CPU_ISSET(here, &may)) return;
+    cpu_set_t elsewhere = may;
+    CPU_CLR(here, &elsewhere);
+    if (sched_setaffinity(0, sizeof elsewhere, &elsewhere)) return;
+    if (sched_setaffinity(0, sizeof may, &may)) {  // the process has other cores by now: any of those
+      std::memset(&may, 0xff, sizeof may);
+      sched_setaffinity(0, sizeof may, &may);
+    }
+    seen_on(number);
+  }
+  std::atomic<int> cores_[MOST] = {};
+#else
+  void seen_on(int) {}
+  void part(int, int) {}
+#endif
 
   // Tells the threads what there is to do, also those that sleep: they count themselves before they look a last time.
   void announce(uint64_t call) {
@@ -133,7 +173,7 @@ class Team {
   void serve(int number, uint64_t seen) {
     const auto called = [&] { return call_.load() != seen; };
     while (true) {
-      if (!await(called, AWAKE)) {
+      if (!await(called, [] {}, AWAKE)) {
         std::unique_lock<std::mutex> guard(mutex_);
         asleep_++;
         called_.wait(guard, called);
@@ -143,6 +183,7 @@ class Team {
       if (seen == LAST) return;
       const int threads = seen & ((1 << COUNTED) - 1);
       if (number >= threads) continue;
+      seen_on(number);
       work_(body_, Member{this, number, threads});
       finished_.fetch_add(1, std::memory_order_release);
     }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,26 @@ def test_threads_change_no_bit() -> None:
     for threads in (2, 3, 7, 2, 16, 1, 5):  # more than there are cores, fewer than before, and more again
         for _ in range(20):
             assert layer(threads).equal(expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
+def test_threads_that_leave_a_core_may_come_back() -> None:
+    """All start on one core and may then have every core of the process again: some move, and none stays confined."""
+    program = """
+import os
+from tests.decoder.test_team import layer
+cores, threads = os.sched_getaffinity(0), 3
+expected = layer(threads)
+tasks = [int(name) for name in os.listdir("/proc/self/task")]
+for _ in range(20):
+    for mask in ({min(cores)}, cores):
+        for task in tasks:
+            os.sched_setaffinity(task, mask)
+        for _ in range(20):
+            assert layer(threads).equal(expected)
+    assert {frozenset(os.sched_getaffinity(task)) for task in tasks} == {frozenset(cores)}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 def test_callers_have_teams_of_their_own() -> None:
