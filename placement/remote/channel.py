@@ -53,6 +53,10 @@ class Address:
         raise ConfigurationError(f"{text!r} is not an address; write unix:/path/of/socket or tcp:host:port")
 
 
+class SilentError(ChannelError):
+    """A process listens and says nothing: every one that runs answers at once, whatever else it does."""
+
+
 class Channel:
     """One connection. A frame that arrives late is kept until it is complete: no deadline cuts one in two."""
 
@@ -134,7 +138,7 @@ class Channel:
         """Both sides prove that they know the secret.
 
         Raises:
-            ChannelError: the other one does not.
+            ChannelError: the other one does not; SilentError: it says nothing.
         """
         end = monotonic() + _AUTHENTICATION_S
         own_role, other_role = (b"drafter", b"target") if server else (b"target", b"drafter")
@@ -149,7 +153,7 @@ class Channel:
         data = b""
         while len(data) < size:
             if not self._readable.poll(max(0.0, end - monotonic()) * 1000):
-                raise ChannelError("the other side did not authenticate in time")
+                raise SilentError("the other side did not authenticate in time")
             try:
                 more = self._socket.recv(size - len(data))
             except OSError as error:
@@ -207,7 +211,7 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
     """Connect to a drafter.
 
     Raises:
-        ChannelError: nothing answers in time, or the secrets differ.
+        ChannelError: nothing answers in time, or the secrets differ; SilentError: something listens and says nothing.
     """
     connection = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -217,7 +221,8 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
         channel.authenticate(secret, server=False)
     except (OSError, ChannelError) as error:
         connection.close()
-        raise ChannelError(f"no drafter answers at {address} ({error})") from error
+        kind = SilentError if isinstance(error, SilentError) else ChannelError
+        raise kind(f"no drafter answers at {address} ({error})") from error
     return channel
 
 

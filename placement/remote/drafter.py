@@ -49,7 +49,8 @@ class DraftTimeouts:
 
     reply_timeout_s   seconds a reply may take; a round waits no longer
     resync_timeout_s  seconds more where sequences have to be read anew (in the first round of a request too)
-    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted
+    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; one that
+                      listens, and does not answer a target that calls it, too
     max_failures      faults in a row after which the process is restarted
     backoff_s         seconds it is left alone after a fault; twice as long after each further one, but no longer than
     max_backoff_s     these
@@ -86,6 +87,7 @@ class RemoteDrafter:
             handshake,
             num_draft_tokens=contract.num_draft_tokens,
             max_backoff_s=self._timeouts.max_backoff_s,
+            hang_timeout_s=self._timeouts.hang_timeout_s,
         )
         self._connection.begin(restart=False)
 

@@ -12,7 +12,7 @@ from paceline.core.drafter_health import State
 from paceline.core.errors import ChannelError
 from paceline.placement.host.processes import Process
 from paceline.placement.remote import messages
-from paceline.placement.remote.channel import Address, Channel, connect
+from paceline.placement.remote.channel import Address, Channel, SilentError, connect
 
 STARTUP_TIMEOUT_S = 600.0
 """Seconds in which a drafter's process can be called, unless another time is given: it loads and compiles first."""
@@ -99,9 +99,11 @@ class Reconnector:
         *,
         num_draft_tokens: int,
         max_backoff_s: float,
+        hang_timeout_s: float,
     ) -> None:
         self._endpoint, self._handshake = endpoint, handshake
         self._num_draft_tokens, self._max_backoff_s = num_draft_tokens, max_backoff_s
+        self._hang_timeout_s = hang_timeout_s
         self._lock = threading.Lock()
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -154,19 +156,24 @@ class Reconnector:
             self._supervise(lambda supervisor: supervisor.replace(old))
         pause, restart_pause, restart_at = _FIRST_PAUSE_S, _FIRST_RESTART_S, monotonic() + _FIRST_RESTART_S
         deadline = monotonic() + self._endpoint.startup_timeout_s
+        silent_since: float | None = None
         while not self._stop.is_set():
+            begin = monotonic()
             try:
                 self._connected(self._call(deadline))
                 return
             except _RefusedError as error:
                 self.last_error = str(error)
                 pause, deadline = min(2 * pause, self._max_backoff_s), monotonic() + self._endpoint.startup_timeout_s
+                silent_since = None
             except Exception as error:  # whatever it is: if this thread ended, nothing would call again
                 self.last_error = str(error) if isinstance(error, ChannelError) else repr(error)
                 pause = min(1.5 * pause, _MAX_PAUSE_S)
-                if monotonic() > deadline:  # it hangs before it can be called
+                silent_since = (silent_since or begin) if isinstance(error, SilentError) else None
+                hangs = silent_since is not None and monotonic() - silent_since > self._hang_timeout_s
+                if hangs or monotonic() > deadline:  # behind its socket, or before it can be called
                     self._supervise(lambda supervisor: supervisor.replace(None))
-                    deadline = monotonic() + self._endpoint.startup_timeout_s
+                    deadline, silent_since = monotonic() + self._endpoint.startup_timeout_s, None
                 elif monotonic() > restart_at and self._supervise(lambda supervisor: supervisor.ensure()):
                     restart_pause = min(2 * restart_pause, self._max_backoff_s)  # it died before it could be called
                     restart_at = monotonic() + restart_pause

@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.quota import Quota
+from paceline.placement.remote import channel
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
@@ -17,7 +20,7 @@ from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
-TIMEOUTS = DraftTimeouts(backoff_s=0.002, max_backoff_s=0.05)
+TIMEOUTS = DraftTimeouts(hang_timeout_s=1, backoff_s=0.002, max_backoff_s=0.05)
 
 
 @dataclass
@@ -47,9 +50,11 @@ def tables(address: Address, max_targets: int = 2) -> AbstractContextManager[Non
     )
 
 
-def called(stack: ExitStack, address: Address, supervisor: Asked, *, k: int = 4) -> RemoteDrafter:
+def called(
+    stack: ExitStack, address: Address, supervisor: Asked, *, k: int = 4, startup_timeout_s: float = 0.3
+) -> RemoteDrafter:
     contract = DrafterContract(num_draft_tokens=k, slots=1, vocab_size=V)
-    endpoint = DrafterEndpoint(address, SECRET, supervisor, startup_timeout_s=0.3)
+    endpoint = DrafterEndpoint(address, SECRET, supervisor, startup_timeout_s=startup_timeout_s)
     return stack.enter_context(closing(RemoteDrafter(contract, endpoint, timeouts=TIMEOUTS)))
 
 
@@ -81,6 +86,20 @@ def test_a_process_that_cannot_be_called_is_replaced_after_the_patience(tmp_path
     draft = called(stack, Address(path=str(tmp_path / "s")), supervisor)
     until(lambda: "replace" in supervisor.acts)
     assert draft.health.state == "down" and "no drafter answers" in draft.health.last_error
+
+
+def test_a_process_that_stops_before_it_is_called_is_replaced_before_the_patience_ends(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens, so its model is loaded; one that does not yet has as long as a start may take."""
+    monkeypatch.setattr(channel, "_AUTHENTICATION_S", 0.3)
+    silent, loading = Asked(), Asked()
+    stack.enter_context(closing(listen(Address(path=str(tmp_path / "s")))))
+    late = called(stack, Address(path=str(tmp_path / "t")), loading, startup_timeout_s=600)
+    draft = called(stack, Address(path=str(tmp_path / "s")), silent, startup_timeout_s=600)
+    until(lambda: "replace" in silent.acts)
+    assert "did not authenticate in time" in draft.health.last_error
+    assert "no drafter answers" in late.health.last_error and "replace" not in loading.acts
 
 
 def test_a_supervisor_that_fails_does_not_end_the_calling(tmp_path: Path, stack: ExitStack) -> None:
