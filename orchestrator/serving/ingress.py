@@ -77,7 +77,7 @@ class Ingress:
         return app
 
     def _listening(self, app: FastAPI, lifespan: Lifespan[FastAPI]) -> Lifespan[FastAPI]:
-        """The application's lifespan, within which it is what answers at the service's address."""
+        """The application's lifespan, in which it answers at the service's address."""
 
         listening = receive_socket(self._handover)
 

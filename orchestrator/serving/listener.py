@@ -103,7 +103,10 @@ def receive_socket(handover: str) -> socket.socket:
 @asynccontextmanager
 async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
     """Answer connections to ``listening`` by ``app`` during the block; then no more are accepted, and answers under way
-    have ``drain_s`` seconds to end. ``app``'s own lifespan is whoever's who calls this.
+    have ``drain_s`` seconds to end. ``app``'s own lifespan is the caller's business.
+
+    Raises:
+        OSError: another socket listens at the address: two services that begin at the same moment both have it.
     """
     config = uvicorn.Config(
         app,
@@ -121,6 +124,9 @@ async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> 
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)
+    if running.done():
+        listening.close()
+        await running
     try:
         yield
     finally:

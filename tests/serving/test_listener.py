@@ -85,6 +85,20 @@ def test_an_address_that_cannot_be_had_is_an_error_before_anything_starts() -> N
             ListeningSocket(host, port)
 
 
+def test_of_two_services_that_begin_together_one_fails() -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def main(first: ListeningSocket, second: ListeningSocket) -> None:
+        async with serving(app, receive_socket(first.handover), drain_s=1):
+            with pytest.raises(OSError, match="in use"):
+                await serving(app, receive_socket(second.handover), drain_s=1).__aenter__()
+
+    with ListeningSocket("127.0.0.1", 0) as first, ListeningSocket("127.0.0.1", first.port) as second:
+        asyncio.run(main(first, second))
+
+
 def test_the_socket_file_is_its_owner_s_alone() -> None:
     with ListeningSocket("127.0.0.1", 0) as listening:
         file = Path(listening.handover)
