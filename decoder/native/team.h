@@ -4,8 +4,8 @@
 // than threads need that all run lets others have its core between two looks. Where nobody wants the core that costs
 // nothing, and no thread has to be woken when there is work again, which takes longer than many a piece of work.
 //
-// Threads that never sleep look busy to Linux wherever they are, and two of them that came to share a core would share it
-// for seconds beside an idle one. So a thread that waits for one that was seen on its own core goes to another core.
+// Threads that never sleep look busy to Linux wherever they are, and two of them that came to share a core may share it
+// for long beside an idle one. So a thread that waits for one that was seen on its own core goes to another core.
 //
 // Every thread that asks for work has a team of its own, which ends with it. How many threads take part is OpenMP's
 // setting for the thread that asks, so that PyTorch's functions and variables for it hold here too.
