@@ -5,7 +5,7 @@
     python benchmarks/decode.py --part host      what the host adds to a round of the demo pair
     python benchmarks/decode.py --part pair      tokens per second of the demo pair in every mode
     python benchmarks/decode.py --part widths    how often decode[1] and verify[5] disagree on the demo prompts
-    python benchmarks/decode.py --part backends  how often inductor and eager disagree
+    python benchmarks/decode.py --part backends  how often native and eager disagree
 
 Formats of weights, and llama.cpp beside them: benchmarks/formats.py.
 
@@ -153,7 +153,7 @@ def widths() -> dict[str, object]:
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     figures: dict[str, object] = {}
-    for backend, count, new in (("inductor", 60, 128), ("eager", 4, 24)):
+    for backend, count, new in (("native", 60, 128), ("eager", 4, 24)):
         target = AutoDecoder.from_pretrained(PAIR / "target", n_positions=512, backend=backend)
         differ = tokens = 0
         for prompt in prompts(count):
@@ -172,7 +172,7 @@ def backends() -> dict[str, object]:
     for amp in ("f32", "bf16"):
         ours, plain = (
             AutoDecoder.from_pretrained(PAIR / "target", n_positions=256, backend=backend, amp=amp)
-            for backend in ("inductor", "eager")
+            for backend in ("native", "eager")
         )
         for heat in (0.0, 1.0):
             sampling = {"do_sample": True, "temperature": heat, "seed": 7} if heat else {}

@@ -231,7 +231,7 @@ def main() -> None:
     arguments = parser.parse_args()
     depths = tuple(arguments.k or (2, 4, 8))
     options = Options(
-        arguments.alpha, depths, arguments.new, arguments.count, arguments.repeats, "inductor", tiny=False
+        arguments.alpha, depths, arguments.new, arguments.count, arguments.repeats, "native", tiny=False
     )
     if arguments.tiny:
         options = Options(arguments.alpha, tuple(arguments.k or (2,)), 12, 1, 1, "eager", tiny=True)

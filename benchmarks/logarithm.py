@@ -6,7 +6,7 @@
     PJRT_DEVICE=CPU python benchmarks/logarithm.py --device xla       where torch_xla is installed
 
 Every row chooses among the same logits (normal, divided by the temperature) with the same random words three times:
-with the arithmetic of `eager` and `inductor`, with the device's own logarithms (``traced``), and, as the worst that
+with the arithmetic of `eager` and `native`, with the device's own logarithms (``traced``), and, as the worst that
 decision 0011 allows, with every value of the noise moved 2 units in the last place up or down at random. Logits that
 differ between backends are left out, although they change more tokens than this does.
 

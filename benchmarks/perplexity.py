@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--formats", nargs="+", default=[*FORMATS, *CACHED], choices=[*FORMATS, *CACHED])
-    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--backend", default="native")
     options = parser.parse_args()
     files = [options.text] if options.text else sorted((ROOT / "core").glob("*.py"))
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)

@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder; finished cells of this commit are kept")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many minutes")
-    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--backend", default="native")
     parser.add_argument("--amp", default="bf16")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)

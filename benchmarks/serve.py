@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", nargs="*", default=[])
     parser.add_argument("--k", nargs="*", default=["auto"], help=f"draft lengths; auto; or {PLAIN}, no drafter")
-    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--backend", default="native")
     parser.add_argument("--amp", default="bf16")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--n-positions", type=int, default=512)

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=PAIR / "target")
     parser.add_argument("--draft", type=Path, default=PAIR / "draft")
     parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--backend", default="native")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=300)

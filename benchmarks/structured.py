@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--drafts", nargs="+", default=["suffix", str(DEMO / "draft")])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=BLOCK)
-    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--backend", default="native")
     parser.add_argument("--amp", default="bf16")
     parser.add_argument("--state", type=Path, help="file of what is done, which a later run goes on from")
     options = parser.parse_args()

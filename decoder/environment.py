@@ -42,25 +42,13 @@ Written for it where a model is divided over cores, each of which has a process:
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 
 Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
-
-Written only while a graph is compiled:
-
-    TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, one for each process below PACELINE_CACHE
-    CPLUS_INCLUDE_PATH       folders that the C++ compiler looks into first; what was there comes behind them
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-
-from filelock import BaseFileLock, FileLock, Timeout
 
 from paceline.core.errors import BackendError, ConfigurationError
 
@@ -240,55 +228,3 @@ def become_rank(variables: dict[str, str]) -> None:
                 "its other ranks by itself; load this one in a process of its own, without torchrun"
             )
     os.environ.update(variables)
-
-
-@lru_cache(maxsize=1)
-def _scratch() -> tuple[tempfile.TemporaryDirectory[str], BaseFileLock]:
-    """A folder that goes with the process: what Inductor leaves there is of no use to another one.
-
-    Its lock is let go when the process dies, however it dies: folders of dead processes go now.
-    """
-    root = cache_root()
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / "scratch-folders.lock"):  # no other process takes a lock for unused before it is held
-        for lock in root.glob("scratch.*.lock"):
-            _remove_unused(lock)
-        folder = tempfile.TemporaryDirectory(prefix="scratch.", dir=root, ignore_cleanup_errors=True)
-        held = FileLock(f"{folder.name}.lock")
-        held.acquire()
-    return folder, held
-
-
-def _remove_unused(path: Path) -> None:
-    """Remove a lock and its folder, unless a process that lives holds it."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except (Timeout, OSError):
-        return
-    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-    path.unlink(missing_ok=True)
-    lock.release()
-
-
-@contextmanager
-def inductor_scratch(include: Sequence[Path] = ()) -> Iterator[None]:
-    """Give Inductor a folder for its scratch files that no other process writes to.
-
-    ``include``: folders of headers that come before those which Inductor names. A folder that is named both with -I and
-    in this variable has its place in the variable (GCC, "Options for Directory Search"; clang does the same), so one
-    that Inductor names itself has to be among them, behind what replaces a part of it.
-    """
-    names = [str(folder) for folder in include]
-    path = os.pathsep.join([*names, *filter(None, [os.environ.get("CPLUS_INCLUDE_PATH")])])
-    wanted = {"TORCHINDUCTOR_CACHE_DIR": _scratch()[0].name, **({"CPLUS_INCLUDE_PATH": path} if names else {})}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

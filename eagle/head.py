@@ -19,7 +19,7 @@ from paceline.core import reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
 from paceline.decoder.kernels.vocab_part import VocabPart
-from paceline.decoder.models.rope import rope_tables
+from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
@@ -158,9 +158,11 @@ class EagleHead(AutoregressiveHead):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
         """Pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
-        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0])
+        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
         at = positions.clamp(max=self.cos.shape[0] - 1)
-        return self.network.project(inputs, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real)
+        return self.network.project(
+            inputs, hidden, rotation_at(at, self.cos, self.sin, kernels=self.kernels), real=real
+        )
 
     def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
         """Write pairs to their rows and attend to those before them. -> [b, n, heads of this rank * D]"""

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from paceline.decoder.kernels.protocol import Kernels, MlpWeights
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.models.layers import biased, gated_mlp, rms_norm
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.layers import biased, gated_mlp
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.decoder.weights.quantize import MatrixLike, WeightFormat, matrix, quantize
@@ -123,20 +123,20 @@ class EagleNetwork:
         """Pairs before attention: embedded and hidden [b, n, H], cos and sin [.., n, 1, D]
         -> the residual stream [b, n, H]; q [b, n, heads, D], k and v [b, n, groups, D], rotated.
         """
-        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        config, weights, norm, eps = self.config, self.weights, self.kernels.norm, self.config.rms_norm_eps
         if config.version == 3:
             assert weights.hidden_norm is not None and weights.input_norm is not None
-            normed = rms_norm(hidden, weights.hidden_norm, eps)
+            normed = norm(hidden, weights.hidden_norm, eps=eps)
             stream = normed if config.norm_before_residual else hidden
-            x = torch.cat([rms_norm(embedded, weights.input_norm, eps), normed], -1)
+            x = torch.cat([norm(embedded, weights.input_norm, eps=eps), normed], -1)
         else:
             stream = self._fc(torch.cat([embedded, hidden], -1), real)
-            x = stream if weights.input_norm is None else rms_norm(stream, weights.input_norm, eps)
+            x = stream if weights.input_norm is None else norm(stream, weights.input_norm, eps=eps)
         heads = weights.out.shape[1] // config.head_dim
         groups = (weights.qkv.shape[0] // config.head_dim - heads) // 2
         qkv = self._linear(x, weights.qkv, weights.qkv_bias, real=real)
         q, k, v = qkv.unflatten(-1, (heads + 2 * groups, config.head_dim)).split((heads, groups, groups), dim=2)
-        return stream, (apply_rope(q, *rotation), apply_rope(k, *rotation), v)
+        return stream, (self.kernels.rotate(q, rotation), self.kernels.rotate(k, rotation), v)
 
     def finish(self, stream: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
         """Pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
@@ -147,7 +147,7 @@ class EagleNetwork:
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """hidden [b, n, H] -> logits [b, n, U] of the ids that can be drafted, or of this rank's part of them."""
         if self.weights.norm is not None:
-            hidden = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+            hidden = self.kernels.norm(hidden, self.weights.norm, eps=self.config.rms_norm_eps)
         return self.kernels.linear(hidden, self.weights.head, real)
 
     def _linear(self, x: Tensor, weight: MatrixLike, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:

@@ -23,9 +23,8 @@ from rich.console import Console
 from paceline import AutoDecoder, PacelineError, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.cli.console import TextView, err, out, say
-from paceline.cli.progress import compiling, loading
+from paceline.cli.progress import loading
 from paceline.core.errors import DownloadError
-from paceline.decoder.backends.base import prepare
 from paceline.decoder.native import build
 from paceline.fetch import fetch_model
 from paceline.generator import Sampler
@@ -139,29 +138,15 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     target = decoders["target"]
     source = generator(model, mode, decoders, k)
     clock.lap("loading")
-    say(err(), "Compiling, the first time only: from then on the graphs are in the cache.")
-    graphs = compiling(err(), decoders, [source.compile])
-    fresh = [one for one in graphs if one.compiled]
-    say(err(), f"{len(graphs)} graphs, {len(fresh)} of them compiled, in {clock.lap('graphs of the answer'):.0f} s.")
     stream(console, source, tokenizer, prompt=prompts[model.shown], max_new_tokens=options.max_new_tokens)
     clock.lap("answer")
     label = {"medusa": "medusa", "suffix": "suffix"}.get(mode, f"{mode}, k = {k}")
     width = None if mode == "medusa" or (mode == "eagle" and model.tree) else k + 1  # a tree has no chain of its width
-    compiling(err(), {"target": target}, [lambda: compile_plain(target, width)])
-    clock.lap("graphs of plain decoding")
     chosen = spread(prompts[model.chat :], options.prompts)
     status = comparison.compare(source, target, chosen, console=console, options=options, label=label, width=width)
     clock.lap("measuring")
     say(err(), str(clock))
     return status
-
-
-def compile_plain(target: SamplingDecoder, width: int | None) -> None:
-    """Plain decoding's graphs, at one row and at this width."""
-    with prepare(target.backend):
-        target.compile()
-        if width is not None:
-            target.compile(width)
 
 
 def fetched(model: Model) -> Model:
@@ -183,7 +168,7 @@ def decoder(model: Model, path: Path | None) -> SamplingDecoder:
             n_positions=model.positions,
             context_length_estimate=model.longest,
             amp="bf16",
-            backend="inductor",
+            backend="native",
             progress=report,
         )
 

@@ -30,7 +30,7 @@ class DecoderApplication:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], config: NeuronConfig | None = None, *, backend: str = "inductor"
+        self, path: str | os.PathLike[str], config: NeuronConfig | None = None, *, backend: str = "native"
     ) -> None:
         self.path, self.config, self.backend = Path(path), config or NeuronConfig(), backend
         self._decoder: SamplingDecoder | None = None

@@ -104,7 +104,7 @@ class AutoDecoder:
         n_positions: int | Sequence[int] | None = None,
         context_length_estimate: int | Sequence[int] | None = None,
         amp: str = "bf16",
-        backend: str = "inductor",
+        backend: str = "native",
         tp_degree: int = 1,
         group_query_attention: GQA | str | None = None,
         quantization: str | None = None,
@@ -117,13 +117,13 @@ class AutoDecoder:
         path                     folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file,
                                  or a folder with one and no other weights; the name of a model that was fetched;
                                  or an id of the Hugging Face hub, ``owner/name`` or ``owner/name@revision``
-        batch_size               slots; fixed. Where idle ones are computed (all backends but inductor), rounds of the
+        batch_size               slots; fixed. Where idle ones are computed (all backends but native), rounds of the
                                  first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many
         n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
         context_length_estimate  lengths of the prefill graphs; default 64 and 256
         amp                      "bf16", "f16" or "f32": number format of weights and cache
-        backend                  "inductor" (compiled, CPU), "eager", "neuron", "neuron-native", "xla" (to try graphs)
+        backend                  "native" (kernels in C++), "eager", "neuron", "neuron-native", "xla" (to try graphs)
         tp_degree                ranks that divide the model; above 1 on "eager", "neuron", "neuron-native"; see `close`
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
         quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":

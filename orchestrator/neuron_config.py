@@ -127,7 +127,7 @@ class NeuronConfig(BaseModel):
         """As JSON, with the names of this package."""
         return self.model_dump_json(indent=2)
 
-    def load(self, path: str | os.PathLike[str], *, backend: str = "inductor") -> SamplingDecoder:
+    def load(self, path: str | os.PathLike[str], *, backend: str = "native") -> SamplingDecoder:
         """`AutoDecoder.from_pretrained` with these options; errors as there."""
         return AutoDecoder.from_pretrained(
             path,

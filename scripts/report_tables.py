@@ -283,7 +283,7 @@ def equality(reports: Reports) -> str:
         pair = f"`verify[5]` with `decode[1]`, backend `{backend}`"
         rows.append((pair, f"{row['tokens']} tokens", row["disagreements"]))
     for what, row in reports.get("decode", {}).get("backends", {}).items():
-        compared = "logarithm of `torch` with ours" if "logarithm" in what else f"`inductor` with `eager`, {what}"
+        compared = "logarithm of `torch` with ours" if "logarithm" in what else f"`native` with `eager`, {what}"
         rows.append((compared, f"{row['tokens']} tokens", row["disagreements"]))
     return table(["compared", "number", "different"], rows)
 

@@ -27,6 +27,7 @@ class BackendRow:
     path     "module:Class", which takes no arguments
     summary  one line for tables
     divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
+    compiles whether its graphs take long to make, so that they are made ahead of their first use
     saves    whether compiled graphs can be saved and loaded
     narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
     blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
@@ -39,6 +40,7 @@ class BackendRow:
     path: str
     summary: str
     divided: str = ""
+    compiles: bool = True
     saves: bool = False
     blocks: bool = True
     narrow_cache: bool = False
@@ -51,15 +53,16 @@ BACKENDS: dict[str, BackendRow] = {
         BackendRow(
             "eager",
             "paceline.decoder.backends.eager:EagerBackend",
-            "plain PyTorch, nothing is compiled",
+            "plain PyTorch operations, for tests and comparison",
             divided="paceline.decoder.backends.ranked:RankedBackend",
+            compiles=False,
             narrow_cache=True,
         ),
         BackendRow(
-            "inductor",
-            "paceline.decoder.backends.inductor:InductorBackend",
-            "compiled graphs and native kernels on the CPU",
-            saves=True,
+            "native",
+            "paceline.decoder.backends.native:NativeBackend",
+            "native kernels on the CPU, nothing is compiled",
+            compiles=False,
             narrow_cache=True,
         ),
         BackendRow(
@@ -208,6 +211,11 @@ class PreparesGraphs(Protocol):
         """
 
 
+def compiles(backend: Backend) -> bool:
+    """Whether its graphs take long to make; a backend without a row may."""
+    return backend.name not in BACKENDS or BACKENDS[backend.name].compiles
+
+
 def prepare(backend: Backend) -> AbstractContextManager[None]:
     """Where graphs are asked for ahead of their first use, by calls whose results mean nothing."""
     return backend.prepare() if isinstance(backend, PreparesGraphs) else nullcontext()
@@ -302,7 +310,7 @@ def make(name: str, degree: int = 1, quantization: str | None = None, *, kv_cach
     if degree > 1 and not row.divided:
         able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
         raise ConfigurationError(
-            f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
+            f"backend={name!r} runs on one rank: its kernels know no other; for tp_degree="
             f"{degree} use one of {able}"
         )
     if reason := why_not_quantized(row, quantization) or why_not_cached(row, kv_cache_dtype):

@@ -232,7 +232,7 @@ def _library() -> ModuleType:
     except ImportError as error:
         raise BackendError(
             f"backend='xla' needs torch_xla, which cannot be imported ({error}); `make test-xla` builds an environment "
-            "with torch==2.9.0 and torch_xla==2.9.0, or use backend='inductor'"
+            "with torch==2.9.0 and torch_xla==2.9.0, or use backend='native'"
         ) from error
     if not hasattr(torch_xla, "device"):
         raise BackendError("this torch_xla is too old: install torch_xla==2.9.0 with torch==2.9.0")

@@ -1,8 +1,7 @@
 """What a decoder needs of a backend's kernels, and the values they are called with.
 
-Kernels are the operations that decide a decoder's speed. Not here: normalisation, rotation and activation, which a
-backend compiles from plain PyTorch (`paceline.decoder.models.layers`) unless its kernels know attention and MLP of a
-layer as a whole (`LayerKernels`).
+Kernels are the operations that decide a decoder's speed. Some know attention and MLP of a layer as a whole
+(`LayerKernels`). A backend that compiles takes norms, rotations and activations from `paceline.decoder.kernels.plain`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from paceline.core import noise, tree
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.plain import NormKind
 from paceline.decoder.weights.quantize import MatrixLike
 
 
@@ -134,6 +134,23 @@ class Kernels(Protocol):
         root of D; a family that scales otherwise scales its queries.
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
+
+    def norm(
+        self, x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, kind: NormKind = "rms"
+    ) -> Tensor:
+        """A norm over the last dimension, x [b, ..., K] float32, weight and bias [K].
+
+        ``kind``: "rms" (Zhang and Sennrich, arXiv 1910.07467), "rms plus one" (weights are stored less 1), or "layer".
+        """
+
+    def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """x [b, T, n, D] turned by cos and sin [b, T, 1, R]: the first R of D dimensions, pairs lie R / 2 apart."""
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+        """One of `ACTIVATIONS`; x [b, T, 2 F] if ``gated``, activation(first half) * second half -> [b, T, F]."""
+
+    def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
+        """Rows of a table [n, K], float32: ids [b, T] int32 -> [b, T, K]"""
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         """Move the rows of an accepted path to where a chain would have put them, in place.

@@ -15,6 +15,7 @@ from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.kernels.cache_rows import pack, unpack
+from paceline.decoder.kernels.plain import PlainOperations
 from paceline.decoder.kernels.protocol import (
     PLAIN_ATTENTION,
     AttentionRule,
@@ -28,7 +29,7 @@ _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `Torc
 _BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
 
 
-class TorchKernels:
+class TorchKernels(PlainOperations):
     """Plain PyTorch on one device, eager."""
 
     batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows

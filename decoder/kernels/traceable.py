@@ -19,6 +19,7 @@ from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
+from paceline.decoder.kernels.plain import PlainOperations
 from paceline.decoder.kernels.prompt_attention import Chunk, PromptAttention
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
@@ -29,7 +30,7 @@ MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""
 
 
-class TraceableKernels:
+class TraceableKernels(PlainOperations):
     """Plain operations of static shape.
 
     ``prompts`` says which chunks of prompts are attended to by a kernel of the device's library; None: it has none.
@@ -53,7 +54,7 @@ class TraceableKernels:
             if weight.scales is None:
                 raise ConfigurationError(
                     f"graphs for xla and neuron hold no {weight.format.value} blocks; load the model with "
-                    "quantization='int8', or on the backend inductor or eager"
+                    "quantization='int8', or on the backend native or eager"
                 )
             return graph_product.linear(x, weight.data.to(torch.bfloat16)) * weight.scales
         return graph_product.linear(x, weight)

@@ -6,6 +6,8 @@ called, which is in the family's own module.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +15,10 @@ from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kern
 from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names, tensors
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, rms_norm
+from paceline.decoder.models.layers import Rotation, Weights, biased, frozen
 from paceline.decoder.models.mlp import MixtureOfExperts, Mlp
 from paceline.decoder.models.part import Part
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined_rows, matrix
@@ -51,7 +53,7 @@ class AssembledModel(DecoderModel):
         )
         model.plan = plan
         bias = weights.pop(f"{outer['norm']}.bias", None)
-        model.last = Normalise(plan, model.norm, bias=bias, eps=config.rms_norm_eps)
+        model.last = Normalise(part, model.norm, bias=bias)
         model.first = _norm(part, weights, outer["embedding norm"]) if plan.embedding_norm else None
         model.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
         model.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
@@ -73,15 +75,16 @@ class AssembledModel(DecoderModel):
         if self.plan.embedding_scale != 1.0:
             hidden = hidden * self.plan.embedding_scale
         if self.learned is not None:
-            hidden = hidden + nn.functional.embedding(at + self.plan.learned_from, self.learned).float()
+            hidden = hidden + self._kernels.embed(self.learned, at + self.plan.learned_from)
         return hidden if self.first is None else self.first(hidden)
 
     def rotations(self, at: Tensor) -> list[Rotation]:
         """See `DecoderModel`."""
-        default = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        turned = partial(rotation_at, at, kernels=self._kernels)
+        default = turned(self.cos, self.sin)
         if self.plan.local_rope is None:
             return [default] * len(self.layers)
-        local = (self.get_buffer("local_cos")[at].unsqueeze(2), self.get_buffer("local_sin")[at].unsqueeze(2))
+        local = turned(self.get_buffer("local_cos"), self.get_buffer("local_sin"))
         return [local if window else default for window in self.plan.windows]
 
     def left(self, hidden: Tensor) -> Tensor:
@@ -129,19 +132,14 @@ class AssembledLayer(nn.Module):
 class Normalise(nn.Module):
     """A norm over the last dimension, in float32."""
 
-    def __init__(self, plan: Blueprint, weight: Stored, *, bias: Stored | None, eps: float) -> None:
+    def __init__(self, part: Part, weight: Stored, *, bias: Stored | None) -> None:
         super().__init__()
-        self.kind, self.eps = plan.norm, eps
+        self._kernels, self.kind, self.eps = part.kernels, part.config.blueprint.norm, part.config.rms_norm_eps
         self.weight = weight if isinstance(weight, nn.Parameter) else frozen(weight)
         self.bias = None if bias is None else frozen(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "layer":
-            x = x - x.mean(-1, keepdim=True)
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-            return biased(self.weight * x, self.bias)
-        weight = self.weight.float() + 1.0 if self.kind == "rms plus one" else self.weight
-        return rms_norm(x, weight, self.eps)
+        return self._kernels.norm(x, self.weight, eps=self.eps, bias=self.bias, kind=self.kind)
 
 
 class Attention(nn.Module):
@@ -156,9 +154,7 @@ class Attention(nn.Module):
         self.out = matrix(part.taken(weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
         self.q_norm, self.k_norm = (
-            Normalise(plan, weights.pop(f"{inner[side]}.weight"), bias=None, eps=config.rms_norm_eps)
-            if plan.head_norms
-            else None
+            Normalise(part, weights.pop(f"{inner[side]}.weight"), bias=None) if plan.head_norms else None
             for side in ("q norm", "k norm")
         )
         self.scale = plan.query_scale * config.head_dim**0.5 if plan.query_scale else 1.0
@@ -180,19 +176,12 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if plan.rotated:
-            q, k = self._turned(q, rotation), self._turned(k, rotation)
+            q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
         if self.scale != 1.0:
             q = q * self.scale
         rule = AttentionRule(self.window, plan.score_cap, self.get_buffer("slopes") if plan.alibi else None)
         out = self._kernels.linear(self._kernels.attend((q, k, v), cache, place, rule=rule), self.out, place.real)
         return biased(self._group.reduce(out), self.out_bias)
-
-    def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """x [b, T, n, D], of whose dimensions the first ``rotated`` are turned."""
-        count = self._plan.rotated
-        if count == x.shape[-1]:
-            return apply_rope(x, *rotation)
-        return torch.cat((apply_rope(x[..., :count], *rotation), x[..., count:]), -1)
 
     def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*keys.shape[:-1], -1, self._shard.config.head_dim)
@@ -215,7 +204,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def _norm(part: Part, weights: Weights, name: str) -> Normalise:
     weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
-    return Normalise(part.config.blueprint, weight, bias=bias, eps=part.config.rms_norm_eps)
+    return Normalise(part, weight, bias=bias)
 
 
 def _gathered(part: Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Stored:

@@ -18,8 +18,8 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Rotation, Weights, frozen, rms_norm
-from paceline.decoder.models.rope import rope_tables
+from paceline.decoder.models.layers import Rotation, Weights, frozen
+from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.parallel.vocab_parallel import embedded
@@ -120,7 +120,7 @@ class DecoderModel(nn.Module):
         Changes ``caches`` in place.
         """
         at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
-        hidden = self.entered(embedded(tokens, self.embedding, self.ids, group=self._group), at)
+        hidden = self.entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
         streams = [hidden]
         for layer, cache, rotation in zip(self.layers, caches, self.rotations(at), strict=True):
             hidden = layer(hidden, place, cache, rotation)
@@ -136,11 +136,11 @@ class DecoderModel(nn.Module):
 
     def rotations(self, at: Tensor) -> list[Rotation]:
         """Of positions [b, T] int32, for each layer."""
-        return [(self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))] * len(self.layers)
+        return [rotation_at(at, self.cos, self.sin, kernels=self._kernels)] * len(self.layers)
 
     def left(self, hidden: Tensor) -> Tensor:
         """What the last layer gives [b, T, H] -> what the head reads."""
-        return rms_norm(hidden, self.norm, self._config.rms_norm_eps)
+        return self._kernels.norm(hidden, self.norm, eps=self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
         """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; of the first ``count`` [b] rows of every line, as

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, Kernels, MlpWeights
-from paceline.decoder.models.rope import apply_rope
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.quantize import MatrixLike, Stored, joined, matrix
@@ -48,7 +47,8 @@ class SelfAttention(nn.Module):
         width, part = self._shard.config.head_dim, self._shard.key_part
         q, keys, values = mixed.split((self._shard.heads * width, part, part), dim=-1)
         k, v = self._key_heads(keys, values)
-        q, k = apply_rope(q.view(*q.shape[:-1], -1, width), *rotation), apply_rope(k, *rotation)
+        q = q.view(*q.shape[:-1], -1, width)
+        q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
         out = self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real)
         return biased(self._group.reduce(out), self.out_bias)
 
@@ -96,7 +96,7 @@ def gated_mlp(
     """hidden [b, T, H] + MLP(norm(hidden)), summed over the ranks of ``group``."""
     if kernels.layers is not None:
         return kernels.layers.mlp(hidden, weights, real)
-    x = rms_norm(hidden, weights.norm, weights.eps)
+    x = kernels.norm(hidden, weights.norm, eps=weights.eps)
     products = (weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias)
     return hidden + _gated(x, products, real, kernels=kernels, group=group)
 
@@ -111,14 +111,9 @@ def _gated(
 ) -> Tensor:
     """x [b, T, H] -> [b, T, H]; the products are gate and up in one, down, and the biases after each."""
     gate_up, gate_up_bias, down, down_bias = products
-    gate, up = biased(kernels.linear(x, gate_up, real), gate_up_bias).chunk(2, dim=-1)
-    out = kernels.linear(nn.functional.silu(gate) * up, down, real)
+    both = biased(kernels.linear(x, gate_up, real), gate_up_bias)
+    out = kernels.linear(kernels.activate(both, "silu", gated=True), down, real)
     return biased(group.reduce(out), down_bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467)."""
-    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.models import config as configs
 from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import GatedMlp, Rotation, SelfAttention, Weights, frozen, rms_norm
+from paceline.decoder.models.layers import GatedMlp, Rotation, SelfAttention, Weights, frozen
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
 
@@ -91,7 +91,7 @@ class LlamaLayer(nn.Module):
     def __init__(self, shard: Shard, weights: Weights, kernels: Kernels, *, index: int, group: Collectives) -> None:
         super().__init__()
         config, prefix = shard.config, f"model.layers.{index}."
-        self._layers, self._eps = kernels.layers, config.rms_norm_eps
+        self._kernels, self._layers, self._eps = kernels, kernels.layers, config.rms_norm_eps
         self.attention_norm = frozen(weights.pop(f"{prefix}input_layernorm.weight"))
         self.attention = SelfAttention(
             shard, weights, kernels, prefix=f"{prefix}self_attn.", group=group, bias=config.attention_bias
@@ -106,9 +106,9 @@ class LlamaLayer(nn.Module):
             attention = self.attention.with_norm(self.attention_norm, eps)
             hidden = self._layers.attention(hidden, attention, place, cache=cache, rotation=rotation)
             return self._layers.mlp(hidden, self.mlp.with_norm(self.mlp_norm, eps), place.real)
-        x = rms_norm(hidden, self.attention_norm, eps)
+        x = self._kernels.norm(hidden, self.attention_norm, eps=eps)
         hidden = hidden + self.attention(x, place, cache, rotation)
-        mlp: Tensor = self.mlp(rms_norm(hidden, self.mlp_norm, eps), place.real)
+        mlp: Tensor = self.mlp(self._kernels.norm(hidden, self.mlp_norm, eps=eps), place.real)
         return hidden + mlp
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.kernels.protocol import ExpertWeights, MixtureKernels
 from paceline.decoder.models.layers import Weights, biased, frozen, joined_vectors
 from paceline.decoder.models.part import Part
@@ -21,7 +20,7 @@ class Mlp(nn.Module):
         super().__init__()
         plan = part.config.blueprint
         self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
-        self._activation = ACTIVATIONS[plan.activation]
+        self._activation = plan.activation
         sides = [side for side in ("gate up", "gate", "up") if side in inner]
         self.up = joined([part.taken(weights, inner[side]) for side in sides])
         self.up_bias = joined_vectors(weights, [f"{inner[side]}.bias" for side in sides]) if plan.mlp_bias else None
@@ -35,11 +34,7 @@ class Mlp(nn.Module):
     def share(self, x: Tensor, real: Tensor | None) -> Tensor:
         """What this rank adds to the sum, without the bias."""
         inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
-        if self._gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self._activation(gate) * up
-        else:
-            inner = self._activation(inner)
+        inner = self._kernels.activate(inner, self._activation, gated=self._gated)
         return self._kernels.linear(inner, self.down, real)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its settings, its tables for a fixed number of positions, and the rotation.
+"""Rotary position embedding: its settings, and its tables for a fixed number of positions.
 
 Every type that Hugging Face's Llama knows how to read from a checkpoint is here. What is not here:
 frequencies that follow the length of the running sequence. A compiled decoder rotates keys once, when they
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
+from paceline.decoder.kernels.protocol import Kernels
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -69,7 +70,8 @@ def check_positions(config: RopeConfig, positions: int) -> None:
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin, each float32 [positions, head_dim], with the type's attention scaling folded in.
 
-    Columns are laid out for ``apply_rope``: the head_dim / 2 angles, then the same angles once more.
+    Columns are laid out for `paceline.decoder.kernels.plain.apply_rope`: the head_dim / 2 angles, then the same angles
+    once more.
     """
     if positions < 1 or head_dim < 2 or head_dim % 2:
         raise ConfigurationError(
@@ -85,16 +87,9 @@ def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tens
     return angles.cos() * scale, angles.sin() * scale
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [..., H, D] by cos and sin [..., 1, D], the tables' rows of each token; keeps x's dtype.
-
-    Computed in float32 and rounded once, at the end. Hugging Face rounds cos and sin to x's dtype and
-    multiplies there, so in bf16 the two differ in the last bit; in float32 they agree exactly.
-    """
-    wide = x.to(torch.float32)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos.to(torch.float32) + turned * sin.to(torch.float32)).to(x.dtype)
+def rotation_at(at: Tensor, cos: Tensor, sin: Tensor, *, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """The tables' rows at positions [b, T] int32, each [b, T, 1, D]."""
+    return kernels.embed(cos, at).unsqueeze(2), kernels.embed(sin, at).unsqueeze(2)
 
 
 def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:

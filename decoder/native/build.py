@@ -22,14 +22,14 @@ from paceline.decoder import environment
 from paceline.decoder.compile import cache
 
 _HERE = Path(__file__).parent
-_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp", "experts.cpp")
+_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp", "experts.cpp", "rows.cpp")
 """What takes longest comes first."""
-_ROUNDS = _HERE / "rounds.cpp"
+_PROGRAM = _HERE / "program.cpp"
 _TORCH = Path(torch.__file__).parent
 # -ffp-contract=off: noise must equal its PyTorch form bit for bit; fused multiply-adds are asked for by name.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 # PyTorch's headers ask for C++20; its library has what they declare.
-_ROUNDS_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-I", str(_TORCH / "include"))
+_PROGRAM_FLAGS = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(_TORCH / "include"))
 
 
 def library_facts() -> dict[str, object]:
@@ -58,8 +58,8 @@ def require_compiler() -> str:
     compiler = shutil.which(environment.compiler())
     if compiler is None:
         raise BackendError(
-            f"the inductor backend needs a C++ compiler and {environment.compiler()!r} is not on PATH; install g++ "
-            "(Debian, Ubuntu: apt install g++), set CXX, or use backend='eager'"
+            f"backend='native' builds its kernels with a C++ compiler, and {environment.compiler()!r} is not on PATH; "
+            "install g++ (Debian, Ubuntu: apt install g++), set CXX, or use backend='eager'"
         )
     return compiler
 
@@ -73,28 +73,29 @@ def build_both() -> None:
     if library.cache_info().currsize:
         return
     with ThreadPoolExecutor(1) as pool:
-        rounds = pool.submit(_rounds_folder)
+        program = pool.submit(_program_folder)
         library()
-        rounds.result()
+        program.result()
 
 
 @lru_cache(maxsize=1)
-def rounds_library() -> ctypes.CDLL:
-    """What runs compiled graphs; it also defines PyTorch's operators ``paceline_package::...``.
+def program_library() -> ctypes.CDLL:
+    """What runs recorded steps; it also defines PyTorch's operators ``paceline::...`` and ``paceline_program::...``.
 
     Raises:
         BackendError: no compiler, or the build failed.
     """
-    loaded = ctypes.CDLL(str(_rounds_folder() / "rounds.so"))
+    library()  # whose functions the operators call
+    loaded = ctypes.CDLL(str(_program_folder() / "program.so"))
     loaded.paceline_again.argtypes, loaded.paceline_again.restype = [ctypes.c_void_p], ctypes.c_int64
     return loaded
 
 
-def _rounds_folder() -> Path:
+def _program_folder() -> Path:
     def build(folder: Path) -> None:
-        _compile([_ROUNDS], folder / "rounds.so", _ROUNDS_FLAGS)
+        _compile([_PROGRAM], folder / "program.so", _PROGRAM_FLAGS)
 
-    return cache.ensure(environment.cache_root() / "native", _facts("rounds", [_ROUNDS], _ROUNDS_FLAGS), build)
+    return cache.ensure(environment.cache_root() / "native", _facts("program", [_PROGRAM], _PROGRAM_FLAGS), build)
 
 
 def _build(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
@@ -17,7 +17,7 @@ from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+from paceline.decoder.weights.quantize import MatrixLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,17 @@ class SharedHead:
     group: Collectives
 
 
-def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectives) -> Tensor:
+def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectives, kernels: Kernels) -> Tensor:
     """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32.
 
     Of every token one rank has the row and the others add zeros, so nothing is rounded.
     """
     if group.degree == 1:
-        return rows_of(table, tokens)
+        return kernels.embed(table, tokens)
     place = tokens - ids[0]
     own = (place >= 0) & (place < table.shape[0])
-    rows = rows_of(table, torch.where(own, place, 0))
+    rows = kernels.embed(table, torch.where(own, place, 0))
     return group.reduce(torch.where(own.unsqueeze(-1), rows, 0.0))
-
-
-def rows_of(table: MatrixLike, places: Tensor) -> Tensor:
-    """Rows of a table [n, H], float32: places [b, T] int32 -> [b, T, H]"""
-    if isinstance(table, PackedMatrix):
-        return table.gather(places)
-    return nn.functional.embedding(places, table).float()
 
 
 def whole(logits: Tensor, size: int, group: Collectives) -> Tensor:

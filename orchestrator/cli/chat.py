@@ -17,6 +17,7 @@ from paceline.cli.load import load_draft, load_target
 from paceline.cli.options import LoaderOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PacelineError
+from paceline.decoder.backends.base import BACKENDS
 from paceline.draft_spec import parse_draft
 from paceline.engine.request import SamplingParams
 from paceline.generator import SpeculativeGenerator
@@ -55,7 +56,7 @@ def chat(
         tokenizer = load_tokenizer(target)
         params = sampling.params(tokenizer)
         longest = decoder.n_positions - (params.max_new_tokens or 0)
-        modes = Modes(decoder, config, compiled=loader.backend != "eager")
+        modes = Modes(decoder, config, compiled=BACKENDS[loader.backend].compiles)
         session = Session(modes, Conversation(tokenizer, longest, system), params)
         modes.use(None)
         session.run()

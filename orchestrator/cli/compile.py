@@ -15,6 +15,7 @@ from paceline.cli.options import LoaderOptions
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError
 from paceline.core.sampling import known_kinds
+from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.environment import cache_root
 from paceline.draft_spec import parse_draft
 from paceline.engine.warmup import COMPILED_KINDS
@@ -41,14 +42,15 @@ def compile_graphs(
     draft, rounds are compiled for n-grams.
     """
     with console.refusals():
-        if loader.backend == "eager" and save:
-            raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
+        compiles = BACKENDS[loader.backend].compiles
+        if save and not compiles:
+            raise ArtefactError(f"--save: backend {loader.backend!r} compiles nothing, so there is nothing to save")
         if not config.draft:
             config = config.model_copy(update={"draft": parse_draft("ngram")})
         kinds = known_kinds(sampling or COMPILED_KINDS)
         generator, decoders = load_generator(target, loader, config)
-        if loader.backend == "eager":
-            console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
+        if not compiles:
+            console.say(console.err(), f"backend {loader.backend!r} compiles nothing")
             return
         plain = SpeculativeGenerator(None, generator.target, k=0)
         graphs = progress.compiling(

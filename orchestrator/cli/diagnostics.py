@@ -38,7 +38,7 @@ def show_doctor(as_json: AsJson = False) -> None:
 def show_selftest(
     backend: Annotated[
         str | None,
-        typer.Option(help="neuron, xla, inductor (the default) or eager. With --batch-invariance: this one alone."),
+        typer.Option(help="neuron, xla, native (the default) or eager. With --batch-invariance: this one alone."),
     ] = None,
     *,
     batch_invariance: Annotated[
@@ -63,7 +63,7 @@ def show_selftest(
             for name, value in (("--target", target), ("--rows", rows)):
                 if value is not None:
                     raise ConfigurationError(f"{name} is for --batch-invariance alone; add that, or leave it out")
-            passed, text = _check_tokens(backend or "inductor", as_json=as_json)
+            passed, text = _check_tokens(backend or "native", as_json=as_json)
     typer.echo(text)
     if not passed:
         raise typer.Exit(1)

@@ -15,6 +15,7 @@ from paceline.cli.load import load_generator
 from paceline.cli.options import LoaderOptions, OutputOptions, PromptOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.types import TokenLogprobs
+from paceline.decoder.backends.base import BACKENDS
 from paceline.engine.request import Request
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import chat_ids
@@ -53,7 +54,7 @@ def generate(
         ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
         params = sampling.params(tokenizer)
         Request.batch([ids], params, generator.limits)  # what is refused is refused before compiling
-        if loader.backend != "eager":
+        if BACKENDS[loader.backend].compiles:
             progress.compiling(console.err(), decoders, [generator.compile])
         stream = generator.stream([ids], params=params)
         warning = console.acceptance_warning(generator.statistics)

@@ -59,7 +59,7 @@ class TreeOptions:
 class BackendOptions:
     """How the target is loaded."""
 
-    backend: str = field(default="inductor", metadata={"help": "inductor (compiled, CPU) or eager."})
+    backend: str = field(default="native", metadata={"help": "native (native kernels, CPU) or eager."})
     amp: str = field(default="bf16", metadata={"help": "Number format of weights and cache: bf16, f16 or f32."})
 
 

@@ -56,9 +56,9 @@ def _machine() -> Iterator[Line]:
     try:
         build.require_compiler()
     except PacelineError as error:
-        yield Line("inductor", "bad", str(error))
+        yield Line("native", "bad", str(error))
     else:
-        yield Line("inductor", "good", f"C++ compiler {environment.compiler()}")
+        yield Line("native", "good", f"C++ compiler {environment.compiler()}")
     try:
         yield Line("xla", "good", f"torch_xla {metadata.version('torch-xla')}")
     except metadata.PackageNotFoundError:

@@ -106,12 +106,16 @@ class MixedRound:
         self._last = chosen
         return chosen(commit, sampling, limits)
 
+    def on_host(self) -> Round:
+        """The round for requests that are decided on the host."""
+        self._on_host = self._on_host or self._make_on_host()
+        return self._on_host
+
     def _for(self, texts: Sequence[Slot | None]) -> Round:
         """The fastest round that these requests can take part in."""
         requests = [text.request for text in texts if text is not None]
         if any(request.on_host for request in requests):
-            self._on_host = self._on_host or self._make_on_host()
-            return self._on_host
+            return self.on_host()
         if any(request.prediction for request in requests):
             self._predicted = self._predicted or self._make_predicted()
             return self._predicted

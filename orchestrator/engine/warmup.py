@@ -81,6 +81,14 @@ def compile_graphs(
             for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
                 asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
                 _run(one, own, sampling=asked, most=most, limits=limits, rounds=target.backend.rounds_in_graph)
+        if isinstance(variant.round, MixedRound) and not backends.compiles(target.backend):
+            # Where graphs take no time to make, those that few requests need are made too: no other text waits for them.
+            for used, rows in product(fills(decoders), lengths(target)):
+                full = RoundLimits(torch.full_like(commit.count, variant.shape.max_accept), rows, used_slots=used)
+                _run_on_host(variant.round.on_host(), commit, batch.sampling, full)
+            for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
+                for bucket in draft.kv_buckets:
+                    steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
 
 
 def distinct_kinds(
@@ -126,6 +134,17 @@ def _run(
             one(later, sampling, replace(full, multi_round=several))
         if limit and isinstance(one, TwoGraphRound):
             _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
+
+
+def _run_on_host(one: Round, commit: Commit, sampling: SamplingTensors, full: RoundLimits) -> None:
+    """A round that is decided on the host: what drafts in it, and the verifier with a proposal and without."""
+    one(commit, sampling, full)
+    assert isinstance(one, TwoGraphRound)
+    shape = one.verifier.draft_shape
+    tokens = torch.zeros(len(commit.tokens), shape.num_draft_tokens, dtype=torch.int32)
+    below = torch.arange(-1, shape.num_draft_tokens - 1, dtype=torch.int32).expand_as(tokens)
+    for proposal in (None, Proposal(tokens, below if shape.dynamic else shape.parents)):
+        one.verifier(commit, proposal, sampling, full)
 
 
 def _lengthen(

@@ -167,7 +167,7 @@ class ExperimentConfig(_Strict):
     traces: bool = False
     runs: bool = True
     ignore_eos: bool = False
-    backend: str = "inductor"
+    backend: str = "native"
     amp: str = "bf16"
     n_positions: int | None = Field(default=None, ge=2)
     exact: bool = True

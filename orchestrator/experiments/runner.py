@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from time import monotonic
 
@@ -20,7 +19,6 @@ from paceline.core.errors import ContextError, PacelineError, PlacementError, St
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.experiments.cells import Cell, cell_key, cells, check_models, checkpoint_bytes, model_paths
-from paceline.experiments.compile_ahead import compile_ahead
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompts, load_prompts
@@ -35,7 +33,6 @@ Report = Callable[[str, int, int], None]
 
 _BYTES_PER_SECOND = 1e10
 """Bytes of weights that two cores read in a second, for an estimate where nothing was measured yet."""
-_COMPILE_SECONDS = 15.0
 """Of the graphs of a drafter and a depth, where the cache is empty; so long takes the first cell alone, too."""
 
 
@@ -83,7 +80,6 @@ class ExperimentPlan:
             for one in self.cells
             if store is not None and (result := store.load(one.key)) is not None
         ]
-        graphs = set()
         for one in self.cells:
             if one.finished:
                 continue
@@ -93,8 +89,7 @@ class ExperimentPlan:
                 continue
             runs = self.config.repeats * (2 if self.config.baseline and not one.cell.drafter.plain else 1) + 1
             seconds += runs * tokens * checkpoint_bytes(one.cell.target.path) / _BYTES_PER_SECOND
-            graphs.add((one.cell.target.path, one.cell.drafter.label, str(one.cell.k), one.cell.batch_size))
-        return seconds + (_COMPILE_SECONDS * len(graphs) if self.config.backend == "inductor" else 0)
+        return seconds
 
 
 def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
@@ -173,26 +168,13 @@ def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: floa
 def _in_turn(
     config: ExperimentConfig, cells: Sequence[PlannedCell], report: Report, *, done: int, deadline: float
 ) -> Iterator[tuple[int, CellResult]]:
-    """In this process. ``done``: cells that were finished before.
-
-    Graphs of all cells that share a target's decoder are compiled before the first of them is run.
-    """
+    """In this process. ``done``: cells that were finished before."""
     with Bench(config) as bench:
-        left = list(enumerate(cells))
-        for _, sharing in groupby(left, lambda item: bench.target_options(item[1].cell, item[1].prompts)):
-            group = list(sharing)
-            work = [(one.cell, one.prompts) for _, one in group]
-            shown = _at(report, done + group[0][0], done + len(cells))
-            compile_ahead(bench, config, work, report=shown, deadline=deadline)
-            for index, one in group:
-                if monotonic() > deadline:
-                    return
-                report(one.cell.title(), done + index, done + len(cells))
-                yield index, run_cell(one, bench)
-
-
-def _at(report: Report, done: int, total: int) -> Callable[[str], None]:
-    return lambda label: report(label, done, total)
+        for index, one in enumerate(cells):
+            if monotonic() > deadline:
+                return
+            report(one.cell.title(), done + index, done + len(cells))
+            yield index, run_cell(one, bench)
 
 
 def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:

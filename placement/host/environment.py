@@ -144,13 +144,6 @@ def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return without_cores(os.environ) | dict(env)
 
 
-def beside_another() -> dict[str, str]:
-    """The environment of a process that computes beside this one for a while: its threads sleep where they wait, and
-    take no core from those they wait for.
-    """
-    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-
-
 def lock_folder() -> Path:
     """Where the locks of simulated cores lie."""
     return Path(os.environ.get("PACELINE_LOCKS") or private_dir.scratch() / "cores")

@@ -26,7 +26,7 @@ Keys of a model:
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     max_waiting   requests of a replica that may wait for a slot of a served model; more are refused. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
-    backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
+    backend       native (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
 A mapping ``fault_policy`` may stand beside ``models``; `paceline.placement.cluster.fault_policy` reads it.
@@ -92,7 +92,7 @@ class ModelSpec:
     drafts: tuple[InProcessDraft, ...] = ()
     replicas: int = 1
     num_targets: int = 1
-    backend: str = "inductor"
+    backend: str = "native"
     gqa: GQA | None = None
     quota: Quota = field(default_factory=Quota)
     residency: Residency = field(default_factory=Residency)
@@ -150,7 +150,7 @@ class ModelEntry(ResidencyEntry):
     max_waiting: pydantic.PositiveInt | None = None
     quota: QuotaEntry | None = None
     replicas: pydantic.PositiveInt | None = None
-    backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "inductor"
+    backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "native"
     group_query_attention: Annotated[str, pydantic.AfterValidator(_known_layout)] | None = None
 
     def spec(self, folder: Path, where: str) -> ModelSpec:

@@ -154,7 +154,7 @@ def test_stop_strings(home: Path) -> None:
         (["--prompt-file", "no such file"], "--prompt"),
         (["--amp", "f8"], "amp"),
         (["--backend", "magic"], "backend"),
-        (["--backend", "inductor", "--tp-degree", 2], "for tp_degree=2 use one of eager, neuron"),
+        (["--backend", "native", "--tp-degree", 2], "for tp_degree=2 use one of eager, neuron"),
         (["--tp-degree", 0], "must be a number of ranks"),
         (["--tp-degree", 2, "--group-query-attention", "thrifty"], "'thrifty' is unknown"),
         (["--top-p", 2, "--temperature", 1], "top_p"),

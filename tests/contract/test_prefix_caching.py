@@ -55,11 +55,11 @@ def test_tokens_are_those_of_plain_decoding(name: str, workshop: Workshop, tmp_p
         assert hits >= 6 * CHUNK
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_later_prompt_reads_only_what_is_new(backend: str, workshop: Workshop) -> None:
     target = fresh(workshop.checkpoint(), backend=backend, batch_size=4)
     generator = SpeculativeGenerator(None, target, k=3, prefix_caching=True)
-    step = 1 if backend == "inductor" else CHUNK
+    step = 1 if backend == "native" else CHUNK
     texts(generator, [_IDS[:40]], {})
     for prompt, same in ((_IDS[:40], 40), (_IDS[:38], 37), ([*_IDS[:30], 5], 30), (_IDS, 40), ([6, *_IDS], 0)):
         texts(generator, [prompt], {})
@@ -73,7 +73,7 @@ def test_a_later_prompt_reads_only_what_is_new(backend: str, workshop: Workshop)
 
 
 def test_shared_rows_have_the_bits_of_rows_that_are_read(workshop: Workshop) -> None:
-    for backend in ("eager", "inductor"):
+    for backend in ("eager", "native"):
         target = fresh(workshop.checkpoint(), backend=backend, batch_size=4)
         generator = SpeculativeGenerator(None, target, k=3, prefix_caching=True)
         texts(generator, [_IDS[:37]], {})

@@ -56,25 +56,6 @@ print((folder / "made").read_text())
 """
 
 
-SCRATCH = """
-import os
-from paceline.decoder import environment
-
-with environment.inductor_scratch():
-    print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
-    os.read(0, 1) or os._exit(9)
-"""
-
-LOADS = """
-import torch
-from paceline.decoder.backends.inductor import InductorBackend
-
-InductorBackend()
-for name in ("largest", "product"):
-    assert torch._C._jit_get_schemas_for_operator(f"paceline_graph::{name}"), name
-"""
-
-
 def started(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
 
@@ -125,36 +106,6 @@ def test_sources_outside_the_package_are_part_of_the_key() -> None:
     holder = torch.nn.Identity()
     holder.rule = Workshop  # a class is of type `type`; an object of it would count
     assert cache.outside_sources(holder) == {}
-
-
-def test_scratch_of_a_killed_process_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that of a process which lives stays."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-
-    def begun() -> tuple[subprocess.Popen[str], Path]:
-        command = [sys.executable, "-c", SCRATCH]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    killed, left = begun()
-    killed.kill()
-    killed.communicate()
-    assert left.is_dir()
-    living, kept = begun()
-    assert not left.exists() and kept.is_dir()
-    ended, last = begun()
-    assert kept.is_dir() and last.is_dir() and kept != last
-    for process in (living, ended):
-        process.communicate("x")
-    assert not kept.exists() and not last.exists()
-
-
-def test_operators_that_a_package_may_call_are_there_before_it_is_loaded() -> None:
-    """In a process that has traced nothing, a package from the cache was refused: "Could not find schema"."""
-    process = started(LOADS)
-    process.communicate()
-    assert process.returncode == 0
 
 
 def test_every_fact_is_part_of_the_key() -> None:

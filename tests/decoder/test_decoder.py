@@ -77,7 +77,7 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
         ({"batch_size": "2"}, ["batch_size", "not '2'"]),
         ({"batch_size": True}, ["batch_size", "not True"]),
         ({"n_positions": True}, ["n_positions", "not True"]),
-        ({"backend": ["eager"]}, ["backend=['eager']", "eager, inductor"]),
+        ({"backend": ["eager"]}, ["backend=['eager']", "eager, native"]),
         ({"n_positions": "64"}, ["n_positions", "ascending", "not '64'"]),
         ({"context_length_estimate": [8, 1.5]}, ["context_length_estimate", "ascending"]),
         ({"amp": None}, ["amp=None", "bf16, f16, f32"]),
@@ -91,7 +91,7 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
         ({"context_length_estimate": [8, 4]}, ["context_length_estimate", "ascending"]),
         ({"context_length_estimate": 0}, ["context_length_estimate", "positive"]),
         ({"amp": "fp16"}, ["amp='fp16'", "bf16, f16, f32"]),
-        ({"backend": "tpu"}, ["backend='tpu'", "eager, inductor"]),
+        ({"backend": "tpu"}, ["backend='tpu'", "eager, native"]),
     ],
 )
 def test_bad_options_are_refused_with_what_is_possible(
@@ -106,7 +106,7 @@ def test_bad_options_are_refused_with_what_is_possible(
 # ---- checkpoints that cannot be used: refused while loading, before anything is compiled
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
     network(layers=1).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -117,7 +117,7 @@ def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
         loaded(tmp_path, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_truncated_file(tmp_path: Path, backend: str) -> None:
     network(layers=1).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

@@ -96,7 +96,7 @@ def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
 @pytest.fixture(scope="module", params=STEPS)
 def traced(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.Module, ExportedProgram]:
     """A step over the native kernels, and its graph."""
-    decoder = workshop.decoder(backend="inductor")
+    decoder = workshop.decoder(backend="native")
     step = STEPS[request.param](decoder.body, decoder.n_positions)
     return request.param, step, program(step, inputs(request.param, 0))
 

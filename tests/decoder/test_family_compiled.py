@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, Make, list[str]]] = {
 def test_a_compiled_family(tmp_path: Path, case: str) -> None:
     name, make, settings = CASES[case]
     target_folder, draft_folder = save_pair(tmp_path, name, layers=2)
-    target = load(target_folder, "inductor")
+    target = load(target_folder, "native")
     generator = make(target, draft_folder, tmp_path / "heads")
     for setting in settings:
         plain = tokens(target, setting)

@@ -32,8 +32,8 @@ def test_rows_that_are_not_real_change_no_bit_of_a_product(dtype: torch.dtype) -
 @pytest.mark.parametrize("mode", ["plain", "model", "ngram:prompt_lookup_max=2"])
 def test_tokens_are_the_same_whoever_else_is_there(workshop: Workshop, mode: str) -> None:
     """Requests of unequal lengths on four slots, which join and leave, and each of them alone on those four slots."""
-    target = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
-    draft = fresh(workshop.checkpoint("draft"), backend="inductor", batch_size=4) if mode == "model" else mode
+    target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
+    draft = fresh(workshop.checkpoint("draft"), backend="native", batch_size=4) if mode == "model" else mode
     made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=4)
     asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.1, "eos_token_id": [4, 11]}
     seeds = list(range(len(PROMPTS)))
@@ -46,7 +46,7 @@ def test_tokens_are_the_same_whoever_else_is_there(workshop: Workshop, mode: str
 
 
 def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
-    target = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
+    target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
     verifier = CompiledVerifier(target, DraftShape.chain(0), rule=Match(), wide=False)
     first = finish(verifier.prefill(2, PROMPTS[0], sampling_tensors([Sampling()]))).token
     tokens, zeros = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)

@@ -136,7 +136,7 @@ def test_trees_give_the_tokens_of_plain_decoding(folder: Path, tmp_path: Path) -
 
 
 def test_compiled_graphs_keep_the_tokens(folder: Path, draft: Path) -> None:
-    target, small = (load(each, "inductor", kv_cache_dtype="fp8_e4m3") for each in (folder, draft))
+    target, small = (load(each, "native", kv_cache_dtype="fp8_e4m3") for each in (folder, draft))
     generator = SpeculativeGenerator(small, target, k=3)
     for asked in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
         plain = target.sample([LONG, PROMPTS[0]], max_new_tokens=24, **asked)
@@ -189,5 +189,5 @@ def test_what_cannot_be_done_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int4' is unknown; use one of int8, fp8_e4m3, fp8_"):
         load(folder, kv_cache_dtype="int4")
     for backend in ("neuron", "xla", "neuron-native"):
-        with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int8' asks for 8 bits; .* eager, inductor"):
+        with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int8' asks for 8 bits; .* eager, native"):
             load(folder, backend, kv_cache_dtype="int8")

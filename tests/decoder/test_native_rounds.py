@@ -1,11 +1,10 @@
-"""Rounds of a compiled graph in a row, without Python in between, are those that Python runs one by one."""
+"""Rounds of a recorded step in a row, without Python in between, are those that Python runs one by one."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.core.types import MultiRoundLimits, RoundReport
-from paceline.decoder.backends.inductor import _Package
-from paceline.decoder.native.rounds import CompiledGraph, Rounds
+from paceline.decoder.native.program import Program, _Rounds
 from paceline.engine import rounds
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.settings import PROMPTS, run
@@ -28,10 +26,10 @@ def test_the_same_rounds(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, setting: dict[str, object], ends: list[int]
 ) -> None:
     """More texts than slots, of unequal lengths, so that slots idle, limits shrink, and rows of rounds end early."""
-    native, rows = _Package.run_rounds, list[int]()
+    native, rows = Program.run_rounds, list[int]()
 
     def both(
-        step: _Package, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+        step: Program, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
         told, made = native(step, inputs, seconds, room)
         # Once more over the same cache: what it overwrites is what it read.
@@ -43,9 +41,9 @@ def test_the_same_rounds(
         rows.append(len(told))
         return told, made
 
-    monkeypatch.setattr(_Package, "run_rounds", both)
+    monkeypatch.setattr(Program, "run_rounds", both)
     monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", 60.0)
-    generator = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4)
+    generator = SpeculativeGenerator(*workshop.pair(backend="native"), k=4)
     prompts = [*PROMPTS, PROMPTS[0][:3]]
     done = generator.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **setting)  # type: ignore[arg-type]
     assert max(rows) > 2 and min(rows) < max(rows)
@@ -56,16 +54,16 @@ def test_the_same_rounds(
 
 def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second round for who has no time; and the tokens do not depend on it."""
-    generator, found = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4), []
+    generator, found = SpeculativeGenerator(*workshop.pair(backend="native"), k=4), []
     calls: list[int] = []
-    original = Rounds.__call__
+    original = _Rounds.__call__
 
     def counted(*given: object) -> tuple[list[RoundReport], list[Tensor]]:
         told, made = original(*given)  # type: ignore[arg-type]
         calls.append(len(told))
         return told, made
 
-    monkeypatch.setattr(Rounds, "__call__", counted)
+    monkeypatch.setattr(_Rounds, "__call__", counted)
     for seconds in (0.0, 60.0):
         monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", seconds)
         calls.clear()
@@ -75,7 +73,7 @@ def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.Monkey
 
 
 def test_what_it_makes_can_be_written_into_whatever_the_first_caller_s_mode_was(workshop: Workshop) -> None:
-    draft, target = (fresh(workshop.checkpoint(role), backend="inductor", batch_size=4) for role in ("draft", "target"))
+    draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=4)
     with torch.inference_mode():
         first = run(generator, {}).sequences.tolist()
@@ -83,15 +81,15 @@ def test_what_it_makes_can_be_written_into_whatever_the_first_caller_s_mode_was(
 
 
 def test_a_round_that_fails_says_so(workshop: Workshop) -> None:
-    """Here of a graph that is closed, as at the end of a process where another thread goes on."""
-    draft, target = (fresh(workshop.checkpoint(role), backend="inductor", batch_size=4) for role in ("draft", "target"))
+    """Here of a step that is closed, as at the end of a process where another thread goes on."""
+    draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=4)
     run(generator, {})
     for step in target._steps.values():
-        assert isinstance(step, _Package)
+        assert isinstance(step, Program)
         if step._rounds is not None:
-            step.graph.close()
-    with pytest.raises(BackendError, match="a round failed: the graph is closed"):
+            step.close()
+    with pytest.raises(BackendError, match="a round failed: the step is closed"):
         run(generator, {})
 
 
@@ -99,7 +97,7 @@ def test_other_threads_go_on_while_a_prompt_is_read(workshop: Workshop, monkeypa
     """And while any other graph runs. Python is told to take its lock from nobody, so that another thread comes to it
     only where it is given back.
     """
-    target = fresh(workshop.checkpoint("target"), backend="inductor", batch_size=4)
+    target = fresh(workshop.checkpoint("target"), backend="native", batch_size=4)
     run(SpeculativeGenerator("ngram", target, k=4), {})
     assert {key.kind for key, _ in target._steps} >= {"prefill", "verify"}
     turns, over = [0], threading.Event()
@@ -114,7 +112,7 @@ def test_other_threads_go_on_while_a_prompt_is_read(workshop: Workshop, monkeypa
     thread.start()
     try:
         for (key, _), step in target._steps.items():
-            assert isinstance(step, _Package)
+            assert isinstance(step, Program)
             for _ in range(3000):  # a call may be over before the operating system has woken the other thread
                 before = turns[0]
                 outputs = step(*step._example)
@@ -128,8 +126,3 @@ def test_other_threads_go_on_while_a_prompt_is_read(workshop: Workshop, monkeypa
         sys.setswitchinterval(interval)
         over.set()
         thread.join()
-
-
-def test_a_package_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="zip archive"):
-        CompiledGraph(tmp_path / "nowhere.pt2", {})

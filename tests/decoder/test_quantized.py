@@ -184,18 +184,18 @@ def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: i
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_every_mode_gives_the_tokens_of_plain_decoding(
     folder: Path, draft: Path, form: WeightFormat, backend: str
 ) -> None:
-    if backend == "inductor" and form not in (WeightFormat.INT8, WeightFormat.Q4_1, WeightFormat.FP8_E4M3):
+    if backend == "native" and form not in (WeightFormat.INT8, WeightFormat.Q4_1, WeightFormat.FP8_E4M3):
         pytest.skip("one format of each kind is compiled: the kernels are the same")
     target = load(folder, backend, quantization=form.value)
     small = load(draft, backend, quantization=form.value)
     for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
         plain = target.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options)
         modes = ((small, True), (small, False), ("ngram", None))
-        if backend == "inductor" and form is not WeightFormat.INT8:
+        if backend == "native" and form is not WeightFormat.INT8:
             modes = modes[:1]  # the graphs differ from those of int8 in their products alone
         for who, fused in modes:
             generator = SpeculativeGenerator(who, target, k=3, fused=fused)

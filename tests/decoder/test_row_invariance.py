@@ -15,7 +15,7 @@ from tests.decoder.tiny import VOCABULARY, Workshop
 
 WIDTH = 5
 LENGTH = 60
-FORMATS = [(backend, amp) for backend in ("eager", "inductor") for amp in ("f32", "bf16", "f16")]
+FORMATS = [(backend, amp) for backend in ("eager", "native") for amp in ("f32", "bf16", "f16")]
 
 
 @pytest.fixture(params=FORMATS, ids=lambda x: " ".join(x))
@@ -82,7 +82,7 @@ def test_a_rejected_draft_leaves_no_trace(decoder: SamplingDecoder) -> None:
 
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
 def test_on_native_kernels_all_widths_give_the_same_bits(workshop: Workshop, amp: str) -> None:
-    decoder = workshop.decoder(backend="inductor", amp=amp)
+    decoder = workshop.decoder(backend="native", amp=amp)
     text = ids(0, 4, LENGTH)
     expected = read(decoder, text)
     single = [window(decoder, text[:, at : at + 1], at) for at in range(LENGTH)]

@@ -75,7 +75,7 @@ def names(folder: Path) -> Iterator[dict[str, object]]:
 
 def smaller(block: str, folder: Path) -> str:
     """The same program without compiled processes, on a socket of this test, with two ranks for four, and short."""
-    changed = block.replace('"inductor"', '"eager"').replace("/tmp/draft.sock", str(folder / "socket"))
+    changed = block.replace('"native"', '"eager"').replace("/tmp/draft.sock", str(folder / "socket"))
     return changed.replace("tp_degree=4", "tp_degree=2").replace("1024", "256")
 
 

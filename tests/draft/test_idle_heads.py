@@ -22,7 +22,7 @@ SLOTS = 4
 
 
 def made(kind: str, workshop: Workshop, folder: Path) -> HeadDrafter:
-    target = fresh(workshop.checkpoint(), backend="inductor", batch_size=SLOTS)
+    target = fresh(workshop.checkpoint(), backend="native", batch_size=SLOTS)
     if kind == "medusa":
         torch.manual_seed(2)
         config = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=False)

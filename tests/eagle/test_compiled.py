@@ -21,7 +21,7 @@ def test_compiled_rounds_give_the_tokens_and_drafts_of_eager_ones(workshop: Work
             drafter(tmp_path / backend, workshop.decoder(backend=backend), 3, draft_tree),
             workshop.decoder(backend=backend),
         )
-        for backend in ("eager", "inductor")
+        for backend in ("eager", "native")
     }
     plain = workshop.decoder(backend="eager")
     for sampling in ({}, {"do_sample": True, "temperature": 1.0, "seed": 11}):

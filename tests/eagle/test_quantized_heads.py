@@ -81,7 +81,7 @@ def test_its_matrices_are_those_of_the_file_quantised(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_compiled_ones_keep_the_tokens(folder: Path, tmp_path: Path, version: int) -> None:
-    target = load(folder, "inductor", quantization="int8")
+    target = load(folder, "native", quantization="int8")
     tree = DynamicTree(5, depth=2, width=2) if version == 3 else Chain(2)
     generator = SpeculativeGenerator(heads.drafter(tmp_path, target, version, tree), target)
     asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9, "seed": 3}

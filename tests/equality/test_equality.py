@@ -12,7 +12,7 @@ from paceline.core.sampling import row_seed
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.settings import NEW, PROMPTS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
 
-BACKENDS = ["eager", "inductor"]
+BACKENDS = ["eager", "native"]
 SPAN = [0, 1, 4, 8]
 
 
@@ -42,7 +42,7 @@ def drafts(kind: str, workshop: Workshop, backend: str, known: list[list[int]]) 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
 @pytest.mark.parametrize("k", SPAN)
-@pytest.mark.parametrize("backend", ["inductor"])  # eager: tests/contract
+@pytest.mark.parametrize("backend", ["native"])  # eager: tests/contract
 def test_speculation_gives_the_tokens_of_plain_decoding(
     workshop: Workshop, expected: Expected, backend: str, k: int, kind: str, setting: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_text_does_not_depend_on_the_batch_it_is_in(
 
 def test_the_backends_agree(expected: Expected) -> None:
     for setting in SETTINGS:
-        assert expected["eager", setting] == expected["inductor", setting]
+        assert expected["eager", setting] == expected["native", setting]
 
 
 def test_the_laws_and_the_seeds_give_different_texts(workshop: Workshop, expected: Expected) -> None:

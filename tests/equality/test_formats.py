@@ -25,7 +25,7 @@ def test_eager_at_one_width(workshop: Workshop, amp: str, k: int, setting: str) 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_compiled_bf16(workshop: Workshop, setting: str) -> None:
-    draft, target = workshop.pair(backend="inductor", amp="bf16")
+    draft, target = workshop.pair(backend="native", amp="bf16")
     known = plain(target, SETTINGS[setting], width=5)
     for source in (draft, "ngram", stumbling(known)):
         result = run(SpeculativeGenerator(source, target, k=4), SETTINGS[setting])  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def test_compiled_bf16(workshop: Workshop, setting: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_compiled_f16(workshop: Workshop, setting: str) -> None:
-    target = workshop.decoder(backend="inductor", amp="f16")
+    target = workshop.decoder(backend="native", amp="f16")
     known = plain(target, SETTINGS[setting], width=5)
     result = run(SpeculativeGenerator(stumbling(known), target, k=4), SETTINGS[setting])
     assert texts(result) == known

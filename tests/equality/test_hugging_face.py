@@ -41,7 +41,7 @@ def test_every_kind_of_model(workshop: Workshop, kind: str) -> None:
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_other_weights_on_compiled_graphs(workshop: Workshop, seed: int) -> None:
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", seed=seed), dtype=torch.float32)
-    target = workshop.decoder(backend="inductor", seed=seed)
+    target = workshop.decoder(backend="native", seed=seed)
     assert plain(target, {}, new=NEW) == [generated(model, prompt) for prompt in PROMPTS]
 
 
@@ -80,7 +80,7 @@ def test_processors(workshop: Workshop, name: str) -> None:
         assert texts(run(generator, asked, prompts=[prompt], new=NEW)) == [text]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_the_end_of_a_text(workshop: Workshop, backend: str) -> None:
     draft, target = workshop.pair(backend=backend)
     free = plain(target, {}, new=NEW)

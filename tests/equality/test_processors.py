@@ -38,7 +38,7 @@ def test_processors_one_text_at_a_time(workshop: Workshop, name: str, k: int, se
     assert texts(run(SpeculativeGenerator(stumbling(known), target, k=k), again, prompts=ONE)) == known
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text(
     workshop: Workshop, backend: str
 ) -> None:
@@ -117,7 +117,7 @@ def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Worksh
 
 
 def test_processors_under_compiled_graphs(workshop: Workshop) -> None:
-    draft, target = workshop.pair(backend="inductor")
+    draft, target = workshop.pair(backend="native")
     for name, make in PROCESSORS.items():
         for setting in SETTINGS.values():
             asked: Setting = {**setting, **make()}

@@ -8,7 +8,7 @@ from paceline import SpeculativeGenerator
 from tests.decoder.tiny import Workshop
 from tests.equality.settings import PROCESSORS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
 
-BACKENDS = ["eager", "inductor"]
+BACKENDS = ["eager", "native"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -34,7 +34,7 @@ def test_greedy_rejection_is_greedy_decoding(workshop: Workshop, k: int) -> None
 
 
 def test_greedy_rejection_is_greedy_decoding_on_compiled_graphs(workshop: Workshop) -> None:
-    draft, target = workshop.pair(backend="inductor")
+    draft, target = workshop.pair(backend="native")
     assert texts(run(SpeculativeGenerator(draft, target, k=4, acceptor="reject"), {})) == plain(target, {})
 
 

@@ -270,7 +270,7 @@ def test_what_is_no_decoder_is_refused(both: Both) -> None:
 
 
 def test_slots_are_exchanged_on_a_compiled_graph(both: Both) -> None:
-    decoder = AutoDecoder.from_pretrained(both.folder, batch_size=3, n_positions=64, amp="f32", backend="inductor")
+    decoder = AutoDecoder.from_pretrained(both.folder, batch_size=3, n_positions=64, amp="f32", backend="native")
     decoder.on_graph = lambda _event: None
     before = [one.normal_().clone() for layer in decoder.body.caches for one in layer]
     steps.reorder_slots(decoder, torch.tensor([2, 2, 0], dtype=torch.int32), rows=40)

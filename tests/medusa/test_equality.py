@@ -92,7 +92,7 @@ def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tm
 @pytest.mark.parametrize("setting", ["greedy", "cool"])
 def test_compiled(workshop: Workshop, heads_folder: Path, setting: str) -> None:
     """Compiled rounds give the tokens of eager ones."""
-    target = workshop.decoder(backend="inductor")
+    target = workshop.decoder(backend="native")
     drafter = MedusaDrafter.from_pretrained(heads_folder, target)
     result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
     assert texts(result) == plain(workshop.decoder(), SETTINGS[setting])

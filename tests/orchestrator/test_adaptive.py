@@ -131,7 +131,7 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
 
 
 def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
-    draft, target = workshop.pair(backend="inductor", amp="bf16")
+    draft, target = workshop.pair(backend="native", amp="bf16")
     ladder = (0, 4)  # its graphs are those of the tests of formats
     plain = target.sample(PROMPTS, max_new_tokens=40)
     made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)

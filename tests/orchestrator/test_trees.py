@@ -81,12 +81,12 @@ class Orchard:
 
 @pytest.mark.parametrize("reads", [None, FeatureSpec(), FeatureSpec((0, 2))], ids=["tokens", "last", "layers"])
 @pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_tree_never_changes_the_text(
     workshop: Workshop, backend: str, grown: bool, reads: FeatureSpec | None
 ) -> None:
-    amp = "bf16" if backend == "inductor" else "f32"  # there, trees have the bits of a chain
-    if backend == "inductor" and (grown, reads) not in ((False, None), (True, FeatureSpec((0, 2)))):
+    amp = "bf16" if backend == "native" else "f32"  # there, trees have the bits of a chain
+    if backend == "native" and (grown, reads) not in ((False, None), (True, FeatureSpec((0, 2)))):
         pytest.skip("compiled once for each kind of tree, and once with states; Medusa's tests read the last state")
     target = workshop.decoder(backend=backend, amp=amp)
     for heat in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}):

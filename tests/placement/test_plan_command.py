@@ -144,7 +144,7 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         (["[1, 2]"], "must be a mapping"),
         (
             ["{name: a, config: big, tp_degree: 2, backend: magic}"],
-            "backend: 'magic' is unknown; use one of eager, inductor",
+            "backend: 'magic' is unknown; use one of eager, native",
         ),
         (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention: 'thrifty' is unknown"),
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
@@ -181,7 +181,7 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
         (CHAT, "chat was planned from a configuration alone"),
         (
             CHAT.replace("config", "path"),
-            "chat was planned on 8 cores, and backend='inductor' runs a model on one; give `tp_degree: 1`, or",
+            "chat was planned on 8 cores, and backend='native' runs a model on one; give `tp_degree: 1`, or",
         ),
         (
             CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),

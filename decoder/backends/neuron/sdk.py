@@ -197,7 +197,7 @@ def this_chip() -> Chip:
         "this machine has no Neuron chip"
         + (f" ({named})" if named else "")
         + f"; to compile for one elsewhere, set NEURON_PLATFORM_TARGET_OVERRIDE to one of {known}; otherwise use "
-        "backend='inductor'"
+        "backend='native'"
     )
 
 

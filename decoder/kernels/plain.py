@@ -1,0 +1,59 @@
+"""What lies between the products of a layer, in plain PyTorch: norms, rotations, activations, rows of a table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.decoder.kernels.activations import ACTIVATIONS
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+
+NormKind = Literal["rms", "rms plus one", "layer"]
+NORMS: tuple[NormKind, ...] = ("rms", "rms plus one", "layer")
+"""In the order of their numbers in native kernels (`Norm` there)."""
+
+
+class PlainOperations:
+    """Those of `paceline.decoder.kernels.protocol.Kernels` that need not be fast for a backend, or that it compiles."""
+
+    def norm(
+        self, x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, kind: NormKind = "rms"
+    ) -> Tensor:
+        """See `Kernels`."""
+        if kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        x = (weight.float() + 1.0 if kind == "rms plus one" else weight) * x
+        return x if bias is None else x + bias
+
+    def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Kernels`."""
+        count = rotation[0].shape[-1]
+        if count == x.shape[-1]:
+            return apply_rope(x, *rotation)
+        return torch.cat((apply_rope(x[..., :count], *rotation), x[..., count:]), -1)
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+        """See `Kernels`."""
+        if not gated:
+            return ACTIVATIONS[activation](x)
+        gate, up = x.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
+        """See `Kernels`."""
+        return table.gather(ids) if isinstance(table, PackedMatrix) else nn.functional.embedding(ids, table).float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., H, D] by cos and sin [..., 1, D], the tables' rows of each token; keeps x's dtype.
+
+    Computed in float32 and rounded once, at the end. Hugging Face rounds cos and sin to x's dtype and
+    multiplies there, so in bf16 the two differ in the last bit; in float32 they agree exactly.
+    """
+    wide = x.to(torch.float32)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos.to(torch.float32) + turned * sin.to(torch.float32)).to(x.dtype)
