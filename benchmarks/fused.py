@@ -230,9 +230,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     depths = tuple(arguments.k or (2, 4, 8))
-    options = Options(
-        arguments.alpha, depths, arguments.new, arguments.count, arguments.repeats, "native", tiny=False
-    )
+    options = Options(arguments.alpha, depths, arguments.new, arguments.count, arguments.repeats, "native", tiny=False)
     if arguments.tiny:
         options = Options(arguments.alpha, tuple(arguments.k or (2,)), 12, 1, 1, "eager", tiny=True)
     publish({"part": arguments.part, **PARTS[arguments.part](options)})

@@ -8,9 +8,7 @@ Plain decoding is the drafter that proposes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.core.errors import RequestError
 from paceline.core.types import (
@@ -26,10 +24,13 @@ from paceline.core.types import (
     SamplingTensors,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 Reading = Generator[None, None, PrefillResult]
 """Reads a prompt in pieces, with a pause after each but the last; `paceline.core.reading.finish` goes without them."""
 
-Processor = Callable[[Tensor, Tensor], Tensor]
+Processor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Hugging Face's logits processor: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
 
 

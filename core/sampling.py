@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, get_args
 
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import SamplingKind, SamplingTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOP_K_LIMIT = 256
 """The largest top-k of the kind of sampling "top-k", whose graphs choose among so many ids alone."""
 
 SAMPLING_KINDS: tuple[SamplingKind, ...] = get_args(SamplingKind)
 """All kinds, from the narrowest to the widest."""
+
+COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
+"""Kinds of sampling that rounds are compiled for by default. A top-k above the limit is rare."""
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
@@ -106,6 +109,8 @@ def row_seed(seed: int, row: int) -> int:
 
 def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
     """Tensors for a batch of requests, in slot order."""
+    import torch
+
     params: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
     seeds: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
     return SamplingTensors(params, seeds, widest(map(kind_of, requests)))

@@ -7,11 +7,13 @@ Not here: how a tree is grown, and attention under its mask.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = -1
 
@@ -62,6 +64,8 @@ def verify_rows(parents: tuple[int, ...]) -> list[int]:
 
 def parents_of(proposal: Proposal) -> Tensor:
     """Parent nodes of a proposal in every slot, -1 for the root. -> [B, N] int32"""
+    import torch
+
     slots, nodes = proposal.tokens.shape
     parents, device = proposal.parents, proposal.tokens.device
     if parents is None:
@@ -76,6 +80,8 @@ def ancestor_mask(rows: Tensor) -> Tensor:
 
     By squaring the matrix of steps towards the root: products only, no walk whose length depends on the data.
     """
+    import torch
+
     size = rows.shape[1]
     ids = torch.arange(size, dtype=torch.int32, device=rows.device)
     reached = (rows.unsqueeze(-1) == ids).to(torch.float32) + (ids.unsqueeze(-1) == ids).to(torch.float32)

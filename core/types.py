@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAD = -1
 """No token here. Never a legal id: 0 is a token like any other."""
@@ -207,6 +207,8 @@ class Proposal:
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]], depths: Sequence[int]) -> Proposal:
         """Chains of unequal lengths, in the smallest of these ascending ``depths`` that holds them all."""
+        import torch
+
         longest = max(len(row) for row in rows)
         nodes = next(depth for depth in depths if depth >= longest)
         padded = [[*row, *[PAD] * (nodes - len(row))] for row in rows]
@@ -245,7 +247,7 @@ class SamplingTensors:
     @property
     def seated(self) -> Tensor:
         """1 for every slot that holds a request, else 0: nobody waits for what is computed there. [B] int32"""
-        return (self.params[:, 0] >= 0).to(torch.int32)
+        return (self.params[:, 0] >= 0).int()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Weights
-from paceline.decoder.options import MAX_WIDTH, DecoderOptions
+from paceline.decoder.options import DecoderOptions, check_width
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
@@ -179,6 +179,10 @@ class CompiledDecoder:
         self.last_holder: object | None = None
 
     @property
+    def backend_name(self) -> str:
+        return self.backend.name
+
+    @property
     def batch_size(self) -> int:
         return self.options.batch_size
 
@@ -315,9 +319,8 @@ class CompiledDecoder:
         self.backend.close()
 
     def check_width(self, width: int) -> None:
-        """Raise ConfigurationError unless a window of so many rows fits."""
-        if not 1 <= width <= MAX_WIDTH:
-            raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
+        """As `paceline.decoder.options.check_width`."""
+        check_width(width)
 
     def cache_key(self) -> dict[str, object]:
         """What every graph of this decoder depends on, besides the source."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
 from paceline.decoder.parallel.sharding import WHOLE, Layout
-from paceline.decoder.weights.quantize import WeightFormat
+from paceline.decoder.weights.formats import CACHE_FORMATS, WeightFormat
 
-AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+if TYPE_CHECKING:
+    import torch
+
+AMP = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+"""PyTorch's names of the types, by ours."""
+
 MAX_WIDTH = 128
 """Rows one window may have at most; caches carry as many rows of slack, so that no window runs over their end."""
 
@@ -63,12 +66,21 @@ class DecoderOptions:
 
     @property
     def dtype(self) -> torch.dtype:
-        return AMP[self.amp]
+        import torch
+
+        dtype: torch.dtype = getattr(torch, AMP[self.amp])
+        return dtype
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """Of the tensors of the model's own cache; draft heads keep theirs in ``dtype``."""
-        return self.dtype if self.kv_cache_dtype is None else CACHE_DTYPES[self.kv_cache_dtype]
+        return self.dtype if self.kv_cache_dtype is None else WeightFormat(self.kv_cache_dtype).dtype
+
+
+def check_width(width: int) -> None:
+    """Raise ConfigurationError unless a window of so many rows fits."""
+    if not 1 <= width <= MAX_WIDTH:
+        raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
 
 
 def decoder_options(
@@ -102,9 +114,10 @@ def decoder_options(
     chunks = tuple(sorted({min(chunk, kv_buckets[-1]) for chunk in chunks}))
     if quantization not in (None, "gguf"):
         WeightFormat.of(quantization)
-    if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
+    caches = [form.value for form in CACHE_FORMATS]
+    if kv_cache_dtype is not None and kv_cache_dtype not in caches:
         raise ConfigurationError(
-            f"kv_cache_dtype={kv_cache_dtype!r} is unknown; use one of {', '.join(CACHE_DTYPES)}, or leave it out to "
+            f"kv_cache_dtype={kv_cache_dtype!r} is unknown; use one of {', '.join(caches)}, or leave it out to "
             "keep keys and values as amp says"
         )
     return DecoderOptions(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.errors import ConfigurationError
@@ -22,6 +20,9 @@ from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, Round
 from paceline.draft.base import TextDrafter
 from paceline.draft.fallback import chains_of, draft_lengths_of, limits_within, shortened_of
 from paceline.draft.shadow_scores import ShadowScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ChooseBy = Literal["speed", "length"]
 

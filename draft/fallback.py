@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, Guesses, Shortens, Varies, movable, move_request
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FallbackDrafter:
@@ -120,6 +121,8 @@ def chains_of(
     """
     if guesses is not None:
         return guesses.guess(most)
+    import torch
+
     same = most == bounds.max_accept.tolist()
     limits = bounds if same else replace(bounds, max_accept=torch.tensor(most, dtype=torch.int32), multi_round=None)
     proposal = drafter.propose(commit, sampling, limits)

@@ -2,7 +2,7 @@
 
 A head is mathematics alone. `AutoregressiveHead` drafts one token after the other and may have a cache; `ParallelHead`
 drafts all tokens at once from one state of the target. Which commits it has read, which graph runs and what a round
-gets is `paceline.draft.base.HeadDrafter`.
+gets is `paceline.draft.head_drafter.HeadDrafter`.
 
 Letters: B slots, b lines of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head,
 F of a feature, V vocabulary.

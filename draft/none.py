@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NoDrafter:
@@ -31,4 +32,6 @@ class NoDrafter:
         """Nothing to see."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        import torch
+
         return Proposal(torch.empty(len(commit.tokens), 0, dtype=torch.int32))

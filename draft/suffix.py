@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.token_files import read_tokens
 from paceline.draft.base import TextDrafter
 from paceline.draft.copy_tracker import CopyTracker
 from paceline.draft.suffix_index import SuffixAutomaton
@@ -159,6 +158,8 @@ class SuffixDrafter(TextDrafter[SuffixText]):
 def _read(path: Path) -> list[int]:
     if not path.is_file():
         raise ConfigurationError(f"the corpus {path} does not exist; give a file of token ids")
+    from paceline.decoder.token_files import read_tokens
+
     tokens: list[int] = read_tokens(path).tolist()
     if not tokens:
         raise ConfigurationError(f"the corpus {path} holds no tokens; give one that does, or none")

@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.core.errors import CheckpointError, PairingError
 from paceline.core.types import FeatureSpec
-from paceline.decoder.json_fields import Fields
+from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope import RopeConfig
+from paceline.decoder.models.rope_config import RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle.aux_layers import layer_ids
 
@@ -143,6 +143,15 @@ class EagleConfig:
         text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
         with atomic_write(folder / CONFIG):
             (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def check_own(folder: Path, target: ModelConfig) -> None:
+    """Raise PairingError if a folder in our own layout holds a head for another target. Others name what they hold by
+    their tensors.
+    """
+    fields = read_json_object(folder / CONFIG)
+    if "paceline_eagle" in fields:
+        parse_own(Fields(fields, str(folder / CONFIG))).check_target(target)
 
 
 def check_version(version: int) -> None:

@@ -20,13 +20,15 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat
-from paceline.draft.base import HeadDrafter
+from paceline.decoder.weights.quantize import PackedMatrix
+from paceline.draft.head_drafter import HeadDrafter
 from paceline.eagle import checkpoint
 from paceline.eagle.aux_layers import parse_layers
 from paceline.eagle.division import embedding_part, is_divided, part_of, shard_of
 from paceline.eagle.head import EagleHead
+from paceline.eagle.options import head_format
 from paceline.eagle.tree import Chain, DraftTree
 
 
@@ -158,7 +160,7 @@ def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | N
         ConfigurationError: there is no such format.
     """
     if quantization is not None:
-        return None if quantization == "amp" else WeightFormat.of(quantization)
+        return head_format(quantization)
     floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
     packed = [one.format for one in target.body.modules() if isinstance(one, PackedMatrix)]
     return WeightFormat.INT8 if any(form not in floats for form in packed) else None

@@ -23,7 +23,7 @@ from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
-from paceline.decoder.weights.quantize import WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv

@@ -24,7 +24,8 @@ from paceline.decoder.models.layers import biased, gated_mlp
 from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
-from paceline.decoder.weights.quantize import MatrixLike, WeightFormat, matrix, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import MatrixLike, matrix, quantize
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]

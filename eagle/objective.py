@@ -7,8 +7,7 @@ output, each with 0.8 times the weight of the one before. Not here: the run (`pa
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,52 +15,8 @@ from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
 from paceline.eagle.network import Past, TrainableHead
-from paceline.training.data import TEXTS_PER_FILE
+from paceline.eagle.options import EagleTraining
 from paceline.training.frozen_model import Texts
-from paceline.training.options import TrainingOptions
-
-
-@dataclass(frozen=True, slots=True)
-class EagleTraining(TrainingOptions):
-    """How an EAGLE head is trained; the other options are those of every training.
-
-    learning_rate   2e-3 by default
-    batch_size      a divisor of `TEXTS_PER_FILE`, so that every text has its turn
-    tokens          in all, repeats of a text counted again
-    ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
-    ttt_decay       weight of a pass, in terms of the one before
-    feature_weight  of the feature loss (version 1 only)
-    ce_weight       of the cross-entropy (version 1 only)
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    learning_rate: float = field(default=2e-3, metadata={"help": "Largest learning rate."})
-    tokens: int = field(default=1_000_000, metadata={"help": "Tokens to train on, repeats counted."})
-    ttt_steps: int | None = field(
-        default=None, metadata={"help": "Passes of the training-time test. Default: 7; version 1: 1."}
-    )
-    ttt_decay: float = field(default=0.8, metadata={"help": "Weight of a pass in terms of the one before."})
-    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: of the feature loss."})
-    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: of the cross-entropy."})
-
-    def __post_init__(self) -> None:
-        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
-        if self.tokens < 1 or (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
-            raise ConfigurationError("tokens and ttt_steps must be positive, and ttt_decay in (0, 1]")
-        if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
-            raise ConfigurationError("feature_weight and ce_weight must be 0 or more")
-        if TEXTS_PER_FILE % self.batch_size:
-            raise ConfigurationError(
-                f"batch_size={self.batch_size} leaves texts out: give a divisor of {TEXTS_PER_FILE}"
-            )
-
-    def passes(self, version: int) -> int:
-        """Passes of the training-time test for a head of this version."""
-        if self.ttt_steps is None:
-            return 7 if version == 3 else 1
-        return self.ttt_steps
 
 
 @dataclass(frozen=True, slots=True)

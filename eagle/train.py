@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +27,11 @@ from paceline.eagle.aux_layers import default_layers
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance, objective, text_part
-from paceline.training.data import TEXTS_PER_FILE
-from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.eagle.objective import DraftVocab, acceptance, objective, text_part
+from paceline.eagle.options import EagleHeadOptions, EagleTraining
+from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
+from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
 from paceline.training.trainer import LOG_STEPS, Progress, Trainer
 
 Measure = Callable[[TrainableHead], list[float]]
@@ -129,29 +130,6 @@ class EagleTrainer(Trainer[Texts]):
 
 
 MEASURED = "acceptance.json"
-
-
-@dataclass(frozen=True, slots=True)
-class EagleHeadOptions:
-    """Which head is trained.
-
-    version           1 (also for EAGLE-2) or 3
-    layers            version 3: the target's residual streams it reads; empty = those before layers 2, L/2 and L - 3,
-                      as in EAGLE's own code. For version 1 they only decide what is kept, so that a head of version 3
-                      may use it too
-    draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
-    depth             of the chains whose acceptance is measured
-    start             folder of a head to train on; its version, layers and drafted ids are kept
-    """
-
-    version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
-    layers: tuple[int, ...] = field(
-        default=(),
-        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: before layers 2, L/2, L - 3."},
-    )
-    draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
-    depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
-    start: Path | None = field(default=None, metadata={"help": "Folder of a head to train on; default: a fresh one."})
 
 
 def train(

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.weights.files import (
-    TensorInfo,
-    WeightFile,
-    check_finite,
-    find_weight_files,
-    open_weight_file,
-    write_weight_file,
-)
+from paceline.decoder.weights.files import TensorInfo, WeightFile, check_finite, open_weight_file, write_weight_file
+from paceline.decoder.weights.folder import find_weight_files
 from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa import formats
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
@@ -33,7 +27,6 @@ log = logging.getLogger("paceline")
 # NxD Inference reads medusa_heads.pt from the folder of the target, and no other file.
 FILES = {"paceline": "model.safetensors", "medusa": "medusa_lm_head.pt", "nxd": "medusa_heads.pt"}
 _NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_heads.pt")
-TREE = "tree.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core import tree
-from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
@@ -24,13 +22,11 @@ from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.vocab_parallel import rank
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.decoder.weights.quantize import MatrixLike
-from paceline.draft.base import HeadDrafter
+from paceline.draft.head_drafter import HeadDrafter
 from paceline.draft.heads import ParallelHead, ParallelStep
 from paceline.medusa import checkpoint
 from paceline.medusa.network import Heads
-from paceline.medusa.tree import Choices
-
-TreeLike = Choices | str | Path | Iterable[Sequence[int]]
+from paceline.medusa.tree import Choices, TreeLike, parse_choices, shipped_choices
 
 
 class MedusaHead(ParallelHead):
@@ -116,7 +112,7 @@ class MedusaDrafter(HeadDrafter):
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = checkpoint_path(path)
-        choices = None if tree is None else _choices(tree)
+        choices = None if tree is None else parse_choices(tree)
         shared_head, size = target.body.lent, target.config.vocab_size
         heads = checkpoint.heads(
             folder,
@@ -126,9 +122,7 @@ class MedusaDrafter(HeadDrafter):
             group=shared_head.group,
             ids=shared_head.ids,
         )
-        if choices is None:
-            shipped = folder / checkpoint.TREE
-            choices = Choices.read(shipped) if shipped.is_file() else Choices.chain(heads.config.heads)
+        choices = choices or shipped_choices(folder) or Choices.chain(heads.config.heads)
         return cls(heads, target, choices)
 
     @property
@@ -160,15 +154,3 @@ class MedusaDrafter(HeadDrafter):
         dtype = str(next(iter(self.heads.own().values())).dtype)
         paths = [list(path) for path in self.choices.paths]
         return {"medusa": {"sizes": shape, "dtype": dtype, "choices": paths}}
-
-
-def _choices(tree: TreeLike) -> Choices:
-    if isinstance(tree, Choices):
-        return tree
-    if isinstance(tree, str | Path):
-        return Choices.read(Path(tree))
-    if not isinstance(tree, Iterable):
-        raise ConfigurationError(
-            f"tree={tree!r} is not a tree; give choices such as [[0], [0, 0], [1]], or a file of them"
-        )
-    return Choices.of(tree)

@@ -19,6 +19,9 @@ from paceline.decoder.weights.atomic_write import atomic_write
 TOP = 10
 """Tokens of each head that Medusa's index tables have room for."""
 
+TREE = "tree.json"
+"""The file of a tree, in the folder of the heads that it was made for."""
+
 Ranks = tuple[int, ...]
 
 
@@ -137,6 +140,35 @@ class Choices:
                 f"the tree asks for rank {max(self.widths) - 1}, and only the best {top} tokens of a head are looked "
                 "at; take a narrower tree"
             )
+
+
+TreeLike = Choices | str | Path | Iterable[Sequence[int]]
+
+
+def parse_choices(tree: object) -> Choices:
+    """A tree as users give it: choices, or a file of them.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(tree, Choices):
+        return tree
+    if isinstance(tree, str | Path):
+        return Choices.read(Path(tree))
+    if not isinstance(tree, Iterable):
+        raise ConfigurationError(
+            f"tree={tree!r} is not a tree; give choices such as [[0], [0, 0], [1]], or a file of them"
+        )
+    return Choices.of(tree)
+
+
+def shipped_choices(folder: Path) -> Choices | None:
+    """The tree that heads come with; None: there is none.
+
+    Raises:
+        ConfigurationError: its file cannot be read.
+    """
+    return Choices.read(folder / TREE) if (folder / TREE).is_file() else None
 
 
 def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:

@@ -1,50 +1,53 @@
 """Paceline: decoding with several models at once. Small models set the pace, the big one decides.
 
 from paceline import AutoDecoder, SpeculativeGenerator
+
+Every name below is imported when it is first used, so that a command that is refused, or a process that decodes
+nothing, does not load PyTorch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from paceline.auto import AutoDecoder
-from paceline.auto_drafter import AutoDrafter
-from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
-from paceline.core.acceptance.synthetic import SyntheticAcceptance
-from paceline.core.acceptance.typical import Typical
-from paceline.core.errors import PacelineError
-from paceline.decoder.parallel.sharding import GQA
-from paceline.decoder.weights.save_quantized import save_quantized
-from paceline.draft.function import FunctionDrafter
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.retokenizing import TokenizerPair
-from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DynamicTree, StaticTree
-from paceline.engine.request import SamplingParams
-from paceline.for_sampling import (
-    BloomForSampling,
-    Gemma2ForSampling,
-    Gemma3ForSampling,
-    GPT2ForSampling,
-    GPTJForSampling,
-    GPTNeoXForSampling,
-    LlamaForSampling,
-    MistralForSampling,
-    MixtralForSampling,
-    OPTForSampling,
-    Phi3ForSampling,
-    Qwen2ForSampling,
-    Qwen3ForSampling,
-    Qwen3MoeForSampling,
-)
-from paceline.generator import SpeculativeGenerator
-from paceline.medusa.drafter import MedusaDrafter
-from paceline.neuron_config import NeuronConfig
-from paceline.outputs import GenerationResult, RequestOutput, Statistics
-from paceline.text.stop_strings import StopStrings
-from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 if TYPE_CHECKING:
     from paceline.application import DecoderApplication
+    from paceline.auto import AutoDecoder
+    from paceline.auto_drafter import AutoDrafter
+    from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
+    from paceline.core.acceptance.synthetic import SyntheticAcceptance
+    from paceline.core.acceptance.typical import Typical
+    from paceline.core.errors import PacelineError
+    from paceline.decoder.parallel.sharding import GQA
+    from paceline.decoder.weights.save_quantized import save_quantized
+    from paceline.draft.function import FunctionDrafter
+    from paceline.draft.ngram import NgramDrafter
+    from paceline.draft.retokenizing import TokenizerPair
+    from paceline.eagle.drafter import EagleDrafter
+    from paceline.eagle.tree import Chain, DynamicTree, StaticTree
+    from paceline.engine.request import SamplingParams
+    from paceline.for_sampling import (
+        BloomForSampling,
+        Gemma2ForSampling,
+        Gemma3ForSampling,
+        GPT2ForSampling,
+        GPTJForSampling,
+        GPTNeoXForSampling,
+        LlamaForSampling,
+        MistralForSampling,
+        MixtralForSampling,
+        OPTForSampling,
+        Phi3ForSampling,
+        Qwen2ForSampling,
+        Qwen3ForSampling,
+        Qwen3MoeForSampling,
+    )
+    from paceline.generator import SpeculativeGenerator
     from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
+    from paceline.medusa.drafter import MedusaDrafter
+    from paceline.neuron_config import NeuronConfig
+    from paceline.outputs import GenerationResult, RequestOutput, Statistics
+    from paceline.text.stop_strings import StopStrings
+    from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -93,15 +96,55 @@ __all__ = [
     "save_quantized",
 ]
 
+_MODULES = {
+    "application": ("DecoderApplication",),
+    "auto": ("AutoDecoder",),
+    "auto_drafter": ("AutoDrafter",),
+    "config": ("DRAFT_LENGTHS", "SpeculativeConfig"),
+    "core.acceptance.synthetic": ("SyntheticAcceptance",),
+    "core.acceptance.typical": ("Typical",),
+    "core.errors": ("PacelineError",),
+    "decoder.parallel.sharding": ("GQA",),
+    "decoder.weights.save_quantized": ("save_quantized",),
+    "draft.function": ("FunctionDrafter",),
+    "draft.ngram": ("NgramDrafter",),
+    "draft.retokenizing": ("TokenizerPair",),
+    "eagle.drafter": ("EagleDrafter",),
+    "eagle.tree": ("Chain", "DynamicTree", "StaticTree"),
+    "engine.request": ("SamplingParams",),
+    "for_sampling": (
+        "BloomForSampling",
+        "Gemma2ForSampling",
+        "Gemma3ForSampling",
+        "GPT2ForSampling",
+        "GPTJForSampling",
+        "GPTNeoXForSampling",
+        "LlamaForSampling",
+        "MistralForSampling",
+        "MixtralForSampling",
+        "OPTForSampling",
+        "Phi3ForSampling",
+        "Qwen2ForSampling",
+        "Qwen3ForSampling",
+        "Qwen3MoeForSampling",
+    ),
+    "generator": ("SpeculativeGenerator",),
+    "huggingface.adapter": ("HuggingFaceGenerationAdapter",),
+    "medusa.drafter": ("MedusaDrafter",),
+    "neuron_config": ("NeuronConfig",),
+    "outputs": ("GenerationResult", "RequestOutput", "Statistics"),
+    "text.stop_strings": ("StopStrings",),
+    "text.structured_output": ("ReasoningMarkers", "StructuredOutput"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> object:
-    """Import what needs `transformers` when it is asked for: that takes as long as half of PyTorch."""
-    if name == "HuggingFaceGenerationAdapter":
-        from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return value
 
-        return HuggingFaceGenerationAdapter
-    if name == "DecoderApplication":
-        from paceline.application import DecoderApplication
 
-        return DecoderApplication
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -14,14 +12,10 @@ from paceline.core.errors import CheckpointError
 from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope import check_positions
-from paceline.decoder.options import DecoderOptions, decoder_options
-from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import GQA, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.locate import checkpoint_path
 from paceline.engine.request import InputIds, SamplingParams
+from paceline.loadable import Loadable, loadable
 from paceline.outputs import GenerationResult, Statistics
 
 if TYPE_CHECKING:
@@ -87,12 +81,12 @@ class AutoDecoder:
     """Whose ``model_type`` alone is taken; none: every family's."""
 
     @classmethod
-    def _check_family(cls, config: ModelConfig, place: Path) -> None:
+    def _check_family(cls, found: Loadable) -> None:
         """Raise CheckpointError if this class does not load a checkpoint's family."""
-        if cls.families and config.model_type not in cls.families:
+        if cls.families and found.config.model_type not in cls.families:
             raise CheckpointError(
-                f"{place} has model_type {config.model_type!r}, and {cls.__name__} loads {', '.join(cls.families)}; "
-                "use AutoDecoder, which loads every family"
+                f"{found.folder} has model_type {found.config.model_type!r}, and {cls.__name__} loads "
+                f"{', '.join(cls.families)}; use AutoDecoder, which loads every family"
             )
 
     @classmethod
@@ -140,40 +134,35 @@ class AutoDecoder:
                 model's rope scaling has no fixed table of so many positions, or it cannot be divided like that.
             BackendError: the backend cannot work here.
         """
-        place = checkpoint_path(path)
-        config = ModelConfig.from_pretrained(place)
-        cls._check_family(config, place)
-        layout = sharding.layout(config, tp_degree, group_query_attention)
-        options = decoder_options(
+        found = loadable(
+            path,
             batch_size=batch_size,
             n_positions=n_positions,
             context_length_estimate=context_length_estimate,
             amp=amp,
-            trained=config.max_position_embeddings,
-            layout=layout,
+            backend=backend,
+            tp_degree=tp_degree,
+            group_query_attention=group_query_attention,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            modules_to_not_convert=modules_to_not_convert,
         )
-        options = replace(options, modules_to_not_convert=tuple(modules_to_not_convert))
-        return _loaded(place, config, options, backend=backend, progress=progress)
+        cls._check_family(found)
+        return load(found, progress)
 
 
-def _loaded(
-    place: Path,
-    config: ModelConfig,
-    options: DecoderOptions,
-    *,
-    backend: str,
-    progress: Callable[[int, int], None] | None,
-) -> SamplingDecoder:
-    """The decoder of a checkpoint with checked options; errors as `AutoDecoder.from_pretrained`."""
-    check_positions(config.rope, options.n_positions)
+def load(found: Loadable, progress: Callable[[int, int], None] | None = None) -> SamplingDecoder:
+    """Load what was found to be loadable; ``progress`` and errors as of `AutoDecoder.from_pretrained`."""
+    folder, config, options = found.folder, found.config, found.options
+    assert folder is not None, "of a file"
     shard = Shard(config, options.layout)
-    engine = make(backend, options.layout.degree, options.quantization, kv_cache_dtype=options.kv_cache_dtype)
+    engine = make(
+        found.backend_name, options.layout.degree, options.quantization, kv_cache_dtype=options.kv_cache_dtype
+    )
     if not engine.device_state:  # its state stays in this machine's memory
         kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
     weights = load_weights(
-        place,
+        folder,
         config,
         options.dtype,
         progress=progress,
@@ -181,8 +170,8 @@ def _loaded(
         quantization=options.quantization,
         modules_to_not_convert=options.modules_to_not_convert,
     )
-    check_formats(backend, weights.values())
+    check_formats(found.backend_name, weights.values())
     decoder = SamplingDecoder(config, options, weights, backend=engine)
-    engine.attach(decoder.body, os.fspath(place))
-    decoder.folder = place
+    engine.attach(decoder.body, os.fspath(folder))
+    decoder.folder = folder
     return decoder

@@ -1,44 +1,37 @@
-"""From a `DraftSpec` to a drafter: which row of the registry it is, its options checked, its model or heads loaded.
+"""From a `DraftSpec` to a drafter: its model or heads loaded.
 
 `make_drafter` is the one way from a configuration to a drafter: generators, commands and workers use it.
-`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`) and rounds
-(`paceline.build`).
+`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`), what is refused before
+anything is loaded (`paceline.draft_checks`), and rounds (`paceline.build`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from paceline import vocab_compat
-from paceline.auto import AutoDecoder
+from paceline import auto, vocab_compat
 from paceline.config import SpeculativeConfig
-from paceline.core.acceptance.base import AcceptanceRule
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, Shortens
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.json_fields import read_json_object
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.files import is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.none import NoDrafter
-from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
-from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
-from paceline.eagle.config import is_eagle_config
-from paceline.eagle.tree import parse_draft_tree
-from paceline.medusa.config import is_medusa_config
-from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
+from paceline.draft.vocab_map import VocabMap
+from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, row_name
+from paceline.draft_spec import DraftSpec
+from paceline.loadable import Loadable
+from paceline.registry import DRAFTERS, DrafterRow, resolve
 
-LoadModel = Callable[..., CompiledDecoder]
-"""Takes the path and the keywords of `AutoDecoder.from_pretrained`."""
+if TYPE_CHECKING:
+    from paceline.draft.retokenizing import TokenizerPair
+
+LoadModel = Callable[[Loadable], CompiledDecoder]
 
 
 class AutoDrafter:
@@ -81,17 +74,18 @@ class AutoDrafter:
 
 
 def load_draft_models(
-    config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel = AutoDecoder.from_pretrained
+    config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel = auto.load
 ) -> SpeculativeConfig:
-    """The same configuration with decoders in place of folders of draft models. Heads stay folders.
+    """The same configuration with decoders in place of folders of draft models. Heads stay folders. All of it is
+    checked before the first is loaded; errors as `paceline.draft_checks.prepared`.
 
-    load  `AutoDecoder.from_pretrained`, or the same with a progress bar around it
-
-    Raises:
-        CheckpointError: a folder cannot be used.
-        ConfigurationError: an option is unknown or out of range.
+    load  `paceline.auto.load`, or the same with a progress bar around it
     """
-    draft = tuple(spec.mapped(lambda leaf: _with_model(leaf, target, load)) for spec in config.draft)
+
+    def loaded(leaf: DraftSpec) -> DraftSpec:
+        return replace(leaf, value=load(leaf.value)) if isinstance(leaf.value, Loadable) else leaf
+
+    draft = tuple(spec.mapped(loaded) for spec in prepared(config, target).draft)
     return config.model_copy(update={"draft": draft})
 
 
@@ -107,119 +101,10 @@ def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Dr
         return NoDrafter(), []
     makers = _Makers(config, target)
     drafters = [makers.make(spec) for spec in load_draft_models(config, target).draft]
-    for name, is_set in (
-        ("confidence_threshold", config.confidence_threshold != 0),
-        ("vocabulary", config.vocabulary != "same"),
-    ):
-        if is_set and not makers.decoders:
-            raise ConfigurationError(
-                f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its "
-                "own)"
-            )
+    check_model_keys(config, has_models=bool(makers.decoders))
     if len(drafters) == 1:
         return drafters[0], makers.decoders
-    if makers.drawn:
-        raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports probabilities")
     return FallbackDrafter(drafters), makers.decoders
-
-
-def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
-    """The acceptance rule of a configuration.
-
-    Raises:
-        ConfigurationError: an option of it is unknown or out of range.
-    """
-    spec = config.acceptor
-    if config.synthetic_acceptance is not None:
-        spec = RuleSpec("synthetic", (("alpha", config.synthetic_acceptance),))
-    if spec.name is None:
-        return cast("AcceptanceRule", spec.value)
-    row = ACCEPTANCE_RULES[spec.name]
-    options = check_options(row, dict(spec.options), f"acceptor {spec.name!r}")
-    rule: AcceptanceRule = resolve(row.path)(**options)
-    return rule
-
-
-def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Options of a row, as they are; those in ``options`` must be among its constructor's and of their types.
-
-    Raises:
-        ConfigurationError: one is unknown or of another type.
-    """
-    known = options_of(row)
-    for name, value in options.items():
-        if name not in known:
-            names = [*known, *(["k"] if isinstance(row, DrafterRow) else [])]
-            possible = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise ConfigurationError(f"{where} has no option {name!r}; {possible}")
-        hint = _hints(row).get(name, Any)
-        try:
-            TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True)).validate_python(value)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"]
-            raise ConfigurationError(
-                f"{where}: {name}={value!r}: {message[0].lower()}{message[1:]} (it is declared as {known[name]})"
-            ) from error
-    return dict(options)
-
-
-def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
-    """Types of the options; none where a module shows them to the type checker only."""
-    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
-    maker = resolve(path)
-    try:
-        return get_type_hints(getattr(maker, "__init__") if isinstance(maker, type) else maker)  # noqa: B009
-    except NameError:
-        return {}
-
-
-def recognise(path: str) -> str:
-    """The row of the registry that a checkpoint is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
-
-    Raises:
-        CheckpointError: there is no such folder, or no config.json in it.
-    """
-    folder = checkpoint_path(path)
-    if is_gguf(folder):
-        return "model"
-    if not folder.is_dir():
-        names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
-        raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")
-    fields = read_json_object(folder / "config.json")
-    if is_medusa_config(fields):
-        return "medusa"
-    return "eagle" if is_eagle_config(fields) else "model"
-
-
-def _row_name(spec: DraftSpec) -> str:
-    if spec.name is not None:
-        return spec.name
-    assert spec.path is not None, "a spec names a drafter, a folder or an object"
-    return recognise(spec.path)
-
-
-def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> DraftSpec:
-    """The spec with its draft model loaded, if it is one: with the target's options where it has none of its own."""
-    if spec.value is not None or _row_name(spec) != "model":
-        return spec
-    path = str(spec.path)
-    options = check_options(DRAFTERS["model"], dict(spec.options), f"the draft {spec}")
-    last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
-    defaults: dict[str, Any] = {
-        "batch_size": target.options.batch_buckets or target.batch_size,
-        "n_positions": [*(bucket for bucket in target.options.kv_buckets if bucket < last), last],
-        "context_length_estimate": list(target.options.chunks),
-        "amp": target.options.amp,
-        "backend": target.backend.name,
-        "tp_degree": target.options.layout.degree,
-        "kv_cache_dtype": target.options.kv_cache_dtype,
-        "quantization": None if target.options.quantization == "gguf" else target.options.quantization,
-    }
-    return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
-
-
-_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers", "divided", "quantization")}
-"""Options of heads besides ``draft_tree``, by row."""
 
 
 class _Makers:
@@ -227,8 +112,7 @@ class _Makers:
 
     def __init__(self, config: SpeculativeConfig, target: CompiledDecoder) -> None:
         self.config, self.target = config, target
-        rule = make_rule(config)
-        self.drawn = rule.draft_probs
+        self.drawn = make_rule(config).draft_probs
         self.decoders: list[CompiledDecoder] = []
 
     def make(self, spec: DraftSpec) -> Drafter:
@@ -237,22 +121,16 @@ class _Makers:
             return self._given(spec, spec.value)
         if spec.parts:
             return self._choice(spec)
-        row = DRAFTERS[_row_name(spec)]
-        if len(self.config.draft) > 1 and not row.listable:
-            raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
-        if row.trees:
-            return self._heads(row, spec)
-        options = check_options(row, dict(spec.options), f"the draft {spec}")
-        drafter: Drafter = resolve(row.path)(*([] if row.name == "none" else [self._k(spec)]), **options)
+        row, options = DRAFTERS[row_name(spec)], dict(spec.options)
+        drafter: Drafter = self._heads(row, spec) if row.trees else resolve(row.path)(self._k(spec), **options)
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
         """The best of several. A part without a k has that of the choice."""
-        if self.drawn:
-            raise ConfigurationError("a choice of drafters goes with acceptor='match': none reports probabilities")
-        options = check_options(DRAFTERS[CHOICE], dict(spec.options), f"the draft {spec}")
         parts = [part if part.k is not None or spec.k is None else replace(part, k=spec.k) for part in spec.parts]
-        return ChoiceDrafter([self.make(part) for part in parts], [str(part) for part in spec.parts], **options)
+        made = [self.make(part) for part in parts]
+        options: dict[str, Any] = dict(spec.options)
+        return ChoiceDrafter(made, [str(part) for part in spec.parts], **options)
 
     def _k(self, spec: DraftSpec) -> int:
         return self.config.longest_draft(self.target.backend.draft_lengths) if spec.k is None else spec.k
@@ -279,43 +157,30 @@ class _Makers:
         self.decoders.append(decoder)
         between = vocab_compat.between(decoder, target, config.vocabulary)
         confidence = config.confidence_threshold
-        if isinstance(between, TokenizerPair):
-            eos = next(iter(target.config.eos_token_ids), None)
-            return RetokenizingDrafter(decoder, k, tokenizers=between, eos=eos, confidence_threshold=confidence)
-        return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+        if isinstance(between, VocabMap):
+            return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+        from paceline.draft.retokenizing import RetokenizingDrafter
+
+        eos = next(iter(target.config.eos_token_ids), None)
+        return RetokenizingDrafter(decoder, k, tokenizers=between, eos=eos, confidence_threshold=confidence)
 
     def _heads(self, row: DrafterRow, spec: DraftSpec) -> Drafter:
         """Heads as deep as their tree, or as ``k`` says where it is set."""
         options = dict(spec.options)
         draft_tree = options.pop("draft_tree", None)
-        own = {name: options.pop(name) for name in _HEAD_OPTIONS[row.name] if name in options}
-        if options:
-            names = ", ".join(("draft_tree", *_HEAD_OPTIONS[row.name]))
-            raise ConfigurationError(f"the draft {spec} has no option {min(options)!r}; it takes {names} and k")
         maker = resolve(row.path)
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
         else:
+            from paceline.eagle.tree import parse_draft_tree
+
             tree = draft_tree  # an object of the user's own, or text
             if draft_tree is None or isinstance(draft_tree, str):
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
-            heads = maker(spec.path, self.target, tree, **own)
+            heads = maker(spec.path, self.target, tree, **options)
         k = self.config.k if spec.k is None else spec.k
-        return _with_depth(heads, k, spec) if isinstance(k, int) else heads
-
-
-def _with_depth(heads: Drafter, k: int, spec: DraftSpec) -> Drafter:
-    """Heads that draft k tokens per round: a chain can be cut, a tree has one depth.
-
-    Raises:
-        ConfigurationError: they cannot draft so many.
-    """
-    shape = heads.draft_shape
-    if k == shape.depth:
-        return heads
-    if not shape.is_chain or not 0 < k < shape.depth or not isinstance(heads, Shortens):
-        possible = f"1 to {shape.depth}" if shape.is_chain else "that"
-        raise ConfigurationError(
-            f"the drafts of {spec} are {shape.depth} tokens deep, and k={k} says otherwise; give {possible}, or no k"
-        )
-    return heads.shortened(k)
+        check_depth(spec, heads.draft_shape, k, shortens=isinstance(heads, Shortens))
+        if not isinstance(k, int) or k == heads.draft_shape.depth:
+            return heads
+        assert isinstance(heads, Shortens)
+        return heads.shortened(k)

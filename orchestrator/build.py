@@ -15,6 +15,7 @@ from paceline.core.protocols import Drafter, Round, Shortens, TraceableDrafter, 
 from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.draft.row_drafting import RowDrafter
+from paceline.draft_checks import check_trees
 from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.batch import Slot
 from paceline.engine.draft_length import DraftLengthController
@@ -23,7 +24,6 @@ from paceline.engine.mixed import MixedRound, RowRound
 from paceline.engine.round_shape import RoundShape
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
-from paceline.target.host_verifier import HostVerifier
 from paceline.target.verifier import CompiledVerifier
 
 log = logging.getLogger("paceline")
@@ -53,16 +53,6 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
     made = Engine(target.batch_size, builder, target.read_prompts if config.prefix_caching else None)
     made.variant()  # what cannot be done is refused now
     return made
-
-
-def host_refusal(rule: AcceptanceRule) -> str | None:
-    """Why no token can be decided on the host under this rule; None = it can."""
-    if rule.on_host:
-        return None
-    return (
-        f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; leave them out, or "
-        "use acceptor='match'"
-    )
 
 
 def prediction_refusal(
@@ -138,6 +128,8 @@ class _VariantBuilder:
 
     def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> Round:
         """The round of requests some of which are decided on the host."""
+        from paceline.target.host_verifier import HostVerifier  # seldom needed
+
         self._warn_of_host()
         shape = widths.shape
         verifier = HostVerifier(
@@ -159,10 +151,7 @@ class _VariantBuilder:
     def _check(self, shape: DraftShape) -> None:
         """Refuse what the acceptance rule or the drafter cannot do."""
         rule, drafter = self.rule, self.drafter
-        if not shape.is_chain and not rule.trees:
-            raise ConfigurationError(
-                f"acceptor={rule.name!r} is for chains, and this drafter proposes trees; use acceptor='match'"
-            )
+        check_trees(rule, shape)
         lengths = () if self.controller is None else self.controller.draft_lengths
         if lengths and drafter.draft_shape.num_draft_tokens and lengths[-1] > drafter.draft_shape.depth:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, TypeVar, overload
 
@@ -12,19 +13,20 @@ from torch import Tensor
 
 from paceline import build
 from paceline.auto import SamplingDecoder
-from paceline.auto_drafter import make_drafter, make_rule
+from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
 from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.errors import ConfigurationError
-from paceline.core.sampling import known_kinds
+from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft_checks import make_rule
 from paceline.engine import warmup
 from paceline.engine.queue import ListQueue, RequestQueue
-from paceline.engine.request import InputIds, Request, SamplingParams, TargetLimits
+from paceline.engine.request import InputIds, Request, SamplingParams
+from paceline.loadable import request_limits
 from paceline.outputs import GenerationResult, ReportsChoices, ReportsHealth, RequestOutput, Statistics
 from paceline.text import streamers
-from paceline.text.grammar import GrammarCompiler
 from paceline.text.streamers import Streamer
 
 log = logging.getLogger("paceline")
@@ -62,18 +64,13 @@ class SpeculativeGenerator:
         self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
         self._chooser = self.drafter if isinstance(self.drafter, ReportsChoices) else None
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
-        config = target.config
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
-        eos_token_ids = tuple(config.eos_token_ids)
-        self.limits = TargetLimits(
-            config.vocab_size,
-            target.n_positions,
-            eos_token_ids,
+        self.limits = replace(
+            request_limits(target, self._rule),
             sampling_refusal=next(refusals, None),
-            host_refusal=build.host_refusal(self._rule),
             prediction_refusal=build.prediction_refusal(target, self.drafter, self.config, rule=self._rule),
-            grammars=GrammarCompiler(config.vocab_size),
         )
+        config = target.config
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
         self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:
@@ -181,7 +178,7 @@ class SpeculativeGenerator:
 
         return HeldStream(self, begin, verify_width=verify_width)
 
-    def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = warmup.COMPILED_KINDS) -> None:
+    def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
         """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
 
         kinds  of sampling: "greedy", "top-k" (1 to 256), "full" (other sampling) and "wide" (a larger top-k). Backends

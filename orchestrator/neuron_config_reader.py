@@ -22,7 +22,7 @@ from paceline.neuron_config_keys import (
 )
 from paceline.neuron_config_values import count, counts, flag, is_count, named, why_not_value
 
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", **{name: name for name in AMP}}
+_DTYPES = {**{torchs: ours for ours, torchs in AMP.items()}, **{name: name for name in AMP}}
 _WHOLE, _CHANNEL = "per_tensor_symmetric", "per_channel_symmetric"
 
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
 from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.drafter_health import DrafterHealth
 from paceline.core.errors import RequestError
 from paceline.core.types import TokenLogprobs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.engine.request import Request
 
 FinishReason = Literal["stop", "length", "time", "criteria", "error"]
@@ -194,6 +193,8 @@ class GenerationResult:
         Raises:
             RequestError: a request ended with it.
         """
+        import torch
+
         texts = [list(request.prompt) for request in requests]
         token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]

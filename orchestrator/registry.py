@@ -87,7 +87,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             draws=True,
             fused=True,
             masks=True,
-            options="paceline.auto:AutoDecoder.from_pretrained",
+            options="paceline.loadable:loadable",
         ),
         DrafterRow(
             "medusa",
@@ -98,6 +98,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
+            options="paceline.medusa.options:MedusaOptions",
         ),
         DrafterRow(
             "eagle",
@@ -109,6 +110,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
+            options="paceline.eagle.options:EagleOptions",
         ),
         DrafterRow(
             "retokenizing",

@@ -7,29 +7,41 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
-from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.draft.retokenizing import TokenizerPair
-from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
-from paceline.text.gguf_tokenizer import gguf_vocabulary
 from paceline.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from paceline.decoder.decoder import CompiledDecoder
+    from paceline.draft.retokenizing import TokenizerPair
+    from paceline.draft.vocab_map import VocabMap
+    from paceline.loadable import Loadable
 
 LEAST_SHARED = 0.05
 """Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
 
 
-VocabularyLike = str | TokenizerPair
-Between = VocabMap | TokenizerPair
-"""What stands between the ids of draft and target."""
-
 KINDS = ("same", "intersection", "retokenize")
 
 
-def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLike = "same") -> Between:
+def check(draft: Loadable | CompiledDecoder, target: Loadable | CompiledDecoder, kind: object = "same") -> None:
+    """Raise PairingError where configurations and tokenizers say that the two cannot work together."""
+    batches = draft.options.batch_size, target.options.batch_size
+    if batches[0] != batches[1]:
+        raise PairingError(
+            f"the draft has batch_size={batches[0]} and the target {batches[1]}; load both with the same"
+        )
+    if kind == "same":
+        check_same_tokenizer((draft.folder, target.folder), (draft.config.vocab_size, target.config.vocab_size))
+
+
+def between(
+    draft: CompiledDecoder, target: CompiledDecoder, kind: str | TokenizerPair = "same"
+) -> VocabMap | TokenizerPair:
     """What stands between the ids of the two.
 
     kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "retokenize":
@@ -39,22 +51,21 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
         PairingError: the two cannot work together like this.
         ConfigurationError: no such kind.
     """
+    from paceline.draft.retokenizing import TokenizerPair
+    from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
+
     if not isinstance(kind, TokenizerPair) and kind not in KINDS:
         raise ConfigurationError(
             f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or "
             "TokenizerPair(target=..., draft=...)"
         )
-    if draft.batch_size != target.batch_size:
-        raise PairingError(
-            f"the draft has batch_size={draft.batch_size} and the target {target.batch_size}; load both with the same"
-        )
+    check(draft, target, kind)
     sizes = (target.config.vocab_size, draft.config.vocab_size)
     if isinstance(kind, TokenizerPair):
         return _usable(kind)
     if kind == "retokenize":
         return _usable(TokenizerPair(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
     if kind == "same":
-        check_same_tokenizer((draft.folder, target.folder), (draft.config.vocab_size, target.config.vocab_size))
         return VocabMap(*sizes)
     theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
     if theirs is None or ours is None:
@@ -129,6 +140,8 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id of a tokenizer.json, added tokens included, or of a GGUF file."""
     folder = checkpoint_path(folder)
     if is_gguf(folder):
+        from paceline.text.gguf_tokenizer import gguf_vocabulary
+
         return gguf_vocabulary(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():

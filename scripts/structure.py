@@ -26,8 +26,8 @@ PARTS: dict[str, frozenset[str]] = {
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
     "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.base", "draft.heads", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.base", "draft.heads", "training", "eagle"}),
+    "medusa": frozenset({"core", "decoder", "draft.head_drafter", "draft.heads", "training", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.head_drafter", "draft.heads", "training", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
         {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
@@ -72,7 +72,7 @@ MAX_POSITIONAL = 3
 MAX_STATE = 8  # attributes that a class assigns after its constructor
 
 # Public entry points that keep the keywords of transformers-neuronx.
-PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/auto.py": frozenset({"from_pretrained"})}
+PUBLIC_ENTRY_POINTS = {("orchestrator/auto.py", "from_pretrained"), ("orchestrator/loadable.py", "loadable")}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -290,7 +290,7 @@ def keeps_its_parameters(file: str, function: Function) -> bool:
     """Whether it is a public entry point, or a test (called by keyword)."""
     if file.startswith("tests/") and function.name.startswith("test_"):
         return True
-    return any(file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items())
+    return (file, function.name) in PUBLIC_ENTRY_POINTS
 
 
 # ---- packages

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.auto_drafter import recognise
 from paceline.core.errors import TraceError
+from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.provenance import provenance

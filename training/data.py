@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -12,35 +11,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.training.frozen_model import FrozenTarget
-
-TEXTS_PER_FILE = 64
-"""Texts whose states are kept in one file."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How texts are made.
-
-    length        tokens of a text
-    prompt        of them, how many come from the data where the target goes on; None = a quarter
-    eval_samples  texts, written by the target greedily, that are measured on and not trained on
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    length: int = field(default=256, metadata={"help": "Tokens of a text."})
-    prompt: int | None = field(default=None, metadata={"help": "Of them, those the target goes on from; a quarter."})
-    eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
-            raise ConfigurationError("prompt must be at least 1 and shorter than length, and eval_samples positive")
-
-    @property
-    def prompt_length(self) -> int:
-        """``prompt`` as a number."""
-        return self.length // 4 if self.prompt is None else self.prompt
+from paceline.training.options import TEXTS_PER_FILE
 
 
 def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,11 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_tensors
-from paceline.training.data import TEXTS_PER_FILE, TextOptions
 from paceline.training.frozen_model import FrozenTarget, Texts
+from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
 
 Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
-
-_GIGABYTE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +68,6 @@ def read_features(folder: Path, *, first: int = 0) -> list[Windows]:
         tensors = load_file(path)
         windows.append(Windows(tensors["tokens"].to(torch.int64), tensors["states"], first))
     return windows
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTextOptions(TextOptions):
-    """How texts are made, and how many of their states are kept.
-
-    feature_cache_gb  how many gigabytes may be kept on disk; what goes beyond is computed anew whenever it is needed
-    seed              of the order of the data
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    eval_samples: int = field(default=32, metadata={"help": "Texts to measure on; they are not trained on."})
-    feature_cache_gb: float = field(default=2.0, metadata={"help": "GB of states to keep on disk; 0 = none."})
-    seed: int = field(default=0, metadata={"help": "Of the order of the data."})
-
-    def __post_init__(self) -> None:
-        TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
-        if not 0 <= self.feature_cache_gb * _GIGABYTE < math.inf:
-            raise ConfigurationError(
-                f"feature_cache_gb={self.feature_cache_gb} is not a size; give gigabytes, or 0 to keep nothing"
-            )
 
 
 class FeatureCache:
@@ -163,5 +137,5 @@ class FeatureCache:
         with atomic_write(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         stored = sum(file.stat().st_size for file in path.parent.iterdir())
-        if stored + size <= self._options.feature_cache_gb * _GIGABYTE:
+        if stored + size <= self._options.feature_cache_bytes:
             save_tensors(path, tensors)

@@ -11,7 +11,7 @@ from paceline.core.errors import CheckpointError
 from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
 
 

@@ -7,14 +7,13 @@ shapes, so that it compiles into the graph that verifies. Rules make no probabil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
-from paceline.core.probs import sample_tokens as _sample_tokens
 from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Needs = Literal["choices", "probs", "both"]
 
@@ -24,6 +23,12 @@ class SampleTokens(Protocol):
 
     def __call__(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = ...) -> Tensor:
         """logits [B, T, V] float32, positions [B, T] int32 -> [B, T] int32."""
+
+
+def _sample_tokens() -> SampleTokens:
+    from paceline.core.probs import sample_tokens
+
+    return sample_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class TargetView:
     depth: int
     choices: Tensor | None = None
     probs: Tensor | None = None
-    sample_tokens: SampleTokens = _sample_tokens
+    sample_tokens: SampleTokens = field(default_factory=_sample_tokens)
 
 
 @runtime_checkable
@@ -95,6 +100,8 @@ def keeps_tokens(rule: AcceptanceRule) -> bool:
 
 def committed(proposal: Proposal, accepted: Accepted) -> Tensor:
     """Accepted tokens, then the target's own, then PAD. -> [B, D + 1] int32."""
+    import torch
+
     depth = accepted.path.shape[1]
     if not depth:
         return accepted.token.unsqueeze(1)

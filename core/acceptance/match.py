@@ -8,14 +8,14 @@ rejection sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core import tree
 from paceline.core.acceptance.base import Needs, TargetView
 from paceline.core.types import PAD, Accepted, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
 
     Proposal of N tokens, choices [B, N + 1] int32; ``depth``: how many of them can be accepted at most
     """
+    import torch
+
     slots, nodes = proposal.tokens.shape
     if not nodes:
         return Accepted(proposal.tokens, choices.new_zeros(slots), choices[:, 0])
@@ -55,6 +57,8 @@ def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
 
 def _match_chain(drafts: Tensor, choices: Tensor) -> Accepted:
     """The walk of a chain, as a running count of disagreements."""
+    import torch
+
     nodes = drafts.shape[1]
     broken = (drafts != choices[:, :nodes]) | (drafts == PAD)
     standing = broken.to(torch.float32).cumsum(-1) == 0
@@ -66,6 +70,8 @@ def _match_chain(drafts: Tensor, choices: Tensor) -> Accepted:
 
 def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Accepted:
     """Read the accepted path off the nodes whose whole path agreed. alive [B, N] bool, level [B, N] float32, from 1."""
+    import torch
+
     nodes = alive.shape[1]
     rows = torch.arange(1, nodes + 1, dtype=torch.float32, device=choices.device)
     levels = torch.arange(1, depth + 1, dtype=torch.float32, device=choices.device)

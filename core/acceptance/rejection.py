@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from paceline.core import noise, reduce
 from paceline.core.acceptance.base import Needs, TargetView
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import PAD, Accepted, Proposal, SamplingKind, SamplingTensors
@@ -36,6 +33,10 @@ class Reject:
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
         """Accept each token with probability min(1, p / q); after the first rejection draw from the residual."""
+        import torch
+
+        from paceline.core import noise, reduce
+
         assert view.probs is not None
         drafts, target, sampling = proposal.tokens, view.probs, view.sampling
         slots, nodes = drafts.shape
@@ -69,6 +70,8 @@ def _unfiltered(sampling: SamplingTensors) -> SamplingTensors:
     A residual has no id that p lacks. So where every row has a top-k of 256 at most, the 256 largest are all there is,
     and a graph that looks at those alone costs a fraction of one over the vocabulary.
     """
+    import torch
+
     hot = (sampling.params[:, :1] > 0).to(torch.float32)
     none, off = torch.zeros_like(hot), torch.ones_like(hot)
     if sampling.kind == "top-k":

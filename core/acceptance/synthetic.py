@@ -10,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from paceline.core import noise, tree
+from paceline.core import tree
 from paceline.core.acceptance.base import Needs, TargetView
-from paceline.core.acceptance.match import match
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Accepted, Proposal
 
@@ -49,6 +46,11 @@ class SyntheticAcceptance:
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
         """As if the drafter had proposed the target's choice wherever the random number falls below alpha."""
+        import torch
+
+        from paceline.core import noise
+        from paceline.core.acceptance.match import match
+
         assert view.choices is not None
         nodes = (view.positions[:, 1:] - 1).contiguous()  # of the proposed tokens themselves
         accepted = noise.uniform(view.sampling.seeds, nodes, noise.ACCEPT) < self.alpha

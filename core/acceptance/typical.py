@@ -10,15 +10,15 @@ this rule says that it is lossy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from paceline.core import reduce, tree
+from paceline.core import tree
 from paceline.core.acceptance.base import Needs, TargetView
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Accepted, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _INSIDE = 1e-5
 """Added to probabilities inside the logarithm of the entropy, as Medusa's own code does."""
@@ -61,6 +61,10 @@ class Typical:
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
         """Accept the best plausible path; the token after it is the target's own choice."""
+        import torch
+
+        from paceline.core import reduce
+
         assert view.probs is not None
         assert view.choices is not None
         target, choices = view.probs, view.choices
@@ -91,11 +95,15 @@ class Typical:
 
 
 def _rows(nodes: int, like: Tensor) -> Tensor:
+    import torch
+
     return torch.arange(1, nodes + 1, dtype=torch.float32, device=like.device)
 
 
 def _path(above: Tensor, last: Tensor, depth: int) -> Tensor:
     """Rows of the node in row ``last`` [B] (0 = none) and of its ancestors, from the root down. -> [B, depth] int32"""
+    import torch
+
     nodes = above.shape[1]
     node = (last - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, nodes)
     on_path = (above.gather(1, node).squeeze(1) > 0) & (last > 0).unsqueeze(-1)  # [B, N]

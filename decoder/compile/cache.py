@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-
-import torch
-from filelock import FileLock
-from torch import nn
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.weights.atomic_write import atomic_write
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MANIFEST = "manifest.json"
 _CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours"
@@ -51,6 +51,8 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: s
     folder = root / f"{prefix}{key(facts)}"
     if (folder / MANIFEST).is_file():
         return folder
+    from filelock import FileLock
+
     with atomic_write(root, _CACHE_REMEDY):
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{folder.name}.lock", mode=0o600):
@@ -93,6 +95,8 @@ def copy(folder: Path, to: Path) -> None:
 
 def machine_facts() -> dict[str, object]:
     """What compiled code for this machine depends on besides its source."""
+    import torch
+
     return {"torch": torch.__version__, "machine": platform.machine(), "cpu": _cpu_flags()}
 
 

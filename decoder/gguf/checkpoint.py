@@ -22,7 +22,8 @@ from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.gguf import llama
 from paceline.decoder.gguf.header import GgufHeader, StoredTensor, read_header
 from paceline.decoder.weights.files import TensorInfo
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)

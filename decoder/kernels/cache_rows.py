@@ -11,11 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.decoder.weights.formats import CACHE_FORMATS, SCALE_BYTES
 from paceline.decoder.weights.quantize import rounded
 
-SCALE_BYTES = 4
-
-CACHE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHE_DTYPES = {form.value: form.dtype for form in CACHE_FORMATS}
 """By the names of `DecoderOptions.kv_cache_dtype`."""
 
 NARROW_CACHES = frozenset(CACHE_DTYPES.values())

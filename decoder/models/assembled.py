@@ -11,45 +11,32 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kernels
+from paceline.decoder.kernels.protocol import AttentionRule, CachePosition
 from paceline.decoder.models.base import DecoderModel
-from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names, tensors
-from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.models.layers import Rotation, Weights, biased, frozen
 from paceline.decoder.models.mlp import MixtureOfExperts, Mlp
 from paceline.decoder.models.part import Part
 from paceline.decoder.models.rope import rope_tables, rotation_at
-from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined_rows, matrix
 
 
 class AssembledModel(DecoderModel):
-    """See `DecoderModel`. A family says its `names`, and its `config` gives an `AssembledConfig`."""
-
-    names: Names
+    """See `DecoderModel`."""
 
     @classmethod
-    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
-        """See `DecoderModel`."""
-        assert isinstance(config, AssembledConfig)
-        return tensors(config, cls.names)
-
-    @classmethod
-    def build(
-        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
-    ) -> AssembledModel:
-        part = Part(shard, kernels, group, cls.names)
-        config, plan, outer = part.config, part.config.blueprint, cls.names.outer
+    def of(cls, part: Part, weights: Weights, positions: int) -> AssembledModel:
+        """The network of a rank. Takes its tensors out of ``weights``."""
+        config, plan, outer = part.config, part.config.blueprint, part.names.outer
         model = cls(
-            shard,
-            kernels,
+            part.shard,
+            part.kernels,
             embedding=weights.pop(f"{outer['embedding']}.weight"),
             layers=[AssembledLayer(part, weights, index) for index in range(config.num_layers)],
             norm=weights.pop(f"{outer['norm']}.weight"),
             head=weights.pop(f"{outer['head']}.weight", None),
             positions=positions,
-            group=group,
+            group=part.group,
         )
         model.plan = plan
         bias = weights.pop(f"{outer['norm']}.bias", None)

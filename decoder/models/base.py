@@ -1,4 +1,5 @@
-"""What a model family gives a decoder, and the forward pass that families share: embedding, layers, norm, head.
+"""The forward pass that model families share: embedding, layers, norm, head. What a family says of its checkpoints:
+`paceline.decoder.models.family`.
 
 Holds weights (of one rank, where the model is divided) and reads caches that it is given; holds no length and knows
 neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: none is rounded but
@@ -7,31 +8,23 @@ inside of a product (`Kernels.linear`), so no fusion can change one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.types import FeatureSpec
-from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Kernels
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Rotation, Weights, frozen
+from paceline.decoder.models.layers import Rotation, frozen
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import embedded
 from paceline.decoder.weights.quantize import Stored, matrix
 
-_HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
-
 
 class DecoderModel(nn.Module):
-    """A family: how its config.json is read, which tensors it has, and its network.
-
-    A subclass writes `config`, `tensors` and `build`. A layer is called with hidden states [b, T, H], a
+    """The network of one rank. A layer is called with hidden states [b, T, H], a
     `CachePosition`, its cache [slots, G, R, D] twice, which it changes in place, and the rotation of the positions; it
     gives hidden states.
 
@@ -41,48 +34,9 @@ class DecoderModel(nn.Module):
     positions  how long a text may be; rows of a window past it read the last rotation, and mean nothing
     """
 
-    ignored: ClassVar[re.Pattern[str] | None] = None
-    """Names of tensors that a checkpoint may hold besides those of `tensors`, without any effect."""
-
-    bare_prefix: ClassVar[str] = ""
-    """What names of `tensors` begin with that a checkpoint of the network without its head leaves away."""
-
-    keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of config.json that `config` reads, besides those of every family (`known_keys.STANDARD`)."""
-
     cos: Tensor
     sin: Tensor
     ids: Tensor
-
-    @classmethod
-    def ignores(cls, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of that name without any effect here.
-
-        Of every family, heads that draft for it, in the names of Medusa and of NxD Inference: `paceline.medusa`'s.
-        """
-        return any(kind is not None and kind.fullmatch(name) for kind in (cls.ignored, _HEADS))
-
-    @staticmethod
-    def config(fields: Fields, generation: Fields) -> ModelConfig:
-        """What config.json and generation_config.json say.
-
-        Raises:
-            CheckpointError: a key is missing or has a wrong value.
-            UnknownArchitectureError: an option would change the computation in a way that the family does not follow.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of a checkpoint by its name, in the order of their use."""
-        raise NotImplementedError
-
-    @classmethod
-    def build(
-        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
-    ) -> DecoderModel:
-        """The part of a rank. Takes its tensors out of ``weights``, which holds the parts of ``shard`` by name."""
-        raise NotImplementedError
 
     def __init__(
         self,

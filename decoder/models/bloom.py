@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.known_keys import refuse_others
 from paceline.decoder.models.reading import assembled, translated
 
@@ -18,8 +18,8 @@ _RENAMED = {
 _DEFAULTS = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1}
 
 
-class BloomModel(AssembledModel):
-    """See `DecoderModel`."""
+class BloomFamily(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "transformer."
     names = Names(

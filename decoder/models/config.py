@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
-from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
 from paceline.decoder.models.known_keys import unknown_keys
-from paceline.decoder.models.rope import ROPE_TYPES, RopeConfig
+from paceline.decoder.models.rope_config import ROPE_TYPES, RopeConfig
 from paceline.decoder.weights.compressed import check_quantization_config
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.known_models import KNOWN_MODELS
 from paceline.decoder.weights.locate import checkpoint_path
 
@@ -81,6 +80,8 @@ class ModelConfig:
         """The configuration of a checkpoint: a Hugging Face folder, a GGUF file, or a known model by its name."""
         folder = checkpoint_path(path)
         if is_gguf(folder):
+            from paceline.decoder.gguf.checkpoint import read_config  # loads PyTorch
+
             return cls.from_fields(Fields(read_config(folder), str(folder)))
         if not folder.is_dir():
             raise CheckpointError(

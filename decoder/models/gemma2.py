@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.known_keys import refuse_others
 from paceline.decoder.models.reading import activation, assembled, sliding, translated
 
@@ -45,8 +45,8 @@ GEMMA_KEYS = frozenset(
 )
 
 
-class Gemma2Model(AssembledModel):
-    """See `DecoderModel`."""
+class Gemma2Family(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.gemma2 import DEFAULTS, GEMMA_KEYS, GEMMA_NAMES, gemma_plan
 from paceline.decoder.models.reading import assembled, translated
 
 
-class Gemma3Model(AssembledModel):
-    """See `DecoderModel`."""
+class Gemma3Family(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.known_keys import refuse_others
 from paceline.decoder.models.reading import activation, assembled, translated
 
@@ -27,8 +27,8 @@ DEFAULTS: dict[str, object] = {
 _NEUTRAL = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
-class Gpt2Model(AssembledModel):
-    """See `DecoderModel`."""
+class Gpt2Family(AssembledFamily):
+    """See `Family`."""
 
     # Masks, which old versions of transformers saved.
     ignored = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.reading import activation, assembled, share_turned, translated
 
 _RENAMED = {
@@ -17,8 +17,8 @@ _RENAMED = {
 _DEFAULTS = {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "eos_token_id": 2, "bos_token_id": 0}
 
 
-class GptNeoxModel(AssembledModel):
-    """See `DecoderModel`."""
+class GptNeoxFamily(AssembledFamily):
+    """See `Family`."""
 
     # Masks and frequencies, which old versions of transformers saved.
     ignored = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")

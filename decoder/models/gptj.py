@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.gpt2 import DEFAULTS, RENAMED
 from paceline.decoder.models.reading import activation, assembled, translated
 
 
-class GptjModel(AssembledModel):
-    """See `DecoderModel`."""
+class GptjFamily(AssembledFamily):
+    """See `Family`."""
 
     # Masks, which old versions of transformers saved.
     ignored = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)")

@@ -1,26 +1,28 @@
-"""The Llama family: Llama 2 and 3, and what shares their layout. Its configuration, its tensors and its layers."""
+"""The Llama family: Llama 2 and 3, and what shares their layout. Its configuration and its tensors."""
 
 from __future__ import annotations
 
 import re
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.models import config as configs
-from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import GatedMlp, Rotation, SelfAttention, Weights, frozen
-from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.models.family import Family
 from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
+
+if TYPE_CHECKING:
+    from paceline.decoder.kernels.protocol import Kernels
+    from paceline.decoder.models.base import DecoderModel
+    from paceline.decoder.models.layers import Weights
+    from paceline.decoder.parallel.collectives import Collectives
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-class LlamaModel(DecoderModel):
-    """See `DecoderModel`."""
+class LlamaFamily(Family):
+    """See `Family`."""
 
     bare_prefix = "model."
 
@@ -72,8 +74,11 @@ class LlamaModel(DecoderModel):
     @classmethod
     def build(
         cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
-    ) -> LlamaModel:
-        return cls(
+    ) -> DecoderModel:
+        from paceline.decoder.models.base import DecoderModel
+        from paceline.decoder.models.llama_layer import LlamaLayer
+
+        return DecoderModel(
             shard,
             kernels,
             embedding=weights.pop(EMBEDDING),
@@ -83,33 +88,6 @@ class LlamaModel(DecoderModel):
             positions=positions,
             group=group,
         )
-
-
-class LlamaLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and added to the stream."""
-
-    def __init__(self, shard: Shard, weights: Weights, kernels: Kernels, *, index: int, group: Collectives) -> None:
-        super().__init__()
-        config, prefix = shard.config, f"model.layers.{index}."
-        self._kernels, self._layers, self._eps = kernels, kernels.layers, config.rms_norm_eps
-        self.attention_norm = frozen(weights.pop(f"{prefix}input_layernorm.weight"))
-        self.attention = SelfAttention(
-            shard, weights, kernels, prefix=f"{prefix}self_attn.", group=group, bias=config.attention_bias
-        )
-        self.mlp_norm = frozen(weights.pop(f"{prefix}post_attention_layernorm.weight"))
-        self.mlp = GatedMlp(weights, kernels, prefix=f"{prefix}mlp.", group=group, bias=config.mlp_bias)
-
-    def forward(self, hidden: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation) -> Tensor:
-        """See `DecoderModel`."""
-        eps = self._eps
-        if self._layers is not None:
-            attention = self.attention.with_norm(self.attention_norm, eps)
-            hidden = self._layers.attention(hidden, attention, place, cache=cache, rotation=rotation)
-            return self._layers.mlp(hidden, self.mlp.with_norm(self.mlp_norm, eps), place.real)
-        x = self._kernels.norm(hidden, self.attention_norm, eps=eps)
-        hidden = hidden + self.attention(x, place, cache, rotation)
-        mlp: Tensor = self.mlp(self._kernels.norm(hidden, self.mlp_norm, eps=eps), place.real)
-        return hidden + mlp
 
 
 def _products(prefix: str, specs: dict[str, TensorSpec], *, bias: bool) -> dict[str, TensorSpec]:

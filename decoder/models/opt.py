@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.known_keys import refuse_others
 from paceline.decoder.models.reading import activation, assembled, translated
 
@@ -13,8 +13,8 @@ _DEFAULTS = {"activation_function": "relu", "tie_word_embeddings": True, "eos_to
 _NEUTRAL = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 
 
-class OptModel(AssembledModel):
-    """See `DecoderModel`."""
+class OptFamily(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
     names = Names(

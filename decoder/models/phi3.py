@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.reading import activation, assembled, everywhere, share_turned, translated
 
 _APART = ("q", "k", "v", "gate", "up")
 
 
-class Phi3Model(AssembledModel):
-    """See `DecoderModel`."""
+class Phi3Family(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.reading import activation, assembled, sliding, translated
 
 
-class Qwen2Model(AssembledModel):
-    """See `DecoderModel`."""
+class Qwen2Family(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.qwen2 import windows
 from paceline.decoder.models.reading import activation, assembled, translated
 
 
-class Qwen3Model(AssembledModel):
-    """See `DecoderModel`."""
+class Qwen3Family(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.assembled import AssembledModel
 from paceline.decoder.models.blueprint import LLAMA_NAMES, AssembledConfig, Blueprint, Experts
+from paceline.decoder.models.family import AssembledFamily
 from paceline.decoder.models.known_keys import refuse_others
 from paceline.decoder.models.reading import activation, assembled, everywhere, translated
 
 _NEUTRAL = {"decoder_sparse_step": 1, "mlp_only_layers": [], "capacity_factor": None}
 
 
-class Qwen3MoeModel(AssembledModel):
-    """See `DecoderModel`."""
+class Qwen3MoeFamily(AssembledFamily):
+    """See `Family`."""
 
     bare_prefix = "model."
 

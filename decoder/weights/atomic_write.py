@@ -3,16 +3,17 @@
 Not here: what is written.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _REMEDY = "make room, or name another place"
 
@@ -44,6 +45,9 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     Raises:
         StorageError: it cannot be written.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     with _whole(path) as part:
         try:
             save_file(tensors, part, metadata=metadata)
@@ -57,6 +61,8 @@ def save_pickle(path: Path, value: object) -> None:
     Raises:
         StorageError: it cannot be written.
     """
+    import torch
+
     with _whole(path) as part:
         try:
             torch.save(value, part)

@@ -22,21 +22,16 @@ from paceline.core.errors import (
     WeightShapeError,
 )
 from paceline.decoder.models import registry
-from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.family import Family
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.files import (
-    TensorInfo,
-    check_stored,
-    find_weight_files,
-    is_gguf,
-    is_mapped,
-    open_weight_file,
-)
+from paceline.decoder.weights.files import TensorInfo, check_stored, is_mapped, open_weight_file
+from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.free_memory import return_free_memory
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.decoder.weights.quantize import Stored, WeightFormat
+from paceline.decoder.weights.quantize import Stored
 from paceline.decoder.weights.read_tensors import TensorInFile, read_matrix, read_tensor
 from paceline.decoder.weights.scaled import scale_name
 
@@ -121,9 +116,7 @@ def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | No
     """The format of every matrix that is to be quantised; None: as it is stored, or Q8_0."""
     if quantization is None:
         return {}
-    if quantization == "gguf" and not is_gguf(path):
-        names = ", ".join(form.value for form in WeightFormat)
-        raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
+    check_kept(path, quantization)
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
     return {name: form for name, spec in specs.items() if spec.is_matrix}
 
@@ -224,7 +217,7 @@ def _portions(
             yield file, portion
 
 
-def _prefixed(places: dict[str, _Place], family: type[DecoderModel]) -> dict[str, _Place]:
+def _prefixed(places: dict[str, _Place], family: type[Family]) -> dict[str, _Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
     prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):

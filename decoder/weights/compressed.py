@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import UnknownArchitectureError
-from paceline.decoder.weights.quantize import GROUP, WeightFormat
+from paceline.decoder.weights.formats import GROUP, WeightFormat
 
 SCALE = "_scale"
 """Behind the name of a matrix: its scales."""

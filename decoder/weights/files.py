@@ -1,4 +1,4 @@
-"""The files a checkpoint's weights are in: which ones there are, and one of them opened, in any format.
+"""A file of a checkpoint's weights, opened, in any format. Which files there are: `paceline.decoder.weights.folder`.
 
 Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
 comparison is ``decoder/weights.py``. A pickle (``.bin``) is read by torch's restricted unpickler only, which builds
@@ -17,25 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
-from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
 from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.folder import AGAIN, is_gguf
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 from paceline.decoder.weights.scaled import scale_name, scaled_matrix
 
 _ZIP = b"PK\x03\x04"
-_AGAIN = "download the file again"
-_CANDIDATES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPE_NAMES = {**_FLOATS, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 FLOAT_NAMES = frozenset(_FLOATS.values())
-_SPLIT = "pytorch_model.bin"  # a folder of that name has a file for every tensor, see `paceline.decoder.weights.split`
-_PRESHARDED = "DecoderLMHead.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +36,6 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path is named as a GGUF file, be it there or not."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 class WeightFile(Protocol):
@@ -63,29 +50,6 @@ class WeightFile(Protocol):
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         """The matrix as it is stored, copied, if that is a `WeightFormat`, and the wanted one where one is wanted."""
-
-
-def has_weight_files(folder: Path) -> bool:
-    """Whether a folder holds safetensors or pickles by the usual names."""
-    return any((folder / name).is_file() for name in _CANDIDATES) or (folder / _SPLIT).is_dir()
-
-
-def find_weight_files(folder: Path) -> list[Path]:
-    """The files of the checkpoint in ``folder``: safetensors before pickles, one file before shards."""
-    for name in _CANDIDATES:
-        if (folder / name).is_file():
-            return _indexed_files(folder / name) if name.endswith(".json") else [folder / name]
-    if (folder / _SPLIT).is_dir():
-        return [folder / _SPLIT]
-    if (folder / _PRESHARDED).is_file():
-        raise CheckpointError(
-            f"{folder} holds weights that transformers-neuronx has divided and laid out for one tp_degree "
-            f"({_PRESHARDED}); give the checkpoint they were made of."
-        )
-    raise MissingWeightsError(
-        f"{folder} holds no weights: none of {', '.join(_CANDIDATES)} is there; download the checkpoint in "
-        "full, or convert it to one of these formats."
-    )
 
 
 def is_mapped(path: Path) -> bool:
@@ -134,7 +98,7 @@ def open_plain(path: Path) -> Iterator[WeightFile]:
         with safe_open(path, framework="pt", device="cpu") as handle:
             yield _SafetensorsFile(handle)
     except SafetensorError as error:
-        raise MissingWeightsError(f"{path} is truncated or not a safetensors file ({error}); {_AGAIN}.") from error
+        raise MissingWeightsError(f"{path} is truncated or not a safetensors file ({error}); {AGAIN}.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,25 +212,6 @@ def dtype_name(tensor: Tensor) -> str:
     return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    """The shards an index names. Only plain names in its own folder with its own format are followed."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, so it names no files; {_AGAIN}.")
-    suffix = ".safetensors" if ".safetensors." in index.name else ".bin"
-    names = []
-    for name in dict.fromkeys(map(str, weight_map.values())):
-        # Compared as text and not by resolving links: the Hugging Face cache keeps every file behind a link
-        # that leaves its folder, and those the user's own machine made.
-        if not name.isprintable() or any(sign in name for sign in "/\\:") or not name.endswith(suffix):
-            raise CheckpointError(
-                f"{index} names the file {name!r}; an index may only name {suffix} files in its own folder. "
-                "Do not use this checkpoint unless you know who wrote it."
-            )
-        names.append(name)
-    return [index.with_name(name) for name in names]
-
-
 def _first_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -287,7 +232,7 @@ def load_pickle(path: Path) -> object:
     start = _first_bytes(path)
     zipped = start.startswith(_ZIP)
     if not zipped and not start.startswith(b"\x80"):
-        raise MissingWeightsError(f"{path} is empty or not a PyTorch file; {_AGAIN}.")
+        raise MissingWeightsError(f"{path} is empty or not a PyTorch file; {AGAIN}.")
     try:
         # Files from before PyTorch 1.6 are no zip archives and cannot be mapped: they are read whole.
         state: object = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
@@ -298,7 +243,7 @@ def load_pickle(path: Path) -> object:
         ) from error
     # A damaged pickle can fail in any way: in the archive, in an opcode, in a tensor's bounds.
     except Exception as error:
-        raise MissingWeightsError(f"{path} cannot be read, it is truncated or damaged ({error}); {_AGAIN}.") from error
+        raise MissingWeightsError(f"{path} cannot be read, it is truncated or damaged ({error}); {AGAIN}.") from error
     return state
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, DownloadError, FetchError, StorageError
-from paceline.decoder.weights.files import find_weight_files, has_weight_files
+from paceline.decoder.weights.folder import find_weight_files, has_weight_files
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _TEXT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError
-from paceline.decoder.weights.files import has_weight_files, is_gguf
+from paceline.decoder.weights.folder import has_weight_files, is_gguf
 from paceline.decoder.weights.hub import HubId, snapshot
 from paceline.decoder.weights.known_models import KNOWN_MODELS, need_fetched
 

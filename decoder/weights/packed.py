@@ -24,7 +24,8 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.files import TensorInfo, WeightFile, open_plain
-from paceline.decoder.weights.quantize import GROUP, QuantizedTensor, WeightFormat
+from paceline.decoder.weights.formats import GROUP, WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _ORDER = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 _BESIDE = (_SCALE, _SHAPE, _ZERO)

@@ -19,8 +19,10 @@ from torch import Tensor
 from paceline.core.errors import ConfigurationError, WeightValueError
 from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
 from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.files import WeightFile, is_gguf, is_mapped, open_weight_file
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize, quantize_pieces
+from paceline.decoder.weights.files import WeightFile, is_mapped, open_weight_file
+from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor, joined_rows, quantize, quantize_pieces
 from paceline.decoder.weights.scaled import scale_name, scaled_matrix, within_e4m3
 
 

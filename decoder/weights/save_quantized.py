@@ -20,10 +20,12 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.compressed import SCALE, quantization_config
-from paceline.decoder.weights.files import is_gguf, write_weight_file
+from paceline.decoder.weights.files import write_weight_file
+from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.decoder.weights.packed import packed_parts
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 _COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 

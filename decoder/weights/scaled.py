@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paceline.core.errors import WeightValueError
 from paceline.decoder.weights.compressed import SCALE
-from paceline.decoder.weights.quantize import E4M3_LARGEST, QuantizedTensor, WeightFormat
+from paceline.decoder.weights.formats import E4M3_LARGEST, WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 _PIECE = 1 << 17  # numbers that are read at a time
 _NXD_SCALE = ".scale"

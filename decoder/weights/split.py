@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.files import TensorInfo, dtype_name, load_pickle, scaled_matrix_in
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 INDEX = "key_to_filename.json"
 _RANDOM = ".empty_json"

@@ -12,8 +12,9 @@ import typer
 
 from paceline.cli import console, prompt_files
 from paceline.cli.config_options import command
-from paceline.cli.load import load_decoder
+from paceline.cli.load import checked, load_decoder
 from paceline.cli.options import LoaderOptions, TargetFolder
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import PromptError, SamplingError
 
 app = typer.Typer()
@@ -32,14 +33,17 @@ def bench(
 ) -> None:
     """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
     with console.refusals():
-        from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
-
         texts = prompt_files.prompts(prompts)[: max(0, count)]
         if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
             raise SamplingError(f"--max-new-tokens must be at least 2, not {max_new_tokens}")
         if not texts:
             raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
+        lengths = tuple(k or (2, 4, 6))
+        for length in lengths:
+            checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
+        from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
+
         load = partial(load_decoder, **asdict(loader))
-        figures = bench_pair(target, draft, texts, k=tuple(k or (2, 4, 6)), max_new_tokens=max_new_tokens, load=load)
+        figures = bench_pair(target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=load)
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))

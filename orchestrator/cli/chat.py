@@ -6,24 +6,26 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.auto import SamplingDecoder
 from paceline.cli import console, progress
 from paceline.cli.config_options import command
-from paceline.cli.load import load_draft, load_target
+from paceline.cli.load import checked, load, load_draft
 from paceline.cli.options import LoaderOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PacelineError
-from paceline.decoder.backends.base import BACKENDS
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.draft_spec import parse_draft
 from paceline.engine.request import SamplingParams
-from paceline.generator import SpeculativeGenerator
 from paceline.outputs import Statistics
 from paceline.text.chat import Conversation
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from paceline.auto import SamplingDecoder
+    from paceline.generator import SpeculativeGenerator
 
 app = typer.Typer()
 
@@ -52,9 +54,10 @@ def chat(
 ) -> None:
     """Talk to a chat model: a line is a question, /help lists the commands."""
     with console.refusals():
-        decoder = load_target(target, loader)
+        params, found = sampling.params(), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
-        params = sampling.params(tokenizer)
+        params = replace(params, tokenizer=tokenizer)
+        decoder = load(found)
         longest = decoder.n_positions - (params.max_new_tokens or 0)
         modes = Modes(decoder, config, compiled=BACKENDS[loader.backend].compiles)
         session = Session(modes, Conversation(tokenizer, longest, system), params)

@@ -10,16 +10,14 @@ import typer
 
 from paceline.cli import console, progress
 from paceline.cli.config_options import command
-from paceline.cli.load import load_generator
+from paceline.cli.load import checked, load_generator
 from paceline.cli.options import LoaderOptions
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError
-from paceline.core.sampling import known_kinds
-from paceline.decoder.backends.base import BACKENDS
+from paceline.core.sampling import COMPILED_KINDS, known_kinds
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.environment import cache_root
 from paceline.draft_spec import parse_draft
-from paceline.engine.warmup import COMPILED_KINDS
-from paceline.generator import SpeculativeGenerator
 
 app = typer.Typer()
 
@@ -48,10 +46,13 @@ def compile_graphs(
         if not config.draft:
             config = config.model_copy(update={"draft": parse_draft("ngram")})
         kinds = known_kinds(sampling or COMPILED_KINDS)
-        generator, decoders = load_generator(target, loader, config)
+        found = checked(target, loader, config)
         if not compiles:
             console.say(console.err(), f"backend {loader.backend!r} compiles nothing")
             return
+        from paceline.generator import SpeculativeGenerator
+
+        generator, decoders = load_generator(found, config)
         plain = SpeculativeGenerator(None, generator.target, k=0)
         graphs = progress.compiling(
             console.err(), decoders, [partial(one.compile, kinds=kinds) for one in (generator, plain)]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
 from paceline.cli.progress import GraphTime
 from paceline.core.errors import PacelineError
@@ -25,9 +20,6 @@ from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REFUSED = 2
 """Exit status of a command whose options or files are refused."""
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-"""Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""
 
 _DRAFTED, _OWN, _PROMPT = "bold green", "", "dim"
 _MARKS = ("\u2039", "\u203a")  # single angle quotation marks, rare in code
@@ -41,30 +33,6 @@ def out() -> Console:
 def err() -> Console:
     """Where everything else goes."""
     return Console(stderr=True, highlight=False)
-
-
-class Commands(TyperGroup):
-    """Where results cannot be written (`> /dev/full`): one line, and exit status 1. Pipes nobody reads are typer's."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        try:
-            return super().main(*args, **options)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            with suppress(OSError):  # it may be the one that is full
-                say(err(), f"error: the output cannot be written ({error.strerror})", style="red")
-            for stream in (sys.stdout, sys.stderr):
-                _forget(stream)
-            sys.exit(1)
-
-
-def _forget(stream: Any) -> None:
-    """Nothing of what waits to be written is tried again when Python ends, which would say so in lines of its own."""
-    with suppress(OSError, ValueError):  # it is no file
-        hole = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(hole, stream.fileno())
-        os.close(hole)
 
 
 @contextmanager

@@ -14,8 +14,6 @@ from paceline.cli.config_options import command
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import known_kinds
-from paceline.diagnostics.round_cost import round_cost, to_json
-from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
 from paceline.placement.planning.detect import instance_named
 
 app = typer.Typer()
@@ -56,11 +54,13 @@ def cost_of_round(
 ) -> None:
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
     with console.refusals():
-        (kind,) = known_kinds([sampling])
+        (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
+        from paceline.diagnostics.round_cost import round_cost, to_json
+        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
-        setup = replace(setup, lines=graph.lines())
-        found = round_cost(setup, instance_named(instance), rounds=graph.rounds)
+        found = round_cost(replace(setup, lines=lines), machine, rounds=graph.rounds)
     if as_json:
         typer.echo(to_json(found))
         return

@@ -13,7 +13,6 @@ import typer
 from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigurationError
-from paceline.diagnostics import doctor
 
 SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -24,6 +23,8 @@ app = typer.Typer()
 @app.command(name="doctor")
 def show_doctor(as_json: AsJson = False) -> None:
     """Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken."""
+    from paceline.diagnostics import doctor
+
     lines = doctor.examine()
     if as_json:
         typer.echo(json.dumps({"healthy": doctor.healthy(lines), "lines": [asdict(line) for line in lines]}))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _GO_ON = 75
 """Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
 
-app = typer.Typer(help="Measure acceptance and speed over a grid, and answer what-if questions.", no_args_is_help=True)
+app = typer.Typer()
 
 
 @app.command()
@@ -44,7 +44,7 @@ def run(
     Exit status 1 if a cell failed, 75 if --minutes ended before all was done.
     """
     with console.refusals():
-        from paceline.experiments import record_traces, report, round_times, runner, tables
+        from paceline.experiments import runner
         from paceline.experiments.config import load_config
         from paceline.experiments.store import Store
 
@@ -55,6 +55,8 @@ def run(
             raise typer.BadParameter("say where the results go", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
+        from paceline.experiments import record_traces, report, round_times, tables
+
         _show_warnings(planned, store)
         if dry_run or store is None:
             _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)

@@ -9,7 +9,6 @@ import typer
 
 from paceline.cli import console
 from paceline.core.sampling import known_kinds
-from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
 from paceline.placement.planning.detect import instance_named
 
 app = typer.Typer()
@@ -31,13 +30,14 @@ def export_graphs(
 
     HLO modules where torch_xla is installed (`make test-xla` builds such an environment), text elsewhere.
     """
-    from paceline.diagnostics.graph_export import export
-
     with console.refusals():
-        (kind,) = known_kinds([sampling])
+        (kind,), machine = known_kinds([sampling]), instance_named(instance)
+        from paceline.diagnostics.graph_export import export
+        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
-        found = export(setup, instance_named(instance), folder, layers=layers)
+        found = export(setup, machine, folder, layers=layers)
     graphs = found["graphs"]
     assert isinstance(graphs, list)
     for graph in graphs:

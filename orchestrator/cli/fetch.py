@@ -8,7 +8,6 @@ import typer
 
 from paceline.cli import console, progress
 from paceline.decoder.weights.known_models import KNOWN_MODELS
-from paceline.fetch import fetch_model
 
 app = typer.Typer()
 
@@ -25,6 +24,8 @@ def fetch(name: Annotated[str, typer.Argument(help=_HELP)]) -> None:
     Then its name stands for the folder: `--target NAME`, `--draft NAME`, AutoDecoder.from_pretrained("NAME"). A second
     call finds it in the cache.
     """
+    from paceline.fetch import fetch_model
+
     row = KNOWN_MODELS.get(name)
     with console.refusals():
         if row is None:  # the hub's client has bars of its own

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 import typer
 
 from paceline.cli import console, progress
 from paceline.cli.config_options import command
-from paceline.cli.load import load_generator
+from paceline.cli.load import checked, load_generator
 from paceline.cli.options import LoaderOptions, OutputOptions, PromptOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.types import TokenLogprobs
-from paceline.decoder.backends.base import BACKENDS
+from paceline.decoder.backends.registry import BACKENDS
+from paceline.draft_checks import make_rule
 from paceline.engine.request import Request
+from paceline.loadable import request_limits
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
@@ -49,11 +51,12 @@ def generate(
         text = prompt.text()
         if sampling.ignores_filters:
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
-        generator, decoders = load_generator(target, loader, config)
+        params, found = sampling.params(), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
         ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
-        params = sampling.params(tokenizer)
-        Request.batch([ids], params, generator.limits)  # what is refused is refused before compiling
+        params = replace(params, tokenizer=tokenizer)
+        Request.batch([ids], params, request_limits(found, make_rule(config)))
+        generator, decoders = load_generator(found, config)
         if BACKENDS[loader.backend].compiles:
             progress.compiling(console.err(), decoders, [generator.compile])
         stream = generator.stream([ids], params=params)

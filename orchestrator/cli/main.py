@@ -1,4 +1,4 @@
-"""The command line, `paceline`: every command, gathered from its module.
+"""The command line, `paceline`: the names of all commands, each imported when it is called.
 
 Results go to stdout, the rest to stderr. Shared options are in `paceline.cli.options`, what is shown in
 `paceline.cli.console`, progress in `paceline.cli.progress`.
@@ -6,64 +6,194 @@ Results go to stdout, the rest to stderr. Shared options are in `paceline.cli.op
 
 from __future__ import annotations
 
-from typing import Annotated
+import errno
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 import paceline
-from paceline.cli import (
-    bench,
-    chat,
-    compile,  # noqa: A004
-    console,
-    cost,
-    diagnostics,
-    experiment,
-    experiment_questions,
-    export_hlo,
-    fetch,
-    generate,
-    medusa_tree,
-    models,
-    plan,
-    plan_speed,
-    serve,
-    tables,
-    train,
-    train_eagle,
-    verify,
-)
 
-app = typer.Typer(
-    cls=console.Commands,
-    help="Decode with several models at once: small models set the pace, the big one decides.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("generate", "Continue a text: plainly, or with any drafter (`paceline list` shows them)."),
+    "chat": ("chat", "Talk to a chat model: a line is a question, /help lists the commands."),
+    "compile": (
+        "compile",
+        "Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.",
+    ),
+    "bench": (
+        "bench",
+        "Measure plain and speculative decoding in one run. The last line of stdout is a JSON object.",
+    ),
+    "plan": (
+        "plan",
+        "Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan.",
+    ),
+    "plan-speed": (
+        "plan_speed",
+        "Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.",
+    ),
+    "cost": (
+        "cost",
+        "Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed.",
+    ),
+    "export-hlo": (
+        "export_hlo",
+        "Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.",
+    ),
+    "serve": (
+        "serve",
+        "Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C.",
+    ),
+    "fetch": ("fetch", "Fetch a published model and print its folder."),
+    "list": (
+        "tables",
+        "List drafters and acceptance rules with their options, model families, models to fetch, and backends.",
+    ),
+    "doctor": (
+        "diagnostics",
+        "Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken.",
+    ),
+    "selftest": (
+        "diagnostics",
+        "Run a tiny random model on a backend and compare every token with plain PyTorch. Exit code 1 if one differs.",
+    ),
+    "verify": (
+        "verify",
+        (
+            "Test that a target with your draft writes what plain decoding writes, on your models. Exit code 1 on a "
+            "failure."
+        ),
+    ),
+    "medusa-tree": (
+        "medusa_tree",
+        "Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.",
+    ),
+    "convert-medusa": (
+        "medusa_tree",
+        "Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference.",
+    ),
+    "convert-eagle": (
+        "train_eagle",
+        "Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'.",
+    ),
+}
+"""Of every command the module that has it, and the first paragraph of its help."""
+
+TRAIN: dict[str, tuple[str, str]] = {
+    "medusa": (
+        "train",
+        "Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies.",
+    ),
+    "eagle": (
+        "train_eagle",
+        "Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance.",
+    ),
+}
+
+EXPERIMENT: dict[str, tuple[str, str]] = {
+    "run": (
+        "experiment",
+        "Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.",
+    ),
+    "whatif": (
+        "experiment_questions",
+        "Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model.",
+    ),
+    "regret": (
+        "experiment_questions",
+        "Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts.",
+    ),
+    "tune": (
+        "experiment_questions",
+        "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.",
+    ),
+    "compare": (
+        "experiment_questions",
+        "Compare the cells that two runs share, prompt by prompt, with a paired test.",
+    ),
+    "import": (
+        "experiment_questions",
+        "Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.",
+    ),
+    "report": ("experiment_questions", "Make report.md and report.html of a folder again."),
+    "export": (
+        "experiment_questions",
+        "Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics.",
+    ),
+}
+
+MODELS: dict[str, tuple[str, str]] = {
+    "list": ("models", "All models of the service, and whether they are in memory."),
+    "load": (
+        "models",
+        "Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer.",
+    ),
+    "unload": ("models", "Unload a model, after the requests that it has."),
+    "pin": ("models", "Keep a model in memory."),
+    "unpin": ("models", "Let a model leave again."),
+}
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""
+
+
+class Commands(TyperGroup):
+    """Commands that are imported when they are called. What stands for one until then gives its module.
+
+    Where results cannot be written (`> /dev/full`): one line, and exit status 1. Pipes nobody reads are typer's.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None or command is None or isinstance(command, TyperGroup):
+            return name, command, rest
+        return name, get_group(command.callback().app).commands[name], rest  # type: ignore[misc]  # it has one
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            with suppress(OSError):  # it may be the one that is full
+                typer.secho(f"error: the output cannot be written ({error.strerror})", fg="red", err=True)
+            for stream in (sys.stdout, sys.stderr):
+                _forget(stream)
+            sys.exit(1)
+
+
+def _forget(stream: Any) -> None:
+    """Nothing of what waits to be written is tried again when Python ends, which would say so in lines of its own."""
+    with suppress(OSError, ValueError):  # it is no file
+        hole = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(hole, stream.fileno())
+        os.close(hole)
+
+
+def _module(name: str) -> Callable[[], Any]:
+    return lambda: import_module(f"paceline.cli.{name}")
+
+
+def _group(text: str, commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
+    group = typer.Typer(cls=Commands, help=text, no_args_is_help=True, pretty_exceptions_enable=False)
+    for name, (module, summary) in commands.items():
+        group.command(name, help=summary)(_module(module))
+    return group
+
+
+app = _group("Decode with several models at once: small models set the pace, the big one decides.", COMMANDS)
+app.add_typer(_group("Train heads for a target.", TRAIN), name="train")
+app.add_typer(
+    _group("Measure acceptance and speed over a grid, and answer what-if questions.", EXPERIMENT), name="experiment"
 )
-train.app.registered_commands += train_eagle.app.registered_commands
-app.add_typer(train.app, name="train")
-experiment.app.registered_commands += experiment_questions.app.registered_commands
-app.add_typer(experiment.app, name="experiment")
-app.add_typer(models.app, name="models")
-for module in (
-    generate,
-    chat,
-    compile,
-    bench,
-    plan,
-    plan_speed,
-    cost,
-    export_hlo,
-    serve,
-    fetch,
-    tables,
-    diagnostics,
-    verify,
-    medusa_tree,
-):
-    app.registered_commands += module.app.registered_commands
-app.registered_commands += train_eagle.files.registered_commands
+app.add_typer(_group("Models of a running service: list, load, unload, pin.", MODELS), name="models")
 
 
 @app.callback(invoke_without_command=True)

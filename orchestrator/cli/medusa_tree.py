@@ -6,31 +6,27 @@ import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from torch import Tensor
 
-from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.cli import console, progress, prompt_files
 from paceline.cli.config_options import command
 from paceline.cli.options import TargetFolder
 from paceline.cli.train import results, token_stream
 from paceline.core.errors import ConfigurationError, PromptError
-from paceline.generator import SpeculativeGenerator
-from paceline.medusa import accuracy, checkpoint, search
-from paceline.medusa.drafter import MedusaDrafter
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from paceline.training.data import cut
-from paceline.training.features import Windows
-from paceline.training.frozen_model import FrozenTarget
+
+if TYPE_CHECKING:
+    from paceline.auto import SamplingDecoder
+    from paceline.medusa import search
+    from paceline.medusa.drafter import MedusaDrafter
 
 _PROMPT = 64  # tokens of a prompt that is cut out of data
 
 
-app = typer.Typer(help="Trees and files of Medusa heads.", add_completion=False)
+app = typer.Typer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +80,9 @@ def medusa_tree(
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
         results(out.parent)
+        from paceline.auto import AutoDecoder
+        from paceline.medusa.drafter import MedusaDrafter
+
         length = tree.max_new_tokens
         with progress.loading(console.err(), target) as report:
             decoder = AutoDecoder.from_pretrained(
@@ -121,6 +120,9 @@ def convert(
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
+        from paceline.medusa import checkpoint
+        from paceline.training.frozen_model import FrozenTarget
+
         path = checkpoint.convert(source, results(out), layout=layout, output=FrozenTarget(target).output.detach())
     console.say(console.out(), str(path))
 
@@ -129,13 +131,19 @@ def _search(
     decoder: SamplingDecoder, target: Path, medusa: Path, *, rows: list[list[int]], nodes: int, length: int
 ) -> tuple[search.Found, float]:
     """The tree, and what a search with independent heads would expect of it."""
+    import torch
+
+    from paceline.medusa import accuracy, checkpoint, search
+    from paceline.training.features import Windows
+    from paceline.training.frozen_model import FrozenTarget
+
     frozen = FrozenTarget(target)
     heads = checkpoint.heads(medusa, frozen.output, torch.float32)
     windows = []
     with progress.bar(console.err(), "measuring the heads", len(rows)) as shown:
         for row in rows:
             text = decoder.sample([row], max_new_tokens=length)
-            assert isinstance(text, Tensor)
+            assert isinstance(text, torch.Tensor)
             windows.append(Windows(text, frozen.states(text), len(row) - 1))
             shown.advance()
     measured = accuracy.measure(heads, windows, frozen.output.detach())
@@ -145,6 +153,8 @@ def _search(
 
 def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]], *, length: int) -> list[float]:
     """Tokens a round of every text, decoded with the tree."""
+    from paceline.generator import SpeculativeGenerator
+
     generator = SpeculativeGenerator(drafter, decoder)
     taus = []
     with progress.bar(console.err(), "decoding with the tree", len(rows)) as shown:
@@ -160,6 +170,8 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
     if tree.prompts is None:
+        from paceline.training.data import cut
+
         stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)

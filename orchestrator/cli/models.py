@@ -19,7 +19,7 @@ from paceline.core.errors import WorkerError
 _ROUTE = "/admin/models"  # `paceline.serving.admin`
 _TIMEOUT_S = 900.0  # a model may take minutes to load
 
-app = typer.Typer(help="Models of a running service: list, load, unload, pin.", no_args_is_help=True)
+app = typer.Typer()
 
 Url = Annotated[str, typer.Option(help="Of the service.")]
 Key = Annotated[str | None, typer.Option(envvar=API_KEY, help="Its API key.")]

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from paceline.cli import prompt_files
-from paceline.core.detokenizer import Decodes
 from paceline.core.errors import PromptError, SamplingError
-from paceline.decoder.backends.base import BACKENDS
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.engine.request import SamplingParams
 from paceline.text.structured_output import StructuredOutput
 
@@ -96,14 +95,14 @@ class SamplingOptions:
         """Whether there are filters that greedy decoding does not use."""
         return not self.temperature and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
 
-    def params(self, tokenizer: Decodes) -> SamplingParams:
-        """The same as `SamplingParams`.
+    def params(self) -> SamplingParams:
+        """The same as `SamplingParams`, which lacks the tokenizer.
 
         Raises:
             SamplingError: a value is out of range, or the answer is to fit two things.
             PromptError: the schema's file cannot be read.
         """
-        return SamplingParams(
+        params = SamplingParams(
             do_sample=self.temperature != 0,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -112,13 +111,14 @@ class SamplingOptions:
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
             stop_strings=self.stop,
-            tokenizer=tokenizer,
             structured_outputs=self._structured(),
             logprobs=self.logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
         )
+        params.check()
+        return params
 
     def _structured(self) -> StructuredOutput | None:
         """What the answer must be."""

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.graph_events import GraphEvent
-from paceline.decoder.graph_key import GraphKey
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from paceline.decoder.decoder import CompiledDecoder
+    from paceline.decoder.graph_events import GraphEvent
+    from paceline.decoder.graph_key import GraphKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
 
     ``still``: drawn only when something was done, so that drawing does not disturb what is being measured.
     """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.fields[label]}", markup=False), BarColumn(), MofNCompleteColumn())
     progress = Progress(
         *columns,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +15,12 @@ from paceline.cli.config_options import command
 from paceline.cli.options import InstanceName
 from paceline.cli.plan import plan_table
 from paceline.core.errors import BackendError, ConfigurationError
+from paceline.draft_checks import prepared
+from paceline.loadable import loadable
 from paceline.placement import FaultPolicy, ModelSpec, read_fault_policy, read_models
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import instance_named
-from paceline.placement.planning.groups import plan_groups
+from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.room import fit_together
 from paceline.serving.settings import (
@@ -174,6 +176,7 @@ def serve_models(
             groups = fit_together(groups, groups[0].plan.instance)
         for group in groups:
             validate_plan.check(group.plan)
+            _check_target(group)
         try:
             from paceline.serving.app import deploy_config
             from paceline.serving.launch import serve_groups
@@ -194,6 +197,21 @@ def serve_models(
         serve_groups(
             groups, policy, settings, host=options.host, port=options.port, address=options.address, ready=ready
         )
+
+
+def _check_target(group: ReplicaGroupPlan) -> None:
+    """Refuse what the target of a group would refuse when it is loaded; errors as `prepared`."""
+    first = group.plan.placements[0]
+    model, folder = first.model, first.model.folder
+    assert folder is not None, "a plan that can be run has one"
+    found = loadable(
+        folder,
+        backend=model.backend,
+        tp_degree=len(first.cores),
+        group_query_attention=model.gqa,
+        **asdict(model.shape),
+    )
+    prepared(model.speculative, found)
 
 
 def _source(models: Path | None, model: OneModel) -> Path | list[dict[str, object]]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import AsJson
-from paceline.decoder.backends.base import BACKENDS, BackendRow
+from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
 from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched
 from paceline.draft_spec import CHOICE

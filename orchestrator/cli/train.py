@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from paceline.cli import console, progress
 from paceline.cli.config_options import command
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.token_files import read_tokens
-from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig
+from paceline.medusa.options import MedusaTexts, MedusaTraining
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.features import Report
-from paceline.training.frozen_model import FrozenTarget
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from paceline.training.features import Report
 
 STOPPED = "stopped before the end: run the same command again to resume"
 
@@ -34,7 +35,7 @@ DataDtype = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder for the heads.")]
 WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files; default: OUT/work.")]
 
-app = typer.Typer(help="Train heads for a target.", no_args_is_help=True, add_completion=False)
+app = typer.Typer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ def medusa(
     out: Out,
     *,
     heads: MedusaHeadOptions,
-    texts: train.MedusaTexts,
-    training: train.MedusaTraining,
+    texts: MedusaTexts,
+    training: MedusaTraining,
     work_dir: WorkDir = None,
     data_dtype: DataDtype = None,
 ) -> None:
@@ -70,6 +71,9 @@ def medusa(
         stream = token_stream(data, target, dtype=data_dtype)
         results(out)
         work = results(work_dir or out / "work")
+        from paceline.medusa import train
+        from paceline.training.frozen_model import FrozenTarget
+
         frozen = FrozenTarget(target, precision=training.precision, device=training.device)
         with reports("training Medusa heads") as report, until_terminated():
             states = train.gather(frozen, stream, texts, work=work, report=report)
@@ -147,6 +151,10 @@ def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -
     Raises:
         ConfigurationError: there is no such file, nothing in it, or ids that the target does not have.
     """
+    import numpy as np
+
+    from paceline.decoder.token_files import read_tokens
+
     files = [file for path in paths for file in _files(path)]
     size = ModelConfig.from_pretrained(target).vocab_size
     tokenizer = load_tokenizer(target) if any(file.suffix != ".bin" for file in files) else None

@@ -23,13 +23,10 @@ from paceline.cli.train import (
     until_terminated,
 )
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle import checkpoint, train
-from paceline.eagle.objective import EagleTraining
-from paceline.training.features import CachedTextOptions
-from paceline.training.frozen_model import FrozenTarget
+from paceline.eagle.options import EagleHeadOptions, EagleTraining
+from paceline.training.options import CachedTextOptions
 
-app = typer.Typer(help="Train EAGLE heads.", add_completion=False)
-files = typer.Typer(help="Files of EAGLE heads.", add_completion=False)
+app = typer.Typer()
 
 
 @command(app, "eagle")
@@ -38,7 +35,7 @@ def eagle(
     data: Data,
     out: Out,
     *,
-    head: train.EagleHeadOptions,
+    head: EagleHeadOptions,
     texts: CachedTextOptions,
     training: EagleTraining,
     work_dir: WorkDir = None,
@@ -46,6 +43,8 @@ def eagle(
 ) -> None:
     """Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance."""
     with console.refusals():
+        from paceline.eagle import train
+
         stream = token_stream(data, target, dtype=data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
         results(out)
@@ -69,7 +68,7 @@ def eagle(
     typer.echo(json.dumps({"version": head.version, "greedy chains": shares}))
 
 
-@files.command(name="convert-eagle")
+@app.command(name="convert-eagle")
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
@@ -79,6 +78,9 @@ def convert(
 ) -> None:
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
+        from paceline.eagle import checkpoint
+        from paceline.training.frozen_model import FrozenTarget
+
         frozen, sizes = FrozenTarget(target), ModelConfig.from_pretrained(target)
         tensors = checkpoint.TargetTensors(frozen.embedding, frozen.output.detach(), sizes.num_layers)
         checkpoint.convert(source, results(out), sizes, layout=layout, tensors=tensors, base=str(target))

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from paceline.auto_drafter import load_draft_models
 from paceline.cli import console, prompt_files
 from paceline.cli.config_options import command
-from paceline.cli.load import load_decoder, load_target
+from paceline.cli.load import checked, load
 from paceline.cli.options import AsJson, LoaderOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
@@ -49,11 +48,13 @@ def verify(
     Says what was tried, and which deviation each test would have found. Lossy acceptance rules are reported as such.
     """
     with console.refusals():
+        sizes = _sizes(tests.batch_sizes, loader.batch_size)
+        targets = [checked(target, replace(loader, batch_size=size), config) for size in sizes]
+        from paceline.auto_drafter import load_draft_models
         from paceline.diagnostics.verify import VerifySettings
         from paceline.diagnostics.verify import verify as run_tests
         from paceline.text.tokenizer import has_tokenizer, load_tokenizer, prompt_ids
 
-        sizes = _sizes(tests.batch_sizes, loader.batch_size)
         settings = VerifySettings(minutes=tests.minutes / len(sizes), only=tests.only or (), seed=tests.seed)
         if tests.prompts is not None or has_tokenizer(target):
             tokenizer = load_tokenizer(target)
@@ -61,9 +62,9 @@ def verify(
             ids = [prompt_ids(tokenizer, text) for text in texts]
             settings = replace(settings, tokenizer=tokenizer, prompts=ids)
         reports = []
-        for size in sizes:
-            decoder = load_target(target, replace(loader, batch_size=size))
-            options = dict(load_draft_models(config, decoder, load_decoder))
+        for found in targets:
+            decoder = load(found)
+            options = dict(load_draft_models(config, decoder, load))
             report = run_tests(
                 decoder,
                 options.pop("draft"),

@@ -22,7 +22,8 @@ from torch import Tensor
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError, PacelineError
 from paceline.decoder import steps
-from paceline.decoder.backends.base import BACKENDS, make
+from paceline.decoder.backends.base import make
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.diagnostics import selftest
 

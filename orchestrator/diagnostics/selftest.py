@@ -22,7 +22,8 @@ from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
-from paceline.decoder.backends.base import BACKENDS, ChecksNoise, Graph, make, sampling_refusal
+from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.graph_key import GraphKey
 from paceline.diagnostics import doctor, graph_times
 from paceline.generator import Sampler, SpeculativeGenerator

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.auto_drafter import make_rule
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import sampling_refusal
@@ -22,6 +21,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.diagnostics import verify_distribution, verify_drafter, verify_tokens
 from paceline.diagnostics.findings import Finding, Report
 from paceline.diagnostics.verify_subject import Budget, Subject, own_prompts
+from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
 
 _LEAST_ROOM = 24  # positions that every text of a test needs behind its prompt

@@ -6,11 +6,9 @@ What may be asked is in `paceline.engine.sampling_params`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Union
 
 from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
@@ -20,13 +18,15 @@ from paceline.engine.sampling_params import SamplingParams
 from paceline.engine.stopping import Stopping
 from paceline.text.grammar import Grammar, GrammarCompiler
 from paceline.text.processors import processor_list
-from paceline.text.row_processing import LogitsRules
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["InputIds", "Request", "SamplingParams", "TargetLimits"]
 
-InputIds = Tensor | Sequence[Sequence[int]]
+InputIds = Union["Tensor", Sequence[Sequence[int]]]
 
 _LOGITS_FIELDS: dict[str, object] = {
     "logits_processor": None, "repetition_penalty": None, "no_repeat_ngram_size": None, "presence_penalty": 0,
@@ -52,6 +52,34 @@ class TargetLimits:
     host_refusal: str | None = None
     prediction_refusal: str | None = None
     grammars: GrammarCompiler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRules:
+    """What a request asks of its logits.
+
+    processor          Hugging Face logits processors, as one
+    presence_penalty   taken from the logit of every token that is in the output
+    frequency_penalty  the same, for each time that it is there
+    logit_bias         token id -> added to its logit
+    min_tokens         no eos id before so many tokens of output, unless the grammar leaves nothing else
+    grammar            what the output must be
+    eos                ids that end the text
+    """
+
+    processor: Processor | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+    eos: frozenset[int] = frozenset()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logits stay what they are."""
+        numbers = self.presence_penalty or self.frequency_penalty or (self.min_tokens and self.eos)
+        return self.processor is None and self.grammar is None and not self.logit_bias and not numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +247,9 @@ def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]
 
 def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
     """Prompts as tuples of ids, without padding."""
-    if isinstance(input_ids, Tensor):
+    if validation.is_tensor(input_ids):
+        import torch
+
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise PromptError(
                 f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"

@@ -15,6 +15,7 @@ from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.sampling import Sampling, row_seed
 from paceline.engine import validation
 from paceline.engine.stopping import Criterion
+from paceline.text import processors
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
@@ -106,6 +107,12 @@ class SamplingParams:
                 "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
                 param="ignore_eos",
             )
+
+    def check(self) -> None:
+        """Raise SamplingError for a value that no request can be made with, whatever its target."""
+        self.sampling_of(0)
+        StopStrings.of(self.stop_strings)
+        processors.check(self.repetition_penalty, self.no_repeat_ngram_size)
 
     @classmethod
     def merge(

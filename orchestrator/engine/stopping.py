@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from paceline.core.detokenizer import Decodes
 from paceline.outputs import FinishReason
 from paceline.text.stop_strings import StopStringFilter, StopStrings
@@ -111,6 +109,8 @@ class StopChecker:
         return "length" if reason is None and len(self.text) >= stopping.max_length else reason
 
     def _criterion(self) -> FinishReason | None:
+        import torch
+
         ids = torch.tensor([self.text])
         for criterion in self._stopping.criteria:
             verdict = criterion(ids, None)

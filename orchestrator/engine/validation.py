@@ -6,14 +6,16 @@ Whether they are in range is said where they are used, and here where it is a ma
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from paceline.core.errors import PromptError, SamplingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "True or False": lambda value: isinstance(value, bool),
@@ -102,9 +104,15 @@ def check_bias(bias: Mapping[int, float]) -> None:
             )
 
 
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor. Nobody has one who has not imported PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def mask(value: object) -> None:
     """Raise PromptError unless it is a tensor of two dimensions."""
-    if not isinstance(value, Tensor) or value.dim() != 2:
+    if not is_tensor(value) or value.dim() != 2:
         raise PromptError(f"attention_mask must be a tensor [B, S], as input_ids, not {_shown(value)}")
 
 
@@ -138,7 +146,7 @@ def _fits_a_float(value: Real) -> bool:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
+    if is_tensor(value):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -14,6 +14,7 @@ import torch
 
 from paceline.core.protocols import Round, movable, move_request
 from paceline.core.reading import finish
+from paceline.core.sampling import COMPILED_KINDS
 from paceline.core.types import (
     IDLE,
     Commit,
@@ -34,9 +35,6 @@ from paceline.engine.mixed import MixedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
-
-COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
-"""Kinds of sampling that rounds are compiled for by default. A top-k above the limit is rare."""
 
 
 def compile_graphs(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from paceline.auto_drafter import recognise
 from paceline.core.errors import CheckpointError
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft
 from paceline.experiments.config import (
     Depth,

@@ -12,15 +12,15 @@ import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.auto import SamplingDecoder, load
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
 from paceline.decoder.graph_events import GraphEvent, log_compilation
+from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.experiments.cells import Cell, learns_from_texts
 from paceline.experiments.config import ExperimentConfig
@@ -28,6 +28,7 @@ from paceline.experiments.definitions import Acceptance
 from paceline.experiments.prompts import Prompt, Prompts
 from paceline.experiments.store import Row
 from paceline.generator import SpeculativeGenerator
+from paceline.loadable import Loadable, loadable
 from paceline.outputs import RequestOutput, Statistics
 
 _BUCKET = 64  # positions are rounded up to a multiple of it, so that prompt sets of like lengths share graphs
@@ -59,9 +60,9 @@ class Bench(AbstractContextManager["Bench"]):
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._config, self.compiled = config, 0
-        self._target: tuple[tuple[Any, ...], SamplingDecoder] | None = None
+        self._target: tuple[Loadable, SamplingDecoder] | None = None
         self._generators: dict[str, SpeculativeGenerator] = {}
-        self._drafts: dict[tuple[Any, ...], SamplingDecoder] = {}
+        self._drafts: dict[Loadable, SamplingDecoder] = {}
 
     def __exit__(self, *_: object) -> None:
         self._release()
@@ -112,11 +113,11 @@ class Bench(AbstractContextManager["Bench"]):
 
     def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
         """The cell's generator, its graphs compiled."""
-        target = self.target(cell, prompts)
-        options = speculative_options(cell, exact=self._config.exact)
-        which = self._name(cell)
+        config = SpeculativeConfig(**speculative_options(cell, exact=self._config.exact))
+        prepared(config, self._found(cell, prompts))  # what is refused is refused before the target is loaded
+        target, which = self.target(cell, prompts), self._name(cell)
         if which not in self._generators:
-            config = load_draft_models(SpeculativeConfig(**options), target, self._draft)
+            config = load_draft_models(config, target, self._draft)
             generator = SpeculativeGenerator(target=target, **dict(config))
             generator.compile(kinds=(kind_of(_sampling(cell)),))
             self._generators[which] = generator
@@ -133,12 +134,15 @@ class Bench(AbstractContextManager["Bench"]):
 
     def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:
         """The cell's target, loaded for its batch size and for texts as long as its prompts need."""
-        path, options = self.target_options(cell, prompts)
-        key = (path, *options.values())
-        if self._target is None or self._target[0] != key:
+        found = self._found(cell, prompts)
+        if self._target is None or self._target[0] != found:
             self._release()
-            self._target = (key, self._watched(AutoDecoder.from_pretrained(path, **options)))
+            self._target = (found, self._watched(load(found)))
         return self._target[1]
+
+    def _found(self, cell: Cell, prompts: Prompts) -> Loadable:
+        path, options = self.target_options(cell, prompts)
+        return loadable(path, **options)
 
     def target_options(self, cell: Cell, prompts: Prompts) -> tuple[str, dict[str, Any]]:
         """The path of a cell's target, and the options it is loaded with. Cells that agree in them share a decoder."""
@@ -162,12 +166,11 @@ class Bench(AbstractContextManager["Bench"]):
         alone = Cell(cell.target, none, None, cell.sampling, "match", cell.batch_size, cell.prompts)
         return self.generator(alone, prompts)
 
-    def _draft(self, path: str | Path, **options: Any) -> SamplingDecoder:
+    def _draft(self, found: Loadable) -> SamplingDecoder:
         """A draft model, loaded once for all depths and rules."""
-        key = (str(path), repr(sorted(options.items())))
-        if key not in self._drafts:
-            self._drafts[key] = self._watched(AutoDecoder.from_pretrained(path, **options))
-        return self._drafts[key]
+        if found not in self._drafts:
+            self._drafts[found] = self._watched(load(found))
+        return self._drafts[found]
 
     def _watched(self, decoder: SamplingDecoder) -> SamplingDecoder:
         def note(event: GraphEvent) -> None:

@@ -12,8 +12,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 import paceline
 
 _PROGRAM = {"paceline_version": "paceline", "git_commit": "commit", "torch": "torch", "transformers": "transformers"}
@@ -21,6 +19,8 @@ _PROGRAM = {"paceline_version": "paceline", "git_commit": "commit", "torch": "to
 
 def provenance() -> dict[str, object]:
     """Plain values: who measured this, with what."""
+    import torch
+
     return {
         "paceline_version": paceline.__version__,
         "git_commit": commit(),

@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.experiments.cells import Cell, cell_key, cells, check_models, checkpoint_bytes, model_paths
 from paceline.experiments.config import ExperimentConfig
-from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompts, load_prompts
 from paceline.experiments.provenance import program, provenance
 from paceline.experiments.store import CellResult, Store
 from paceline.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from paceline.experiments.measure import Bench
 
 log = logging.getLogger("paceline")
 
@@ -169,6 +172,8 @@ def _in_turn(
     config: ExperimentConfig, cells: Sequence[PlannedCell], report: Report, *, done: int, deadline: float
 ) -> Iterator[tuple[int, CellResult]]:
     """In this process. ``done``: cells that were finished before."""
+    from paceline.experiments.measure import Bench
+
     with Bench(config) as bench:
         for index, one in enumerate(cells):
             if monotonic() > deadline:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.auto_drafter import check_options
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft_checks import check_options
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay

@@ -15,26 +15,27 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
 
-from paceline.auto_drafter import recognise
 from paceline.core.errors import RankError, WorkerError
+from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.replica_group import ReplicaGroup
-from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.logs import write_with_serve
 from paceline.serving.metrics import MetricSet, timed
-from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.router import Accepted, Item, ModelCard, PlacedModel, RequestContext
 from paceline.serving.taken import Readers
 from paceline.serving.watch import watch_cluster
-from paceline.text.tokenizer import load_tokenizer
-from paceline.workers.target import TargetHost, make_target
+
+if TYPE_CHECKING:
+    from paceline.placement.cluster.replica_group import ReplicaGroup
+    from paceline.placement.cluster.worker_spec import WorkerSpec
+    from paceline.workers.target import TargetHost
 
 log = logging.getLogger("paceline")
 
@@ -45,6 +46,12 @@ class ModelReplica:
     """Serves one target. Requests share its rounds; those that find no slot wait for one."""
 
     def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
+        # Here, for the processes of HTTP and of the lifecycle import this module to deploy it, and decode nothing.
+        from paceline.placement.cluster.replica_group import ReplicaGroup
+        from paceline.serving.model_server import ModelServer
+        from paceline.text.tokenizer import load_tokenizer
+        from paceline.workers.target import make_target
+
         write_with_serve()
         watch_cluster()  # before anything waits for the allocator
         bundles = ray.util.get_current_placement_group()

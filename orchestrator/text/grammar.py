@@ -13,19 +13,15 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from paceline.core.errors import SamplingError
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
 _KEPT = 64
 """Compiled grammars, and tokenizers, that are kept for requests to come."""
-
-_BITS = torch.arange(8, dtype=torch.uint8)
 
 _Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
 """Of a compiled grammar: identity of the tokenizer, what was asked for, and the eos ids."""
@@ -46,7 +42,10 @@ class GrammarState:
     """Where one text is in its grammar. All methods take the output so far, without the prompt."""
 
     def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Sequence[int]) -> None:
+        import torch
+
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, frozenset(eos)
+        self._bits = torch.arange(8, dtype=torch.uint8)
         self._eos_ids = torch.tensor(list(eos), dtype=torch.int64)
         self._read: list[int] = []
 
@@ -56,11 +55,13 @@ class GrammarState:
         Raises:
             SamplingError: the grammar is more work than one token may be.
         """
+        import torch
+
         if not self._go_to(output):  # a draft that goes on behind an end, or where it must not
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._check(len(output))
-        mask = (packed.unsqueeze(1) >> _BITS & 1).flatten()[: self._vocab_size].bool()
+        mask = (packed.unsqueeze(1) >> self._bits & 1).flatten()[: self._vocab_size].bool()
         mask[self._eos_ids] = self._matcher.is_accepting()
         return mask
 

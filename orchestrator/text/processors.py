@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from transformers.generation import logits_process as hf
 
 
+def check(repetition_penalty: float | None, no_repeat_ngram_size: int | None) -> None:
+    """Raise SamplingError if a value is out of range."""
+    if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
+        raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
+    if no_repeat_ngram_size is not None and no_repeat_ngram_size < 0:
+        raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
+
+
 def processor_list(
     custom: Sequence[hf.LogitsProcessor] | None,
     *,
@@ -28,16 +36,13 @@ def processor_list(
     """
     if not custom and repetition_penalty in (None, 1.0) and not no_repeat_ngram_size:
         return None
+    check(repetition_penalty, no_repeat_ngram_size)
     from transformers.generation import logits_process as hf
 
     processors = hf.LogitsProcessorList()
     if repetition_penalty is not None and repetition_penalty != 1.0:
-        if not 0 < repetition_penalty < math.inf:
-            raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
         processors.append(hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
     if no_repeat_ngram_size:
-        if no_repeat_ngram_size < 0:
-            raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
         processors.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
     processors.extend(custom or ())
     return processors

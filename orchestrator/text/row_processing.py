@@ -6,8 +6,8 @@ Not here: how a token is chosen from the logits (`paceline.core.probs`), nor whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,38 +15,13 @@ from torch import Tensor
 from paceline.core import reduce
 from paceline.core.errors import SamplingError
 from paceline.core.protocols import Processor
-from paceline.text.grammar import Grammar, GrammarState
+
+if TYPE_CHECKING:
+    from paceline.engine.request import LogitsRules
+    from paceline.text.grammar import GrammarState
 
 _FORCED = 1e15
 """For a score of infinity: above any logit, and still a number over the least temperature."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRules:
-    """What a request asks of its logits.
-
-    processor          Hugging Face logits processors, as one
-    presence_penalty   taken from the logit of every token that is in the output
-    frequency_penalty  the same, for each time that it is there
-    logit_bias         token id -> added to its logit
-    min_tokens         no eos id before so many tokens of output, unless the grammar leaves nothing else
-    grammar            what the output must be
-    eos                ids that end the text
-    """
-
-    processor: Processor | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    grammar: Grammar | None = None
-    eos: frozenset[int] = frozenset()
-
-    @property
-    def idle(self) -> bool:
-        """Whether the logits stay what they are."""
-        numbers = self.presence_penalty or self.frequency_penalty or (self.min_tokens and self.eos)
-        return self.processor is None and self.grammar is None and not self.logit_bias and not numbers
 
 
 class RowProcessing:

@@ -7,9 +7,9 @@ from typing import Any
 
 from paceline.core.detokenizer import IncrementalDetokenizer, Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.text.gguf_tokenizer import load_gguf_tokenizer
+from paceline.text.quick_tokenizer import quick_tokenizer
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "prompt_ids"]
 
@@ -22,11 +22,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     folder = checkpoint_path(folder)
     if is_gguf(folder):
-        return load_gguf_tokenizer(folder)
-    from transformers import AutoTokenizer  # slow to import; most workers never see a text
+        from paceline.text.gguf_tokenizer import load_gguf_tokenizer  # loads PyTorch
 
+        return load_gguf_tokenizer(folder)
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        loaded: Any = quick_tokenizer(folder)
+        if loaded is None:
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise CheckpointError(
             f"{folder} has no tokenizer that can be read ({error}); put the model's tokenizer.json into it"

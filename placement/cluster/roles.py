@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.placement.remote.server import DrafterPool
+
+if TYPE_CHECKING:
+    from paceline.placement.remote.server import DrafterPool
 
 Settings = Mapping[str, object]
 """Plain values, as JSON has them: they cross processes as text."""
@@ -85,7 +87,7 @@ class Target(Protocol):
 
 
 MakeTarget = Callable[[Settings, Drafter | None], Target]
-MakeDrafters = Callable[[Settings], DrafterPool]
+MakeDrafters = Callable[[Settings], "DrafterPool"]
 
 
 def maker(path: str) -> Callable[..., object]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.decoder.kernels.cache_rows import SCALE_BYTES
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
+from paceline.decoder.weights.formats import SCALE_BYTES
 
 CODE_BYTES = 96 * (1 << 20)
 """Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
 
 KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary", "prefix_caching")

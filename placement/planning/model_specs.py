@@ -47,10 +47,10 @@ import pydantic
 
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PlanError
-from paceline.decoder.backends.base import BACKENDS
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
-from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import HubId
 from paceline.decoder.weights.known_models import KNOWN_MODELS
 from paceline.decoder.weights.locate import checkpoint_path

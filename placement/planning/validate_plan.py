@@ -7,8 +7,8 @@ room (`planner`, `cluster.core_allocator`), or whether a worker's machine has wh
 from __future__ import annotations
 
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.backends.base import BACKENDS, why_not_cached, why_not_quantized
-from paceline.decoder.models.rope import check_positions
+from paceline.decoder.backends.registry import BACKENDS, why_not_cached, why_not_quantized
+from paceline.decoder.models.rope_config import check_positions
 from paceline.decoder.options import MAX_WIDTH
 from paceline.placement.planning.plan import Plan
 

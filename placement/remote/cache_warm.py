@@ -17,8 +17,6 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
-import torch
-
 from paceline.core.types import Commit, Proposal, RoundLimits
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel
@@ -51,6 +49,8 @@ class IntBuffer:
     """An int32 tensor of a shape, whose numbers come later and are written once."""
 
     def __init__(self, *shape: int) -> None:
+        import torch
+
         self.tensor = torch.empty(shape, dtype=torch.int32)
         self._memory = self.tensor.view(-1).numpy().data
 

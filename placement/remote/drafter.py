@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.core.drafter_health import DrafterHealth, Fault, HealthCounters
 from paceline.core.errors import ChannelError
@@ -23,6 +21,9 @@ from paceline.placement.remote import messages
 from paceline.placement.remote.exchange import Exchange
 from paceline.placement.remote.reconnect import Backoff, DrafterEndpoint, Reconnector
 from paceline.placement.remote.sequence_tracker import CommitRows, SequenceTracker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,8 @@ class RemoteDrafter:
     # ---- inside
 
     def _nothing(self) -> Proposal:
+        import torch
+
         shape = self._contract.slots, self._contract.num_draft_tokens
         return Proposal(torch.full(shape, PAD, dtype=torch.int32))
 

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Annotated, Literal
 
 import msgspec
-import torch
 
 from paceline.core.errors import ChannelError
 from paceline.core.sampling import kind_of_params
@@ -73,6 +72,8 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     def tensors(self) -> SamplingTensors:
         """The tensors again."""
+        import torch
+
         params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
         seeds = torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 4)
         return SamplingTensors(params, seeds, kind_of_params(params))

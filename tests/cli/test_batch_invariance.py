@@ -10,7 +10,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.decoder.backends import base, eager
+from paceline.decoder.backends import eager, registry
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.steps import window
@@ -36,8 +36,8 @@ class PromisingBackend(eager.EagerBackend):
 @pytest.fixture
 def promising(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(eager, "PromisingBackend", PromisingBackend, raising=False)
-    row = base.BackendRow("promising", "paceline.decoder.backends.eager:PromisingBackend", "breaks its promise")
-    monkeypatch.setitem(base.BACKENDS, "promising", row)
+    row = registry.BackendRow("promising", "paceline.decoder.backends.eager:PromisingBackend", "breaks its promise")
+    monkeypatch.setitem(registry.BACKENDS, "promising", row)
     return "promising"
 
 
@@ -81,7 +81,7 @@ def test_what_differs_is_counted_and_a_broken_promise_fails(
 def test_the_table_has_every_series_and_those_that_are_missing(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only = {name: base.BACKENDS[name] for name in ("eager", "neuron")}
+    only = {name: registry.BACKENDS[name] for name in ("eager", "neuron")}
     monkeypatch.setattr(batch_invariance, "BACKENDS", only)
     code, out, err = selftest("--target", workshop.checkpoint(), "--rows", 2)
     assert code == 0, "eager promises nothing"

@@ -14,7 +14,7 @@ import paceline
 from paceline.cli import prompt_files
 from paceline.cli.console import TextView
 from paceline.core.errors import PromptError
-from paceline.decoder.backends.base import BACKENDS
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.outputs import RequestOutput
 from paceline.text.tokenizer import IncrementalDetokenizer, load_tokenizer
 from tests.cli.calling import call

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.types import SamplingTensors
-from paceline.decoder.backends import base, eager
+from paceline.decoder.backends import eager, registry
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.diagnostics import doctor, selftest
 
@@ -90,8 +90,8 @@ class OffBackend(eager.EagerBackend):
 
 def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "OffBackend", OffBackend, raising=False)
-    row = base.BackendRow("off", "paceline.decoder.backends.eager:OffBackend", "off by one")
-    monkeypatch.setitem(base.BACKENDS, "off", row)
+    row = registry.BackendRow("off", "paceline.decoder.backends.eager:OffBackend", "off by one")
+    monkeypatch.setitem(registry.BACKENDS, "off", row)
     checks = list(selftest.run("off"))
     assert [check.name for check in checks if check.passed] == ["noise"]
     done = CliRunner().invoke(app, ["selftest", "--backend", "off"])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.backends.base import BACKENDS, BackendRow, Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from tests.decoder.headed import HEADED

@@ -19,7 +19,8 @@ from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.quantize import GROUP, Stored, WeightFormat
+from paceline.decoder.weights.formats import GROUP, WeightFormat
+from paceline.decoder.weights.quantize import Stored
 from tests.decoder import tiny
 
 FORMATS = list(WeightFormat)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
-from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, WeightFormat, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
 
 FORMATS = [WeightFormat.INT8, WeightFormat.INT8_PER_TENSOR, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
 SHAPES = [(32, 5), (64, 3), (96, 6), (288, 9), (1056, 4)]

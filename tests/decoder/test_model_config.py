@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope import RopeConfig
+from paceline.decoder.models.rope_config import RopeConfig
 
 SIZES: dict[str, object] = {
     "model_type": "llama",

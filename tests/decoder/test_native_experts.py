@@ -10,7 +10,8 @@ from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.kernels.protocol import ExpertWeights, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
-from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import PackedMatrix, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(6, 2, 33, 20), (8, 2, 96, 64), (128, 8, 64, 32), (1, 1, 16, 8), (3, 3, 40, 13)]

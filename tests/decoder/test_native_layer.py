@@ -13,7 +13,8 @@ from paceline.core import tree
 from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.layers import gated_mlp, rms_norm
-from paceline.decoder.models.rope import RopeConfig, apply_rope, rope_tables
+from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.rope_config import RopeConfig
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.weights.quantize import MatrixLike

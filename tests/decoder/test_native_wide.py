@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.native import build
-from paceline.decoder.weights.quantize import WeightFormat, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import quantize
 
 pytestmark = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this machine has no wide registers"

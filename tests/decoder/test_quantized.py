@@ -19,7 +19,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, WeightFormat, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
 from tests.decoder import families, gguf_files, tiny
 from tests.decoder.headed import HEADED
 

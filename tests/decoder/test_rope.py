@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from paceline import AutoDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope import RopeConfig, apply_rope, rope_tables
+from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.rope_config import RopeConfig
 from paceline.eagle.initial import default_config
 
 HEAD = 16

@@ -26,7 +26,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, quantization_config
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
 from tests.decoder import tiny
 
 PROMPTS = [[5, 9, 13, 5], [40, 2]]

@@ -16,8 +16,9 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.compressed import OWN_METHOD
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.packed import packed_parts
-from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat, quantize
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, quantize
 from tests.decoder import families, tiny
 from tests.decoder.test_packed import packed
 

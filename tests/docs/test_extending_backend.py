@@ -11,7 +11,8 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder.backends.base import BACKENDS, make
+from paceline.decoder.backends.base import make
+from paceline.decoder.backends.registry import BACKENDS
 from tests.decoder.tiny import Workshop, fresh
 from tests.docs.extending import lines, written
 

@@ -16,9 +16,9 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint, train
 from paceline.eagle.aux_layers import default_layers, parse_layers
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.train import EagleHeadOptions
+from paceline.eagle.options import EagleHeadOptions
 from paceline.registry import DRAFTERS, options_of
-from paceline.training.features import CachedTextOptions
+from paceline.training.options import CachedTextOptions
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import config, random_head
 

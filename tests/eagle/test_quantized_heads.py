@@ -10,7 +10,8 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat, quantize
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import PackedMatrix, quantize
 from paceline.eagle import checkpoint
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead

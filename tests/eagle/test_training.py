@@ -18,8 +18,9 @@ from paceline.decoder.steps import prefill
 from paceline.eagle import train
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance, objective
-from paceline.eagle.train import EagleHeadOptions, EagleTrainer, muon
+from paceline.eagle.objective import DraftVocab, acceptance, objective
+from paceline.eagle.options import EagleHeadOptions, EagleTraining
+from paceline.eagle.train import EagleTrainer, muon
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop

@@ -1,9 +1,10 @@
-"""What `import paceline` loads and does: models and drafters, nothing of placement, of servers, or of the command line,
-and no socket; and modules that need each other in no circle.
+"""What `import paceline` loads and does: nothing of other packages, placement, servers or the command line, and
+no socket; its names, which are imported when they are used; and modules that need each other in no circle.
 """
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -11,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from tests.house.test_structure import REPOSITORY, plant, structure
 
 UNWANTED = (
-    *("ray", "transformers", "typer", "rich", "yaml"),
+    *("torch", "ray", "transformers", "typer", "rich", "yaml"),
     *("socketserver", "http.server", "asyncio.base_events", "uvicorn", "fastapi", "starlette", "grpc"),
     *("paceline.placement", "paceline.serving", "paceline.cli"),
 )
 WATCHED_IMPORT = f"""
 import sys
-import torch  # what others do at their import is their own affair
 before, seen = set(sys.modules), []
 sys.addaudithook(lambda event, arguments: seen.append(event) if event.startswith("socket.") else None)
 import paceline
@@ -40,6 +41,19 @@ def test_a_socket_at_import_would_be_seen(tmp_path: Path) -> None:
     (tmp_path / "paceline.py").write_text("import socket, socketserver\nsocket.socket().bind(('127.0.0.1', 0))\n")
     seen = printed(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCHED_IMPORT}")
     assert seen.startswith("['socketserver'] [") and "'socket.bind'" in seen
+
+
+def test_every_name_of_the_package_is_there_when_it_is_used() -> None:
+    assert set(paceline.__all__) <= set(dir(paceline)) and all(hasattr(paceline, name) for name in paceline.__all__)
+    with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Nothing'"):
+        _ = paceline.Nothing  # type: ignore[attr-defined]
+
+
+def test_type_checkers_are_told_where_every_name_is() -> None:
+    tree = ast.parse((REPOSITORY / "orchestrator" / "__init__.py").read_text())
+    told = {one.name for one in structure.imports_of(tree) if one.name.startswith("paceline.")}
+    assert told == {f"paceline.{module}.{name}" for name, module in paceline._MODULE_OF.items()}
+    assert sorted(paceline._MODULE_OF) == sorted(paceline.__all__)
 
 
 def test_the_models_file_is_planned_without_ray() -> None:

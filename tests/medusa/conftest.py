@@ -10,7 +10,7 @@ import torch
 
 from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.train import MedusaTexts, MedusaTraining
+from paceline.medusa.options import MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop

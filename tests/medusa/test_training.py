@@ -17,7 +17,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.medusa import accuracy, checkpoint, train
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import fresh
-from paceline.medusa.train import MedusaTexts, MedusaTrainer, MedusaTraining
+from paceline.medusa.options import MedusaTexts, MedusaTraining
+from paceline.medusa.train import MedusaTrainer
 from paceline.training.data import cut
 from paceline.training.features import Windows, read_features
 from paceline.training.frozen_model import FrozenTarget

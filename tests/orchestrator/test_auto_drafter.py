@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.auto_drafter import AutoDrafter, make_drafter, make_rule, recognise
+from paceline.auto_drafter import AutoDrafter, make_drafter
 from paceline.config import SpeculativeConfig
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
@@ -20,6 +20,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.suffix import SuffixDrafter
+from paceline.draft_checks import make_rule, recognise
 from paceline.eagle.drafter import EagleDrafter
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig

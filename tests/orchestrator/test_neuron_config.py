@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
 from paceline.decoder.options import AMP
 from paceline.decoder.parallel.sharding import GQA
-from paceline.decoder.weights.quantize import WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
 from paceline.neuron_config_values import CHOICES, LISTS, NUMBERS, OBJECTS, TEXTS
 

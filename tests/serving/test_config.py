@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
 from paceline.decoder.weights import known_models
-from paceline.decoder.weights.quantize import PackedMatrix, WeightFormat
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
 from paceline.serving.app import build
 from paceline.serving.deployments import model_deployment

@@ -19,9 +19,10 @@ from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
+from paceline.engine.request import LogitsRules
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
-from paceline.text.row_processing import LogitsRules, RowProcessing
+from paceline.text.row_processing import RowProcessing
 from tests.fakes import TableDecoder, WatchedRound, near, table
 
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3

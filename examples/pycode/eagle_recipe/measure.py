@@ -18,8 +18,9 @@ from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.objective import DraftVocab, acceptance
 from paceline.eagle.train import MEASURED
-from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget
+from paceline.training.options import CachedTextOptions
 
 DEPTH = 5
 

@@ -29,10 +29,9 @@ from paceline.decoder.weights.locate import checkpoint_path
 from paceline.eagle.aux_layers import default_layers
 from paceline.eagle.objective import DraftVocab, target_probs, text_part
 from paceline.eagle.train import Corpus, muon
-from paceline.training.data import TEXTS_PER_FILE
-from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
-from paceline.training.options import TrainingOptions
+from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions, TrainingOptions
 from paceline.training.trainer import LOG_STEPS, Trainer
 
 LAYERS = (0, -1)  # of the target, which the draft begins with

@@ -27,12 +27,14 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
 from paceline.eagle import initial
 from paceline.eagle.aux_layers import default_layers
-from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance
+from paceline.eagle.objective import DraftVocab, acceptance
+from paceline.eagle.options import EagleTraining
 from paceline.eagle.train import EagleTrainer, write
 from paceline.medusa import accuracy, checkpoint
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import fresh
-from paceline.medusa.train import MedusaTrainer, MedusaTraining
+from paceline.medusa.options import MedusaTraining
+from paceline.medusa.train import MedusaTrainer
 from paceline.text.tokenizer import load_tokenizer
 from paceline.training.features import Windows
 from paceline.training.frozen_model import FrozenTarget

@@ -1,0 +1,124 @@
+"""Which backends there are and what each can do: literal rows of lazy paths. A backend is one file and one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.formats import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRow:
+    """A backend and what it can do.
+
+    name     as in ``AutoDecoder.from_pretrained(backend=...)``
+    path     "module:Class", which takes no arguments
+    summary  one line for tables
+    divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
+    compiles whether its graphs take long to make, so that they are made ahead of their first use
+    saves    whether compiled graphs can be saved and loaded
+    narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
+    blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
+             8 bits and a scale for every row are everywhere
+    e4m3     whether fp8_e4m3 goes on to 448, as PyTorch's does: that of Neuron's chips before Trainium3 has infinity
+             and NaN behind 240 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
+    """
+
+    name: str
+    path: str
+    summary: str
+    divided: str = ""
+    compiles: bool = True
+    saves: bool = False
+    blocks: bool = True
+    narrow_cache: bool = False
+    e4m3: bool = True
+
+
+BACKENDS: dict[str, BackendRow] = {
+    row.name: row
+    for row in (
+        BackendRow(
+            "eager",
+            "paceline.decoder.backends.eager:EagerBackend",
+            "plain PyTorch operations, for tests and comparison",
+            divided="paceline.decoder.backends.ranked:RankedBackend",
+            compiles=False,
+            narrow_cache=True,
+        ),
+        BackendRow(
+            "native",
+            "paceline.decoder.backends.native:NativeBackend",
+            "native kernels on the CPU, nothing is compiled",
+            compiles=False,
+            narrow_cache=True,
+        ),
+        BackendRow(
+            "xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out", blocks=False
+        ),
+        BackendRow(
+            "neuron",
+            "paceline.decoder.backends.neuron.backend:NeuronBackend",
+            "AWS Neuron through PyTorch/XLA: Inferentia2, Trainium1, Trainium2",
+            divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
+            saves=True,
+            blocks=False,
+            e4m3=False,
+        ),
+        BackendRow(
+            "neuron-native",
+            "paceline.decoder.backends.neuron_native:NeuronNativeBackend",
+            "AWS Neuron through TorchNeuron: Trainium2, Trainium3",
+            divided="paceline.decoder.backends.neuron_native_ranks:NeuronNativeRanks",
+            blocks=False,
+            e4m3=False,
+        ),
+    )
+}
+
+
+def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
+    """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
+    if row.blocks or quantization is None:
+        return ""
+    if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
+        return ""
+    able = ", ".join(one.name for one in BACKENDS.values() if one.blocks)
+    return (
+        f"backend={row.name!r} multiplies with no blocks of quantised weights, as quantization={quantization!r} asks; "
+        f"use 'int8', or one of the backends {able}"
+    )
+
+
+def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:
+    """Why a backend cannot keep keys and values in that format; nothing if it can. The planner's rule too."""
+    if row.narrow_cache or kv_cache_dtype is None:
+        return ""
+    able = ", ".join(one.name for one in BACKENDS.values() if one.narrow_cache)
+    return (
+        f"backend={row.name!r} keeps keys and values as amp says, and kv_cache_dtype={kv_cache_dtype!r} asks for 8 "
+        f"bits; leave it out, or use one of the backends {able}"
+    )
+
+
+def check(
+    name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None
+) -> BackendRow:
+    """The row of a backend that takes a model on so many ranks with matrices and a cache in those formats.
+
+    Raises:
+        ConfigurationError: no backend has this name, it runs one rank only, or it cannot work with one of the formats.
+    """
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
+    row = BACKENDS[name]
+    if degree > 1 and not row.divided:
+        able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
+        raise ConfigurationError(
+            f"backend={name!r} runs on one rank: its kernels know no other; for tp_degree="
+            f"{degree} use one of {able}"
+        )
+    if reason := why_not_quantized(row, quantization) or why_not_cached(row, kv_cache_dtype):
+        raise ConfigurationError(reason)
+    return row

@@ -1,0 +1,73 @@
+"""Which files a checkpoint's weights are in, by their names. No file of weights is opened here, only an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
+from paceline.decoder.json_fields import read_json_object
+from paceline.decoder.weights.formats import WeightFormat
+
+AGAIN = "download the file again"
+_CANDIDATES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_SPLIT = "pytorch_model.bin"  # a folder of that name has a file for every tensor, see `paceline.decoder.weights.split`
+_PRESHARDED = "DecoderLMHead.safetensors"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is named as a GGUF file, be it there or not."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def check_kept(path: Path, quantization: str | None) -> None:
+    """Raise ConfigurationError if the formats of a GGUF file are to be kept, and the checkpoint is none."""
+    if quantization == "gguf" and not is_gguf(path):
+        names = ", ".join(form.value for form in WeightFormat)
+        raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
+
+
+def has_weight_files(folder: Path) -> bool:
+    """Whether a folder holds safetensors or pickles by the usual names."""
+    return any((folder / name).is_file() for name in _CANDIDATES) or (folder / _SPLIT).is_dir()
+
+
+def find_weight_files(folder: Path) -> list[Path]:
+    """The files of the checkpoint in ``folder``: safetensors before pickles, one file before shards."""
+    for name in _CANDIDATES:
+        if (folder / name).is_file():
+            return _indexed_files(folder / name) if name.endswith(".json") else [folder / name]
+    if (folder / _SPLIT).is_dir():
+        return [folder / _SPLIT]
+    if (folder / _PRESHARDED).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights that transformers-neuronx has divided and laid out for one tp_degree "
+            f"({_PRESHARDED}); give the checkpoint they were made of."
+        )
+    raise MissingWeightsError(
+        f"{folder} holds no weights: none of {', '.join(_CANDIDATES)} is there; download the checkpoint in "
+        "full, or convert it to one of these formats."
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The shards an index names. Only plain names in its own folder with its own format are followed."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map, so it names no files; {AGAIN}.")
+    suffix = ".safetensors" if ".safetensors." in index.name else ".bin"
+    names = []
+    for name in dict.fromkeys(map(str, weight_map.values())):
+        # Compared as text and not by resolving links: the Hugging Face cache keeps every file behind a link
+        # that leaves its folder, and those the user's own machine made.
+        if not name.isprintable() or any(sign in name for sign in "/\\:") or not name.endswith(suffix):
+            raise CheckpointError(
+                f"{index} names the file {name!r}; an index may only name {suffix} files in its own folder. "
+                "Do not use this checkpoint unless you know who wrote it."
+            )
+        names.append(name)
+    return [index.with_name(name) for name in names]

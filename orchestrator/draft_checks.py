@@ -1,0 +1,255 @@
+"""What can be refused of a draft before anything is loaded: folders, options, depths, and whether parts go together.
+
+Nothing here needs PyTorch, but for the trees of EAGLE heads. Not here: the grammar (`paceline.draft_spec`), and how
+drafters are loaded and made (`paceline.auto_drafter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from paceline import vocab_compat
+from paceline.config import SpeculativeConfig
+from paceline.core import tree
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.types import DraftShape
+from paceline.decoder.json_fields import read_json_object
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import check_width
+from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
+from paceline.eagle import config as eagle_config
+from paceline.eagle.options import EagleOptions
+from paceline.loadable import Loadable, loadable
+from paceline.medusa.config import is_medusa_config
+from paceline.medusa.tree import parse_choices, shipped_choices
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
+
+if TYPE_CHECKING:
+    from paceline.decoder.decoder import CompiledDecoder
+
+    Target = Loadable | CompiledDecoder
+
+
+def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
+    """The same configuration, checked, with `Loadable`s in place of folders of draft models.
+
+    Raises:
+        CheckpointError: a folder cannot be used.
+        PairingError: a draft model does not fit the target.
+        ConfigurationError: an option is unknown or out of range, or parts do not go together.
+    """
+    rule = make_rule(config)
+    if not config.draft or config.k == 0:
+        return config
+    several = len(config.draft) > 1
+    if several and rule.draft_probs:
+        raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports probabilities")
+    if several and config.fused:
+        raise ConfigurationError("a list of drafters cannot share a graph with the target; leave fused unset")
+    checks = _Checks(config, target, rule)
+    config = config.model_copy(update={"draft": tuple(map(checks.spec, config.draft))})
+    check_model_keys(config, has_models=any(leaf.value is not None for leaf in config.leaves()))
+    return config
+
+
+def check_model_keys(config: SpeculativeConfig, *, has_models: bool) -> None:
+    """Raise ConfigurationError for keys of draft models where there is none."""
+    for name, is_set in (
+        ("confidence_threshold", config.confidence_threshold != 0),
+        ("vocabulary", config.vocabulary != "same"),
+    ):
+        if is_set and not has_models:
+            raise ConfigurationError(
+                f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its "
+                "own)"
+            )
+
+
+def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool = True) -> None:
+    """Raise ConfigurationError if heads cannot draft k tokens a round: a chain can be cut, a tree has one depth."""
+    if not isinstance(k, int) or k == shape.depth:
+        return
+    if not shape.is_chain or not 0 < k < shape.depth or not shortens:
+        possible = f"1 to {shape.depth}" if shape.is_chain else "that"
+        raise ConfigurationError(
+            f"the drafts of {spec} are {shape.depth} tokens deep, and k={k} says otherwise; give {possible}, or no k"
+        )
+
+
+def check_trees(rule: AcceptanceRule, shape: DraftShape) -> None:
+    """Raise ConfigurationError if a rule is for chains, and these are none."""
+    if not shape.is_chain and not rule.trees:
+        raise ConfigurationError(
+            f"acceptor={rule.name!r} is for chains, and this drafter proposes trees; use acceptor='match'"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """Looks at the drafters of a configuration."""
+
+    config: SpeculativeConfig
+    target: Target
+    rule: AcceptanceRule
+
+    def spec(self, spec: DraftSpec) -> DraftSpec:
+        """One drafter. An object of the user's own is not looked at."""
+        config = self.config
+        if spec.parts:
+            return self._choice(spec)
+        if spec.value is not None:
+            return spec
+        row = DRAFTERS[row_name(spec)]
+        if len(config.draft) > 1 and not row.listable:
+            raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
+        if config.fused and not row.fused:
+            raise ConfigurationError(f"{spec} cannot share a graph with the target; leave fused unset")
+        options = check_options(row, dict(spec.options), f"the draft {spec}")
+        k = config.max_k if spec.k is None else spec.k
+        if row.name == "model":
+            return self._model(spec, options, k)
+        self._check_shape(spec, self._heads(row, spec, options) if row.trees else _text(row, options, k))
+        return spec
+
+    def _choice(self, spec: DraftSpec) -> DraftSpec:
+        """The best of several. A part without a k has that of the choice."""
+        if self.rule.draft_probs:
+            raise ConfigurationError("a choice of drafters goes with acceptor='match': none reports probabilities")
+        if self.config.fused:
+            raise ConfigurationError("a choice of drafters cannot share a graph with the target; leave fused unset")
+        check_options(DRAFTERS[CHOICE], dict(spec.options), f"the draft {spec}")
+        parts = (self.spec(part if part.k is not None else replace(part, k=spec.k)) for part in spec.parts)
+        return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
+
+    def _model(self, spec: DraftSpec, options: dict[str, Any], k: int) -> DraftSpec:
+        """A draft model, with the target's options where it has none of its own."""
+        path, target = str(spec.path), self.target.options
+        last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
+        defaults: dict[str, Any] = {
+            "batch_size": target.batch_buckets or target.batch_size,
+            "n_positions": [*(bucket for bucket in target.kv_buckets if bucket < last), last],
+            "context_length_estimate": list(target.chunks),
+            "amp": target.amp,
+            "backend": self.target.backend_name,
+            "tp_degree": target.layout.degree,
+            "kv_cache_dtype": target.kv_cache_dtype,
+            "quantization": None if target.quantization == "gguf" else target.quantization,
+        }
+        found = loadable(path, **(defaults | options))
+        self._check_shape(spec, DraftShape.chain(k))
+        vocab_compat.check(found, self.target, self.config.vocabulary)
+        return DraftSpec(k=spec.k, value=found)
+
+    def _heads(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any]) -> DraftShape | None:
+        """The shape that heads draft; None: their tensors say it."""
+        folder, draft_tree = checkpoint_path(str(spec.path)), options.get("draft_tree")
+        if row.name == "medusa":
+            choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
+            return None if choices is None else tree.draft_shape(choices.parents)
+        EagleOptions(**options)
+        eagle_config.check_own(folder, self.target.config)
+        k = self.config.max_k if spec.k is None else spec.k
+        if draft_tree is None:
+            return DraftShape.chain(k)
+        if isinstance(draft_tree, str):
+            from paceline.eagle.tree import parse_draft_tree
+
+            draft_tree = parse_draft_tree(draft_tree, k=k, drawn=self.rule.draft_probs)
+        return cast("DraftShape", draft_tree.draft_shape)
+
+    def _check_shape(self, spec: DraftSpec, shape: DraftShape | None) -> None:
+        if shape is not None:
+            check_width(shape.num_draft_tokens + 1)
+            check_trees(self.rule, shape)
+            check_depth(spec, shape, self.config.k if spec.k is None else spec.k)
+
+
+def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:
+    """The shape of a drafter that looks at the text alone: it is made, but for files that it would read."""
+    files = {name for name, hint in _hints(row).items() if Path in get_args(hint)}
+    unread = {name: value for name, value in options.items() if name not in files or not Path(value).is_file()}
+    return cast("DraftShape", resolve(row.path)(k, **unread).draft_shape)
+
+
+def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
+    """The acceptance rule of a configuration.
+
+    Raises:
+        ConfigurationError: an option of it is unknown or out of range.
+    """
+    spec = config.acceptor
+    if config.synthetic_acceptance is not None:
+        spec = RuleSpec("synthetic", (("alpha", config.synthetic_acceptance),))
+    if spec.name is None:
+        return cast("AcceptanceRule", spec.value)
+    row = ACCEPTANCE_RULES[spec.name]
+    options = check_options(row, dict(spec.options), f"acceptor {spec.name!r}")
+    rule: AcceptanceRule = resolve(row.path)(**options)
+    return rule
+
+
+def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Options of a row, as they are; those in ``options`` must be among its constructor's and of their types.
+
+    Raises:
+        ConfigurationError: one is unknown or of another type.
+    """
+    known = options_of(row)
+    for name, value in options.items():
+        if name not in known:
+            names = [*known, *(["k"] if isinstance(row, DrafterRow) else [])]
+            possible = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise ConfigurationError(f"{where} has no option {name!r}; {possible}")
+        hint = _hints(row).get(name, Any)
+        try:
+            TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True)).validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise ConfigurationError(
+                f"{where}: {name}={value!r}: {message[0].lower()}{message[1:]} (it is declared as {known[name]})"
+            ) from error
+    return dict(options)
+
+
+def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
+    """Types of the options; none where a module shows them to the type checker only."""
+    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
+    maker = resolve(path)
+    try:
+        return get_type_hints(getattr(maker, "__init__") if isinstance(maker, type) else maker)  # noqa: B009
+    except NameError:
+        return {}
+
+
+def recognise(path: str) -> str:
+    """The row of the registry that a checkpoint is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
+
+    Raises:
+        CheckpointError: there is no such folder, or no config.json in it.
+    """
+    folder = checkpoint_path(path)
+    if is_gguf(folder):
+        return "model"
+    if not folder.is_dir():
+        names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
+        raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")
+    fields = read_json_object(folder / "config.json")
+    if is_medusa_config(fields):
+        return "medusa"
+    return "eagle" if eagle_config.is_eagle_config(fields) else "model"
+
+
+def row_name(spec: DraftSpec) -> str:
+    """The row of the registry that one drafter is of; CheckpointError as `recognise`."""
+    if spec.name is not None:
+        return spec.name
+    assert spec.path is not None, "a spec names a drafter, a folder or an object"
+    return recognise(spec.path)

@@ -1,0 +1,99 @@
+"""A checkpoint and the options to load it with, as far as they can be checked before its weights are opened.
+
+Nothing here needs PyTorch, so that a slip is answered at once. Not here: loading (`paceline.auto`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.decoder.backends import registry
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope_config import check_positions
+from paceline.decoder.options import DecoderOptions, decoder_options
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.sharding import GQA
+from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.engine.request import TargetLimits
+from paceline.text.grammar import GrammarCompiler
+
+if TYPE_CHECKING:
+    from paceline.decoder.decoder import CompiledDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """What a decoder is, before it is one.
+
+    folder   of the checkpoint, or its GGUF file; None: it was made of no file
+    """
+
+    folder: Path | None
+    config: ModelConfig
+    options: DecoderOptions
+    backend_name: str
+
+
+def loadable(
+    path: str | os.PathLike[str],
+    *,
+    batch_size: int | Sequence[int] = 1,
+    n_positions: int | Sequence[int] | None = None,
+    context_length_estimate: int | Sequence[int] | None = None,
+    amp: str = "bf16",
+    backend: str = "native",
+    tp_degree: int = 1,
+    group_query_attention: GQA | str | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
+    modules_to_not_convert: Sequence[str] = (),
+) -> Loadable:
+    """The checkpoint of `AutoDecoder.from_pretrained`, whose keywords these are; errors as there."""
+    registry.check(backend)  # before a model of the hub is fetched
+    place = checkpoint_path(path)
+    config = ModelConfig.from_pretrained(place)
+    options = decoder_options(
+        batch_size=batch_size,
+        n_positions=n_positions,
+        context_length_estimate=context_length_estimate,
+        amp=amp,
+        trained=config.max_position_embeddings,
+        layout=sharding.layout(config, tp_degree, group_query_attention),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    check_positions(config.rope, options.n_positions)
+    registry.check(backend, options.layout.degree, options.quantization, kv_cache_dtype=kv_cache_dtype)
+    check_kept(place, options.quantization)
+    if not is_gguf(place):
+        find_weight_files(place)  # whether there are any
+    options = replace(options, modules_to_not_convert=tuple(modules_to_not_convert))
+    return Loadable(place, config, options, backend)
+
+
+def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> TargetLimits:
+    """What requests may ask of a target, as far as its configuration and the acceptance rule say."""
+    config = target.config
+    return TargetLimits(
+        config.vocab_size,
+        target.options.n_positions,
+        tuple(config.eos_token_ids),
+        host_refusal=host_refusal(rule),
+        grammars=GrammarCompiler(config.vocab_size),
+    )
+
+
+def host_refusal(rule: AcceptanceRule) -> str | None:
+    """Why no token can be decided on the host under this rule; None = it can."""
+    if rule.on_host:
+        return None
+    return (
+        f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; leave them out, or "
+        "use acceptor='match'"
+    )

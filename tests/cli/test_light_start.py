@@ -1,0 +1,240 @@
+"""Commands that decode nothing load no PyTorch, and what can be refused is refused before weights are opened.
+
+The weights of the models here are no weights: opening them is an error of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.main import get_group
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.cli import main
+from paceline.core.errors import ConfigurationError, MissingWeightsError, PairingError
+from tests.cli.calling import call
+from tests.decoder.tiny import Workshop
+
+UNWANTED = ("torch", "transformers", "ray")
+PROGRAM = f"""
+import json, sys
+from typer.testing import CliRunner
+from paceline.cli.main import app
+for arguments in json.load(sys.stdin):
+    before = set(sys.modules)
+    done = CliRunner().invoke(app, arguments)
+    new = sys.modules.keys() - before
+    print(json.dumps([done.exit_code, done.output, [name for name in {UNWANTED!r} if name in new]]))
+"""
+GROUPS = {"train": main.TRAIN, "experiment": main.EXPERIMENT, "models": main.MODELS}
+COMMANDS = [[name] for name in main.COMMANDS] + [[group, name] for group, rows in GROUPS.items() for name in rows]
+GENERATE = ["generate", "--target", "TARGET", "--prompt", "def main"]
+
+
+def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
+    """Exit status, output, and what was imported, of commands in a process of their own, one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, check=True
+    )
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "paceline",
+        "paceline.core.protocols",
+        "paceline.placement.remote.messages",
+        "paceline.placement.cluster.core_allocator",
+        "paceline.serving.ingress",
+        "paceline.serving.serve_lifecycle",
+    ],
+)
+def test_what_decodes_nothing_is_imported_without_pytorch(module: str) -> None:
+    check = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_help_and_lists_need_no_pytorch() -> None:
+    calls = [["--version"], ["--help"], ["list"], ["list", "--json"]]
+    calls += [[*command, "--help"] for command in [*([group] for group in GROUPS), *COMMANDS]]
+    for arguments, (status, output, imported) in zip(calls, outcomes(calls), strict=True):
+        assert (status, imported) == (0, []), (arguments, output)
+
+
+def test_completion_names_commands_and_options() -> None:
+    for words, expected in (("paceline gen", "generate"), ("paceline generate --dra", "--draft")):
+        code = f"""
+import os, sys
+os.environ.update(_PACELINE_COMPLETE="complete_bash", COMP_WORDS={words!r}, COMP_CWORD={str(words.count(" "))!r})
+import atexit
+atexit.register(lambda: print("torch" in sys.modules))
+from paceline.cli.main import app
+app(prog_name="paceline")
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.stdout.split() == [expected, "False"], done.stderr
+
+
+def test_the_table_of_commands_says_what_the_commands_say() -> None:
+    for rows in (main.COMMANDS, *GROUPS.values()):
+        for name, (module, summary) in rows.items():
+            commands = get_group(import_module(f"paceline.cli.{module}").app).commands
+            help_text = commands[name].help or ""
+            assert " ".join(help_text.split("\n\n")[0].split()) == summary, name
+    modules = {module for rows in (main.COMMANDS, *GROUPS.values()) for module, _ in rows.values()}
+    found = [name for module in modules for name in get_group(import_module(f"paceline.cli.{module}").app).commands]
+    assert sorted(found) == sorted(name for *_, name in COMMANDS)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A target and a draft that can be looked at and not be loaded."""
+
+    target: Path
+    draft: Path
+
+    def filled(self, arguments: list[str]) -> list[str]:
+        names = {"TARGET": str(self.target), "DRAFT": str(self.draft), "FOLDER": str(self.target.parent)}
+        for name, value in names.items():
+            arguments = [argument.replace(name, value) for argument in arguments]
+        return arguments
+
+
+def trapped(home: Path, folder: Path) -> Trap:
+    for name in ("target", "draft"):
+        shutil.copytree(home / name, folder / name)
+        (folder / name / "model.safetensors").write_bytes(b"no weights")
+    (folder / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
+    models = {"targets": ["target"], "drafters": [{"draft": "nosuch"}], "prompt_sets": [{"path": "prompts.jsonl"}]}
+    (folder / "experiment.yaml").write_text(json.dumps({"name": "x", **models}))
+    return Trap(folder / "target", folder / "draft")
+
+
+REFUSALS: list[tuple[list[str], str]] = [
+    *(
+        ([*GENERATE, *arguments], message)
+        for arguments, message in [
+            (["--draft", "nosuch"], "neither a folder nor a drafter's name"),
+            (["--draft", "ngram:size=3"], "has no option 'size'"),
+            (["--draft", "ngram:prompt_lookup_min=5"], "do not fit; 1 <= prompt_lookup_min"),
+            (["--draft", "suffix:corpus=nosuch.bin"], "the corpus nosuch.bin does not exist"),
+            (["--draft", "ngram", "--k", "500"], "a window of 501 rows does not fit"),
+            (["--draft", "DRAFT", "--k", "500"], "a window of 501 rows does not fit"),
+            (["--draft", "DRAFT", "--k", "x"], "k='x' is no draft length"),
+            (["--draft", "DRAFT:amp=x"], "amp='x' is unknown"),
+            (["--draft", "DRAFT:batch_sise=2"], "has no option 'batch_sise'"),
+            (["--draft", "ngram", "--fused"], "cannot share a graph"),
+            (["--draft", "ngram", "--confidence-threshold", "0.5"], "is an option of draft models"),
+            (["--draft", "ngram", "--acceptor", "nosuch"], "acceptor='nosuch' is unknown"),
+            (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon of typical acceptance must be between"),
+            (["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"], "a list of drafters goes with"),
+            (["--draft", "ngram", "--acceptor", "typical", "--logprobs", "1"], "decides on the device"),
+            (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+            (["--temperature", "-1"], "temperature must be a finite number"),
+            (["--top-p", "2"], "top_p must be in (0, 1]"),
+            (["--logprobs", "99"], "logprobs must be within 0 and 20"),
+            (["--presence-penalty", "3"], "presence_penalty must be within -2 and 2"),
+            (["--repetition-penalty", "0"], "repetition_penalty must be positive"),
+            (["--stop", ""], "a stop string is empty"),
+            (["--json-schema", "nosuch.json"], "cannot read nosuch.json"),
+            (["--regex", "a", "--json-schema", "nosuch.json"], "give one of them"),
+            (["--backend", "nosuch"], "backend='nosuch' is unknown"),
+            (["--backend", "xla", "--tp-degree", "2"], "runs on one rank"),
+            (["--backend", "xla", "--kv-cache-dtype", "int8"], "keeps keys and values as amp says"),
+            (["--quantization", "nosuch"], "quantization='nosuch' is unknown"),
+            (["--quantization", "gguf"], "keeps what a GGUF file has"),
+            (["--kv-cache-dtype", "nosuch"], "kv_cache_dtype='nosuch' is unknown"),
+            (["--amp", "nosuch"], "amp='nosuch' is unknown"),
+            (["--batch-size", "0"], "batch_size must be a positive number"),
+            (["--n-positions", "4096"], "more than the 512 positions"),
+            (["--n-positions", "2"], "leaves no room in 2 positions"),
+            (["--prompt-file", "nosuch.txt"], "one of them"),
+            (["--nosuch"], "No such option"),
+        ]
+    ),
+    (["generate", "--target", "nosuch", "--prompt", "x"], "nosuch is not a folder"),
+    (["generate", "--target", "FOLDER", "--prompt", "x"], "config.json"),
+    (["chat", "--target", "TARGET", "--draft", "nosuch"], "neither a folder"),
+    (["chat", "--target", "TARGET", "--max-new-tokens", "0"], "must be at least 1"),
+    (["compile", "TARGET", "--draft", "nosuch"], "neither a folder"),
+    (["compile", "TARGET", "--draft", "DRAFT", "--k", "500"], "a window of 501 rows"),
+    (["compile", "TARGET", "--sampling", "nosuch"], "give one or more of greedy"),
+    (["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"], "neither a folder"),
+    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"], "cannot read nosuch.jsonl"),
+    (
+        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"],
+        "a window of 501 rows",
+    ),
+    (["verify", "--target", "TARGET", "--draft", "nosuch"], "neither a folder"),
+    (["verify", "--target", "TARGET", "--batch-sizes", "x"], "write numbers from 1 on"),
+    (["serve", "--target", "TARGET", "--draft", "nosuch"], "nosuch"),
+    (["serve", "--target", "TARGET", "--draft", "ngram", "--k", "500"], "a target verifies at most 127"),
+    (["serve", "--target", "TARGET", "--draft", "ngram:size=3"], "has no option 'size'"),
+    (["serve", "--target", "TARGET", "--backend", "nosuch"], "nosuch"),
+    (["serve", "--target", "TARGET", "--host", "0.0.0.0"], "there is no API key"),
+    (["serve", "--target", "nosuch"], "nosuch is not a folder"),
+    (["experiment", "run", "FOLDER/experiment.yaml", "--dry-run"], "nosuch"),
+    (["experiment", "run", "nosuch.yaml", "--dry-run"], "nosuch.yaml"),
+    (["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"], "shorter than length"),
+    (["plan", "nosuch.yaml"], "cannot read nosuch.yaml"),
+    (["nosuch"], "No such command"),
+]
+
+
+@pytest.fixture(scope="module")
+def trap(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Trap:
+    return trapped(home, tmp_path_factory.mktemp("trap"))
+
+
+@pytest.fixture(scope="module")
+def refused(trap: Trap) -> list[tuple[int, str, list[str]]]:
+    return outcomes([trap.filled(arguments) for arguments, _ in REFUSALS])
+
+
+def test_the_weights_are_a_trap(trap: Trap) -> None:
+    done = call(*trap.filled([*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
+    assert done.exit_code == 2 and "model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)), ids=lambda number: " ".join(REFUSALS[number][0])[:100])
+def test_a_refusal_comes_before_pytorch(refused: list[tuple[int, str, list[str]]], number: int) -> None:
+    (status, output, imported), (_, message) = refused[number], REFUSALS[number]
+    words = " ".join(output.replace("│", " ").split())  # typer's own errors are in a box
+    assert status == 2 and message in words, output
+    assert imported == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nosuch"}, "backend='nosuch' is unknown"),
+        ({"n_positions": 4096}, "more than the 512 positions"),
+        ({"kv_cache_dtype": "nosuch"}, "kv_cache_dtype='nosuch' is unknown"),
+    ],
+)
+def test_python_refuses_before_it_opens_weights(trap: Trap, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AutoDecoder.from_pretrained(trap.target, **{"backend": "eager", **options})  # type: ignore[arg-type]
+    with pytest.raises(MissingWeightsError):
+        AutoDecoder.from_pretrained(trap.target, backend="eager")
+
+
+def test_a_draft_is_refused_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
+    target = workshop.decoder()
+    for options, message in (
+        ({"draft": f"{trap.draft}:k=500"}, "a window of 501 rows"),
+        ({"draft": f"{trap.draft}:amp=x"}, "amp='x' is unknown"),
+        ({"draft": ["ngram", f"{trap.draft}"], "acceptor": "reject"}, "a list of drafters goes with"),
+        ({"draft": f"{trap.draft}"}, "have vocabularies of 280"),
+    ):
+        with pytest.raises((ConfigurationError, PairingError), match=message):
+            SpeculativeGenerator(target=target, **options)  # type: ignore[arg-type]

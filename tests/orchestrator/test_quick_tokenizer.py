@@ -1,0 +1,97 @@
+"""Tokenizers without transformers: the same ids and text, or none where transformers would change them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from paceline.decoder.models.registry import MODEL_FAMILIES
+from paceline.text.quick_tokenizer import QuickTokenizer, quick_tokenizer
+from paceline.text.tokenizer import load_tokenizer
+
+PAIR = Path(__file__).resolve().parents[2] / "examples" / "pycode" / "target"
+PIECES = ("a", "<|endoftext|>", "<|pad|>", " ", "  ", "\n", "é", "😀", "def f(x):", "\x00", "1", "'s", "\t", "\ufffd")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(PAIR / name, tmp_path)
+    return tmp_path
+
+
+def change(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(ours, QuickTokenizer) and len(ours) == len(theirs)
+    draw = random.Random(0)
+    for _ in range(200):
+        text = "".join(draw.choices(PIECES, k=draw.randrange(30)))
+        ids = draw.choices(range(len(theirs)), k=20)
+        for flag in (True, False):
+            assert ours.encode(text, add_special_tokens=flag) == theirs.encode(text, add_special_tokens=flag)
+            options = {"skip_special_tokens": flag, "clean_up_tokenization_spaces": False}
+            assert ours.decode(ids, **options) == theirs.decode(ids, **options)
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_whatever_else_is_asked_is_what_transformers_says(folder: Path) -> None:
+    ours: Any = load_tokenizer(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    assert ours.eos_token_id == theirs.eos_token_id and ours.get_vocab() == theirs.get_vocab()
+    for tokenizer in (ours, theirs):
+        tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "x"}]
+    assert ours.chat_template == theirs.chat_template
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert not hasattr(ours, "no_such_thing")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda folder: change(folder / "tokenizer_config.json", tokenizer_class="GPT2TokenizerFast"),
+        lambda folder: change(folder / "tokenizer_config.json", add_prefix_space=True),
+        lambda folder: change(folder / "tokenizer_config.json", pad_token="<new>"),
+        lambda folder: change(folder / "tokenizer_config.json", clean_up_tokenization_spaces=True),
+        lambda folder: change(folder / "special_tokens_map.json", pad_token="<new>"),
+        lambda folder: change(folder / "config.json", model_type="qwen2"),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    ],
+)
+def test_where_transformers_may_change_it_nothing_is_promised(folder: Path, changed: Callable[[Path], object]) -> None:
+    assert quick_tokenizer(folder) is not None
+    changed(folder)
+    assert quick_tokenizer(folder) is None
+
+
+@pytest.mark.parametrize("family", sorted(MODEL_FAMILIES.keys() - {"qwen2"}))
+def test_transformers_takes_the_class_that_the_folder_names(folder: Path, family: str) -> None:
+    """`AutoTokenizer` has exceptions by family, which a later version may add to."""
+    change(folder / "config.json", model_type=family)
+    assert quick_tokenizer(folder) is not None
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert type(theirs).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def test_it_is_loaded_without_transformers() -> None:
+    check = f"""
+import sys; from pathlib import Path; from paceline.text.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(Path({str(PAIR)!r})); tokenizer.decode(tokenizer.encode("x", verbose=False))
+print([name for name in ("torch", "transformers") if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
