@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
 from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.models import registry
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.engine.request import InputIds, SamplingParams
@@ -20,6 +25,8 @@ from paceline.outputs import GenerationResult, Statistics
 
 if TYPE_CHECKING:
     from paceline.generator import OutputStream, SpeculativeGenerator
+
+_A_THREAD = 1 << 26
 
 
 class SamplingDecoder(CompiledDecoder):
@@ -161,17 +168,32 @@ def load(found: Loadable, progress: Callable[[int, int], None] | None = None) ->
     )
     if not engine.device_state:  # its state stays in this machine's memory
         kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
-    weights = load_weights(
-        folder,
-        config,
-        options.dtype,
-        progress=progress,
-        shard=shard,
-        quantization=options.quantization,
-        modules_to_not_convert=options.modules_to_not_convert,
-    )
-    check_formats(found.backend_name, weights.values())
-    decoder = SamplingDecoder(config, options, weights, backend=engine)
+    with _few_threads(config):
+        weights = load_weights(
+            folder,
+            config,
+            options.dtype,
+            progress=progress,
+            shard=shard,
+            quantization=options.quantization,
+            modules_to_not_convert=options.modules_to_not_convert,
+        )
+        check_formats(found.backend_name, weights.values())
+        decoder = SamplingDecoder(config, options, weights, backend=engine)
     engine.attach(decoder.body, os.fspath(folder))
     decoder.folder = folder
     return decoder
+
+
+@contextmanager
+def _few_threads(config: ModelConfig) -> Iterator[None]:
+    """Load with a thread for every `_A_THREAD` numbers: those of small tensors wait for each other longer than they
+    compute, and an idle one spins.
+    """
+    usual = torch.get_num_threads()
+    numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
+    torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)

@@ -133,6 +133,17 @@ def test_progress_is_told_while_weights_are_read(workshop: Workshop) -> None:
     assert {all_ for _, all_ in seen} == {len(seen)}
 
 
+def test_a_small_model_is_loaded_with_one_thread(workshop: Workshop) -> None:
+    seen: set[int] = set()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        loaded(workshop.checkpoint(), progress=lambda *_: seen.add(torch.get_num_threads()))
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 # ---- prompts in chunks
 
 
