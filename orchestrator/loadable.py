@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,14 @@ def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> 
         target.options.n_positions,
         tuple(config.eos_token_ids),
         host_refusal=host_refusal(rule),
-        grammars=GrammarCompiler(config.vocab_size),
+        grammars=_grammars(config.vocab_size),
     )
+
+
+@lru_cache(maxsize=1)
+def _grammars(vocab_size: int) -> GrammarCompiler:
+    """One for all targets of a size: what is compiled to check a request is there when it runs."""
+    return GrammarCompiler(vocab_size)
 
 
 def host_refusal(rule: AcceptanceRule) -> str | None:

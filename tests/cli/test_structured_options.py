@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.text import grammar
 from tests.cli.test_cli import answer, generate
 
 SCHEMA = {"enum": ["main", "argv", 7]}
@@ -47,6 +48,14 @@ def test_an_answer_fits_its_schema(ending: Path, schema: Path) -> None:
     found = answer(ending, *sampled)
     assert found["finish_reason"] == "stop" and json.loads(str(found["text"])) in SCHEMA["enum"]
     assert answer(ending, *sampled, "--draft", ending / "draft")["tokens"] == found["tokens"]
+
+
+def test_a_grammar_is_compiled_once(ending: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    real = grammar._matcher
+    monkeypatch.setattr(grammar, "_matcher", lambda *given: compiled.append(given) or real(*given))
+    answer(ending, "--regex", "once|twice")
+    assert len(compiled) == 1, "the check before loading compiles it"
 
 
 def test_log_probabilities_are_beside_each_token(home: Path) -> None:
