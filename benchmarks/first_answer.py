@@ -67,7 +67,7 @@ def by_stdout(command: list[str], variables: dict[str, str], folder: Path, *, gi
     waited = time.perf_counter() - begin
     process.stdout.read()
     if process.wait() or not first:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode} and gave {'no' if not first else 'an'} answer")
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}, or gave no answer")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return waited, time.perf_counter() - begin, spent

@@ -194,9 +194,11 @@ def serve_models(
                 console.say(console.err(), f"{group.name} decodes without its draft: {group.undrafted}", style="yellow")
         url = f"http://{options.host}:{options.port}/v1"
         ready = partial(console.say, console.out(), f"serving at {url}")
+        progress = partial(console.say, console.err())
         serve_groups(
-            groups, policy, settings, host=options.host, port=options.port, address=options.address, ready=ready
-        )
+            groups, policy, settings, host=options.host, port=options.port, address=options.address, ready=ready,
+            progress=progress,
+        )  # fmt: skip
 
 
 def _check_target(group: ReplicaGroupPlan) -> None:

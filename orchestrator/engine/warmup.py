@@ -80,7 +80,7 @@ def compile_graphs(
                 asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
                 _run(one, own, sampling=asked, most=most, limits=limits, rounds=target.backend.rounds_in_graph)
         if isinstance(variant.round, MixedRound) and not backends.compiles(target.backend):
-            # Where graphs take no time to make, those that few requests need are made too: no other text waits for them.
+            # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
             for used, rows in product(fills(decoders), lengths(target)):
                 full = RoundLimits(torch.full_like(commit.count, variant.shape.max_accept), rows, used_slots=used)
                 _run_on_host(variant.round.on_host(), commit, batch.sampling, full)

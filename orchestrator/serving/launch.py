@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import ray
 from ray import serve
@@ -33,6 +33,7 @@ log = logging.getLogger("paceline")
 APPLICATION = "paceline"
 
 _NEW_CLUSTER = "local"  # as an address: a cluster of its own, though another one may run on this machine
+_LOOK_S = 0.5  # between two looks at what starts
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
@@ -51,11 +52,12 @@ def serve_groups(
     port: int,
     address: str | None,
     ready: Callable[[], None],
+    progress: Callable[[str], None] = log.info,
 ) -> None:
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
     ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one here, and the process of
-    HTTP listens itself. ``ready``: called when requests are accepted.
+    HTTP listens itself. ``ready``: called when requests are accepted. ``progress``: told what it waits for until then.
 
     Raises:
         ConfigurationError: nothing can listen at the address, or Serve runs in the cluster already, and listens
@@ -65,13 +67,20 @@ def serve_groups(
     with _until_a_signal() as take_signals, ExitStack() as stack:
         listening = stack.enter_context(ListeningSocket(host, port)) if address is None else None
         app = application(groups, fault_policy, settings, handover=listening.handover if listening else "")
+        progress("starting Ray" if address is None else f"joining the Ray cluster at {address}")
         _connect(groups, address)
         take_signals()  # Ray has set handlers of its own
         stack.callback(ray.shutdown)
+        started = stack.enter_context(_reported(progress))
+
+        def served() -> None:
+            started.set()
+            ready()
+
         if listening is None:
-            _serve_by_proxy(app, host=host, port=port, ready=ready)
+            _serve_by_proxy(app, host=host, port=port, ready=served)
         else:
-            _serve_at(listening, app, ready=ready)
+            _serve_at(listening, app, ready=served)
 
 
 @contextmanager
@@ -98,6 +107,37 @@ def _until_a_signal() -> Iterator[Callable[[], None]]:
         return
     finally:
         restore()
+
+
+@contextmanager
+def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
+    """Say which deployments are not ready, whenever that changes, until the event that this yields is set."""
+    started = threading.Event()
+
+    def report() -> None:
+        said = ""
+        while not started.wait(_LOOK_S):
+            with suppress(*_RAY_ERRORS):
+                waits = ", ".join(_starting())
+                if waits and waits != said and not started.is_set():
+                    progress(f"waiting for {waits}")
+                    said = waits
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield started
+    finally:
+        started.set()
+        thread.join()
+
+
+def _starting() -> list[str]:
+    """Our deployments that are not ready: models by their names, and the process of HTTP."""
+    applications = serve.status().applications
+    own = [one for name, one in applications.items() if name.startswith(APPLICATION)]
+    deployments = [pair for application in own for pair in application.deployments.items()]
+    return sorted(name.removeprefix("model-") for name, one in deployments if one.status != "HEALTHY")
 
 
 def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:

@@ -218,7 +218,8 @@ def test_compile_leaves_nothing_to_record_for_any_kind_of_request(workshop: Work
     generator = SpeculativeGenerator(small if draft == "model" else draft, target, **({"k": 4} if draft else {}))
     generator.compile()
     made = [dict(decoder._steps) for decoder in (small, target)]
-    for wishes in ({"logprobs": 1}, {"repetition_penalty": 1.2}, {"do_sample": True, "top_k": 5}, {"logit_bias": {3: -5.0}}):
+    sampled = {"do_sample": True, "top_k": 5}
+    for wishes in ({"logprobs": 1}, {"repetition_penalty": 1.2}, sampled, {"logit_bias": {3: -5.0}}):
         run(generator, wishes)
     later = [str(key) for decoder, before in zip((small, target), made, strict=True)
              for key, _ in decoder._steps.keys() - before.keys()]  # fmt: skip

@@ -197,3 +197,27 @@ def test_a_cluster_that_is_gone_hides_neither_the_reason_nor_the_end(
     played.deploys = lambda: tell(signal.SIGINT)
     assert serve(played, monkeypatch, ready=never)[-1] == "ray.shutdown"
     assert "could not be taken down" in caplog.text and "the cluster is gone" in caplog.text
+
+
+def test_it_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models by their names, each state once, and nothing after the service is ready or where Ray does not answer."""
+    states = [{"model-a": "UPDATING", "openai": "UPDATING"}, {"model-a": "HEALTHY", "openai": "UPDATING"}]
+    said: list[str] = []
+    all_said = threading.Event()
+
+    def status() -> SimpleNamespace:
+        state = states[min(len(said), 1)]
+        deployments = {name: SimpleNamespace(status=one) for name, one in state.items()}
+        others = SimpleNamespace(deployments={"x": SimpleNamespace(status="UPDATING")})
+        return SimpleNamespace(applications={"paceline": SimpleNamespace(deployments=deployments), "other": others})
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            all_said.set()
+
+    monkeypatch.setattr(module, "serve", SimpleNamespace(status=status))
+    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    with module._reported(say):
+        assert all_said.wait(60)
+    assert said == ["waiting for a, openai", "waiting for openai"]
