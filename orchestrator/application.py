@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.weights.save_quantized import save_quantized
 from paceline.generator import SpeculativeGenerator
 from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
@@ -50,13 +51,13 @@ class DecoderApplication:
     def compile(self, folder: str | os.PathLike[str]) -> None:
         """Compile every graph that the configuration asks for into ``folder``, with the configuration beside them.
 
-        Raises:
-            ArtefactError: the backend compiles nothing that could be saved.
+        A backend without graphs to save leaves the configuration there alone.
         """
         self.load()
-        generator = self.generator()
-        generator.compile()
-        self.decoder.save(Path(folder))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if BACKENDS[self.backend].saves:
+            self.generator().compile()
+            self.decoder.save(Path(folder))
         (Path(folder) / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
 
     def load(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -72,7 +73,7 @@ class DecoderApplication:
                 raise ConfigurationError(f"{folder} was compiled for another configuration; use the one in {file}")
         if self._decoder is None:
             self._decoder = self.config.load(self.path, backend=self.backend)
-        if folder is not None:
+        if folder is not None and BACKENDS[self.backend].saves:
             self._decoder.load(Path(folder))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -116,8 +116,7 @@ def check(
     if degree > 1 and not row.divided:
         able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
         raise ConfigurationError(
-            f"backend={name!r} runs on one rank: its kernels know no other; for tp_degree="
-            f"{degree} use one of {able}"
+            f"backend={name!r} runs on one rank: its kernels know no other; for tp_degree={degree} use one of {able}"
         )
     if reason := why_not_quantized(row, quantization) or why_not_cached(row, kv_cache_dtype):
         raise ConfigurationError(reason)
