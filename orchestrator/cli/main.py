@@ -6,7 +6,9 @@ Results go to stdout, the rest to stderr. Shared options are in `paceline.cli.op
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -194,6 +196,9 @@ app.add_typer(
     _group("Measure acceptance and speed over a grid, and answer what-if questions.", EXPERIMENT), name="experiment"
 )
 app.add_typer(_group("Models of a running service: list, load, unload, pin.", MODELS), name="models")
+
+
+atexit.register(gc.freeze)  # all memory goes with the process: Python need not look for circles in PyTorch's modules
 
 
 @app.callback(invoke_without_command=True)

@@ -70,6 +70,17 @@ def test_help_and_lists_need_no_pytorch() -> None:
         assert (status, imported) == (0, []), (arguments, output)
 
 
+def test_a_command_ends_without_a_search_for_garbage() -> None:
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+from paceline.cli.main import app
+app(["--version"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "True"
+
+
 def test_completion_names_commands_and_options() -> None:
     for words, expected in (("paceline gen", "generate"), ("paceline generate --dra", "--draft")):
         code = f"""
