@@ -70,6 +70,21 @@ def test_help_and_lists_need_no_pytorch() -> None:
         assert (status, imported) == (0, []), (arguments, output)
 
 
+def test_a_text_needs_pytorch_without_its_compilers_and_no_transformers(home: Path) -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from paceline.cli.main import app
+done = CliRunner().invoke(app, sys.argv[1:])
+watched = ("torch", "torch._dynamo", "sympy", "transformers", "ray")
+print(done.exit_code, [name for name in watched if name in sys.modules])
+"""
+    pair = ["--target", str(home / "target"), "--draft", str(home / "draft"), "--backend", "native"]
+    arguments = [sys.executable, "-c", code, "generate", *pair, "--prompt", "def main", "--max-new-tokens", "4"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 ['torch']\n"
+
+
 def test_a_command_ends_without_a_search_for_garbage() -> None:
     code = """
 import atexit, gc
