@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.native.shapes import SHAPES
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
@@ -97,8 +98,16 @@ def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
 def traced(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.Module, ExportedProgram]:
     """A step over the native kernels, and its graph."""
     decoder = workshop.decoder(backend="native")
+    _tell_shapes()
     step = STEPS[request.param](decoder.body, decoder.n_positions)
     return request.param, step, program(step, inputs(request.param, 0))
+
+
+@lru_cache
+def _tell_shapes() -> None:
+    """Tell PyTorch's export, which knows no kernels, what they give."""
+    for name, shape in SHAPES.items():
+        torch.library.register_fake(f"paceline::{name}", shape)
 
 
 def program(step: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
