@@ -38,7 +38,7 @@ WITH_DEMO = ("docs/medusa.md", "docs/eagle.md", "docs/structured.md")
 
 @pytest.fixture
 def folder(page: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages name. Decoders are not compiled, which takes minutes, and have few positions."""
+    """A folder with what the pages name. Decoders are on plain PyTorch and have few positions."""
     pair = ROOT / "examples" / "pycode" if page in WITH_DEMO else home
     for name, place in {
         "examples": pair.parent, "path/to/target": pair / "target", "model": pair / "target",
@@ -49,10 +49,10 @@ def folder(page: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     real = AutoDecoder.from_pretrained
 
-    def not_compiled(path: str, **options: Any) -> SamplingDecoder:
+    def plain(path: str, **options: Any) -> SamplingDecoder:
         return real(path, **{"n_positions": 256, **options, "backend": "eager", "amp": "f32"})
 
-    monkeypatch.setattr(AutoDecoder, "from_pretrained", not_compiled)
+    monkeypatch.setattr(AutoDecoder, "from_pretrained", plain)
     return tmp_path
 
 
@@ -74,7 +74,7 @@ def names(folder: Path) -> Iterator[dict[str, object]]:
 
 
 def smaller(block: str, folder: Path) -> str:
-    """The same program without compiled processes, on a socket of this test, with two ranks for four, and short."""
+    """The same program on plain PyTorch, on a socket of this test, with two ranks for four, and short."""
     changed = block.replace('"native"', '"eager"').replace("/tmp/draft.sock", str(folder / "socket"))
     return changed.replace("tp_degree=4", "tp_degree=2").replace("1024", "256")
 

@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, python, text
 
 
 def on_the_tiny_pair(block: str) -> str:
-    """The same program, not compiled."""
+    """The same program on plain PyTorch."""
     return block.replace("n_positions=512", 'n_positions=512, backend="eager", amp="f32"').replace(
         ', backend="eager", amp="f32", amp="bf16", backend="native"', ', backend="eager", amp="f32"'
     )

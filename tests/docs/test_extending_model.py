@@ -18,11 +18,12 @@ from torch import Tensor
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.decoder import steps
 from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.plain import apply_rope
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES, family
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import decoder_options
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.decoder.weights.checkpoint import load_weights

@@ -202,7 +202,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         """,
         "FlashAttentionParityTest": "flash_attention_parity",
     },
-    "an export of a network of transformers; a decoder is exported by `save`": {
+    "an export of a network of transformers, which a decoder is not": {
         "GenerationTesterMixin": """
             executorch_export_dynamic executorch_export_generate_dynamic executorch_export_generate_static
             executorch_export_static onnx_export_dynamic onnx_export_generate_dynamic onnx_export_generate_static
