@@ -1,6 +1,6 @@
-"""Speed of the compiled graphs and of decoding, as ratios measured in one run. JSON on the last line.
+"""Speed of the steps and of decoding, as ratios measured in one run. JSON on the last line.
 
-    python benchmarks/decode.py                  everything (several minutes, more when graphs must be compiled)
+    python benchmarks/decode.py                  everything (several minutes)
     python benchmarks/decode.py --part graphs    one random Llama shape: decode[1] and verify[5] against reading weights
     python benchmarks/decode.py --part host      what the host adds to a round of the demo pair
     python benchmarks/decode.py --part pair      tokens per second of the demo pair in every mode

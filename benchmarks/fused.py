@@ -12,7 +12,7 @@ Give --k to choose depths (repeatable) and --tiny to see that a part starts. Wit
 simulate acceptance: each draft stands with that probability, whatever the models say, so that speed can be told from
 quality; without, pair and copy decode real text. Modes take turns on every prompt, and a mode's figure is the sum over
 prompts of the median over turns. Times are of rounds, without prompts and without what a call takes besides (call_us).
-A first run compiles, up to half a minute a graph; graphs stay in the cache. Nothing else should run on the machine.
+Nothing else should run on the machine.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The protocol of AWS's reports of latency: batch 1, a fixed length of prompt and answer together, greedy, from the call
 to the last token. A prompt is a run of this package's sources; a text that would end earlier goes on. Modes are those
 of benchmarks/modes.py, which take turns; a figure is the median of the repeats. Every mode's tokens are compared with
-the first one's: ``same_tokens``. Nothing else should run on the machine. Compiling is not measured.
+the first one's: ``same_tokens``. Nothing else should run on the machine. Making graphs is not measured.
 """
 
 from __future__ import annotations

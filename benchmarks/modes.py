@@ -19,8 +19,8 @@ A mode is one of
     MODE + MODE              the first of the two that has a proposal: "suffix 6 + pair 3"; no heads in such a list
 
 Every mode takes its turn on every prompt; a figure is the median of the repeats. Texts are compared with those of the
-first mode: one that gives other tokens is counted. Nothing else should run on the machine. Compiling (15 to 40 seconds
-a mode, once) is not measured. llama.cpp reads the GGUF file that was fetched, through the package llama-cpp-python.
+first mode: one that gives other tokens is counted. Nothing else should run on the machine. Making graphs is not
+measured. llama.cpp reads the GGUF file that was fetched, through the package llama-cpp-python.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class TraceableDrafter(Drafter, Protocol):
 
     @property
     def state(self) -> nn.Module:
-        """What holds the weights and caches of its steps. Drafters of one state share compiled steps."""
+        """What holds the weights and caches of its steps. Drafters of one state share steps."""
 
     def bucket(self, rows: int) -> int:
         """The bucket of its cache for texts that need so many rows: how many positions its step reads."""

@@ -23,7 +23,7 @@ SAMPLING_KINDS: tuple[SamplingKind, ...] = get_args(SamplingKind)
 """All kinds, from the narrowest to the widest."""
 
 COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
-"""Kinds of sampling that rounds are compiled for by default. A top-k above the limit is rare."""
+"""Kinds of sampling that rounds have graphs for by default. A top-k above the limit is rare."""
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20

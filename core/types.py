@@ -43,7 +43,7 @@ SamplingKind = Literal["greedy", "top-k", "full", "wide"]
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """The shape of every proposal of a drafter: what a graph is compiled for.
+    """The shape of every proposal of a drafter: what a graph is made for.
 
     num_draft_tokens    N, how many nodes a proposal has
     depth    D, the most of them that one round can accept: N for a chain

@@ -1,1 +1,1 @@
-"""Compiled decoders: model families as fixed-shape graphs over row-addressed caches, and what compiles them."""
+"""Decoders: model families as fixed-shape graphs over row-addressed caches, and the backends that run them."""

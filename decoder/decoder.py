@@ -157,10 +157,10 @@ class FeatureBuffer(nn.Module):
 class CompiledDecoder:
     """One model on one backend.
 
-    ``graph`` compiles a step for a bucket of the cache length, or finds it in the cache. ``on_graph`` is called when
-    a compiler begins, and once more when a graph is there, compiled or found. ``last_holder`` is whose text the slots
-    hold: who called `held_by` last. ``batch_buckets``: numbers of slots for which rounds have graphs, ascending; where
-    kernels leave idle slots out, one graph is for all.
+    ``graph`` makes a step ready for a bucket of the cache length: recorded, compiled or found in the cache.
+    ``on_graph`` is called when a compiler begins, and once more when a graph is ready. ``last_holder`` is whose text
+    the slots hold: who called `held_by` last. ``batch_buckets``: numbers of slots for which rounds have graphs,
+    ascending; where kernels leave idle slots out, one graph is for all.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
@@ -224,7 +224,7 @@ class CompiledDecoder:
         guest: Callable[[], dict[str, object]] | None = None,
         owner: object | None = None,
     ) -> Step:
-        """The step ``make(body, key.bucket)``, compiled for the shapes of ``example``. Made once for a key and owner.
+        """The step ``make(body, key.bucket)``, ready for the shapes of ``example``. Made once for a key and owner.
 
         ``guest`` says what another model in the same step makes it depend on, and ``owner`` whose model that is: two
         models of one shape share an artefact and have steps of their own.

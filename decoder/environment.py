@@ -2,7 +2,7 @@
 
 Workers and their cores have theirs in `paceline.placement.host.environment`.
 
-PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
+PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 PACELINE_NEURON_CACHE  "tiled": caches have their rows in tiles of 128 on Neuron; default "plain"
 PACELINE_NEURON_EAGER  1: backend='neuron-native' runs its graphs operation by operation, to look for errors
@@ -57,7 +57,8 @@ _MAX_ROUNDS = 32  # as many as may run without a look at the queue (`paceline.en
 
 
 def cache_root() -> Path:
-    """Folder of compiled artefacts. What lies in it is loaded as code: keep it writable by its owner alone.
+    """Folder of CPU kernels, compiled graphs and fetched models. It is loaded as code: keep it writable by its owner
+    alone.
 
     Raises:
         ConfigurationError: it is not named, and the user has no home folder (as some in containers).
@@ -65,7 +66,7 @@ def cache_root() -> Path:
     try:
         return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
     except RuntimeError as error:
-        raise ConfigurationError(f"no folder for compiled graphs ({error}); set PACELINE_CACHE to one") from error
+        raise ConfigurationError(f"no folder for the cache ({error}); set PACELINE_CACHE to one") from error
 
 
 def compiler() -> str:

@@ -12,7 +12,7 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class GraphEvent:
-    """A decoder begins to compile a graph, or has it.
+    """The beginning of a compilation, or a graph that is ready.
 
     key      which graph
     message  what is being done, for people; "" once the graph is there

@@ -1,4 +1,4 @@
-"""What tells a compiled graph from every other graph of its decoder.
+"""What tells a graph from every other graph of its decoder.
 
 A graph is asked for by this value and by nothing else. Its string form is for people and for messages: nothing reads a
 string back, and files are named by a hash of what the graph depends on (`paceline.decoder.compile.cache`).

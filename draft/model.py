@@ -91,7 +91,7 @@ class ModelDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`: drafters over one decoder share compiled steps."""
+        """See `paceline.core.protocols.TraceableDrafter`: drafters over one decoder share steps."""
         return self.decoder.body
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:

@@ -49,7 +49,8 @@ class DecoderApplication:
         return self._decoder
 
     def compile(self, folder: str | os.PathLike[str]) -> None:
-        """Compile every graph that the configuration asks for into ``folder``, with the configuration beside them.
+        """Compile every graph that the configuration asks for into ``folder``, with the configuration beside them. For
+        Neuron: CPUs keep no graphs.
 
         A backend without graphs to save leaves the configuration there alone.
         """

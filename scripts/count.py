@@ -7,7 +7,7 @@ function of the package is recorded:
 
     set-up        distinct functions, and their files, between a call of `sample` and the first tensor operation. The
                   same call was made once before, so that what is built once is not counted
-    steady round  calls of functions per round outside of the compiled steps: the difference between a long and a
+    steady round  calls of functions per round outside of the steps: the difference between a long and a
                   short text, over the rounds by which they differ
     named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
     serve         processes of `paceline serve` for a target without a remote draft, read from the code
@@ -38,7 +38,7 @@ import paceline
 
 ROOT = Path(paceline.__file__).resolve().parents[1]
 STEP = "backends/eager.py"
-"""Where a compiled step begins: what runs inside of it would run on the device."""
+"""Where a step begins: what runs inside of it would run on the device."""
 
 ROW = re.compile(r"(?:Drafter|Rule|Family|Backend)Row\(")
 PROMPT = [5, 9, 5, 9, 5]
@@ -49,7 +49,7 @@ SHORT, LONG = 21, 101
 class Trace:
     """What a call ran, in order.
 
-    calls       (file, function) of every call outside of compiled steps
+    calls       (file, function) of every call outside of steps
     types       classes that were constructed or whose methods ran there
     first_op    how many calls came before the first tensor operation
     """
@@ -68,7 +68,7 @@ class Trace:
 @contextmanager
 def traced() -> Iterator[Trace]:
     """Record the calls inside of the block."""
-    trace, inside = Trace(), [0]  # how many frames of a compiled step are open
+    trace, inside = Trace(), [0]  # how many frames of a step are open
 
     def record(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call":
@@ -209,7 +209,7 @@ def main() -> None:
     counts: dict[str, Any] = {**count_calls(), "serve": serve_processes(ROOT), "extending": extending(ROOT)}
     for title, names in (
         ("set-up: functions before the first tensor operation", counts["setup"]["names"]),
-        ("steady round: calls outside of the compiled steps", counts["steady_round"]["names"]),
+        ("steady round: calls outside of the steps", counts["steady_round"]["names"]),
         ("named types", counts["named_types"]["names"]),
     ):
         print(f"\n{title}")

@@ -216,7 +216,7 @@ def copier(reports: Reports) -> str:
 
 
 def graphs(reports: Reports) -> str:
-    """Compiled graphs against memory and transformers, and the host's part."""
+    """Steps against memory and transformers, and the host's part."""
     report = reports["decode"]
     graph, host, pair = report["graphs"], report["host"], report["pair"]
     assisted = pair["speculative_over_transformers_assisted"]

@@ -1,1 +1,1 @@
-"""The target's side of a round: one compiled step from a commit to the next, or position by position on the host."""
+"""The target's side of a round: one step from a commit to the next, or position by position on the host."""

@@ -1,4 +1,4 @@
-"""The verifier: runs one compiled step from a commit and a proposal to the next commit.
+"""The verifier: runs one step from a commit and a proposal to the next commit.
 
 The steps are in `paceline.target.steps`; what needs the host for every token (processors, scores) is in
 `paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds, where a backend

@@ -21,7 +21,7 @@ from paceline.decoder.weights.formats import E4M3_LARGEST
 from paceline.decoder.weights.quantize import QuantizedTensor, Stored
 
 Step = Callable[..., list[Tensor]]
-"""A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
+"""A step that is ready to run: tensors in, a list of tensors out; state (weights, caches) stays inside."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class MultiRoundStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One thing to compile.
+    """A step, and what it is made ready for.
 
     key      which graph of its decoder this is
     module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
@@ -63,7 +63,7 @@ class Graph:
 
 
 class Backend(Protocol):
-    """Compiles steps."""
+    """Makes steps ready to run: records or compiles them, or runs them as they are written."""
 
     @property
     def name(self) -> str: ...
@@ -96,7 +96,7 @@ class Backend(Protocol):
         """The buckets of the cache length that this backend makes graphs for, out of the requested ones."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        """Compile a graph, or take it from the cache. ``announce`` is called before anything slow."""
+        """Make a graph ready to run, or take it from the cache. ``announce`` is called before anything slow."""
 
     def attach(self, body: nn.Module, path: str) -> None:
         """Called once, before the first graph, with rank 0's `ModelWithCache` and the folder of the checkpoint."""

@@ -44,7 +44,7 @@ def _facts(kind: str, files: Sequence[Path], flags: Sequence[str]) -> dict[str, 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The kernels, with global symbols so that compiled graphs find them.
+    """The kernels, with global symbols so that `program.cpp` finds them.
 
     Raises:
         BackendError: no compiler, or the build failed.

@@ -25,7 +25,7 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Native:
-    """The `Kernels` of a CPU, compiled. Inputs must be contiguous, which is made sure of here."""
+    """The `Kernels` of a CPU, in C++. Inputs must be contiguous, which is made sure of here."""
 
     batch_invariant = True
     sampling_kinds = False  # they look at the values of every row

@@ -60,7 +60,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 
 def models_folder() -> Path:
-    """Where fetched models lie: beside compiled graphs, in a folder for each."""
+    """Where fetched models lie: in the cache, in a folder for each."""
     return cache_root() / "models"
 
 

@@ -67,7 +67,7 @@ def chat(
 
 @dataclass(slots=True)
 class Modes:
-    """Generators of one target by who drafts; each is made, and compiled, when it is first asked for."""
+    """Generators of one target by who drafts; each is made at its first use, with its graphs if they are compiled."""
 
     target: SamplingDecoder
     config: SpeculativeConfig

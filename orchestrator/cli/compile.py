@@ -34,10 +34,10 @@ def compile_graphs(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
 ) -> None:
-    """Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.
+    """Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).
 
     These are the graphs of plain decoding, those of rounds of k drafted tokens, and those of the draft. Without a
-    draft, rounds are compiled for n-grams.
+    draft, rounds are compiled for n-grams. CPUs need no such step: native records graphs in milliseconds.
     """
     with console.refusals():
         compiles = BACKENDS[loader.backend].compiles

@@ -35,7 +35,7 @@ TargetFolder = Annotated[
 class LoaderOptions:
     """How the target is loaded, in the words of `AutoDecoder.from_pretrained`. A draft has the same by default."""
 
-    backend: Annotated[str, typer.Option(help=f"What compiles and runs the graphs: {', '.join(BACKENDS)}.")] = "native"
+    backend: Annotated[str, typer.Option(help=f"What runs the model: {', '.join(BACKENDS)}.")] = "native"
     amp: Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")] = "bf16"
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1
     n_positions: Annotated[

@@ -107,7 +107,7 @@ class OneModel:
         str | None, typer.Option(help="Drafted tokens per round: 4, 0,2,4 or auto. Default: auto; of heads, their own.")
     ] = None
     acceptor: Annotated[str | None, typer.Option(help="Acceptance rule: match, reject or typical.")] = None
-    backend: Annotated[str | None, typer.Option(help="What compiles and runs the graphs.")] = None
+    backend: Annotated[str | None, typer.Option(help="What runs the model; default: native.")] = None
     amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
     quantization: Annotated[
         str | None,

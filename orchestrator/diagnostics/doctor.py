@@ -76,8 +76,8 @@ def _cache() -> Iterator[Line]:
         yield Line("cache", "bad", f"{root} cannot be written; set PACELINE_CACHE to a folder of yours")
         return
     free = shutil.disk_usage(above).free / 2**30
-    graphs = sum(1 for _ in root.glob("*/*/manifest.json"))
-    yield Line("cache", "good" if free > 5 else "note", f"{root}: {graphs} compiled graphs, {free:.0f} GiB free")
+    built = sum(1 for _ in root.glob("*/*/manifest.json"))
+    yield Line("cache", "good" if free > 5 else "note", f"{root}: {built} kernels and graphs, {free:.0f} GiB free")
 
 
 def _chips() -> Iterator[Line]:

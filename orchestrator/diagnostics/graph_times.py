@@ -1,4 +1,4 @@
-"""How long each compiled graph of a decoder takes on this machine, beside what arithmetic expects of it.
+"""How long each graph of a decoder takes on this machine, beside what arithmetic expects of it.
 
 For the report of `paceline selftest`. Not here: the arithmetic (`paceline.diagnostics.round_cost`).
 """
@@ -47,7 +47,7 @@ def this_instance() -> Instance | None:
 def measure(
     decoder: CompiledDecoder, instance: Instance | None, *, clock: Callable[[], float] = perf_counter
 ) -> list[GraphTime]:
-    """Call every graph that the decoder has compiled on inputs of its shapes. What its caches hold is lost."""
+    """Call every graph that the decoder has made on inputs of its shapes. What its caches hold is lost."""
     found = []
     width = -(-decoder.config.vocab_size // decoder.options.layout.degree)
     for graph, step in decoder.graphs():

@@ -32,7 +32,7 @@ _Test = Callable[[Subject, Budget], Finding]
 class VerifySettings:
     """How much is tried, and on what.
 
-    minutes           about so long, besides a first pass of every test, in which graphs are compiled
+    minutes           about so long, besides a first pass of every test, in which graphs are made
     only              names of tests (`TESTS`); none: all
     prompts           ids; default: what the target writes itself
     tokenizer         for stop strings; default: ids as numbers
@@ -108,7 +108,7 @@ def verify(
         )
     rule = make_rule(generator.config)
     subject = Subject(generator, plain, rule, known, sampled, settings.seed, settings.max_new_tokens)
-    for source in (plain, generator):  # compiles, outside of the budget
+    for source in (plain, generator):  # makes graphs, outside of the budget
         subject.texts(source, subject.group(0, 1), max_new_tokens=min(8, subject.new))
     findings = []
     chosen = [

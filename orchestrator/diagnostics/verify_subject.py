@@ -22,7 +22,7 @@ _PROMPTS, _LONGEST, _NEW = 6, 20, 40
 
 
 class Budget:
-    """Time for one test. It begins after the least that the test does, in which graphs are compiled."""
+    """Time for one test. It begins after the least that the test does, in which graphs are made."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._end = seconds, float("inf")

@@ -1,4 +1,4 @@
-"""A round whose draft length is chosen anew every time, among lengths whose graphs are all compiled."""
+"""A round whose draft length is chosen anew every time, among lengths that all have graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft next: a choice among the draft lengths whose graphs are compiled.
+"""How many tokens to draft next: a choice among the draft lengths that have graphs.
 
 A pure controller: it records what every round did and how long it took, and the same trace gives the same choices.
 It knows no model and no clock. The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17192,
@@ -67,7 +67,7 @@ class StepTimes:
     def record(self, length: int, seconds: float | None) -> None:
         """Note the time of a round, or of one step where it has several; None if it was not of the length alone."""
         warm, self._last = length == self._last, length
-        if length not in self._ran:  # it may include a compilation
+        if length not in self._ran:  # it may include the making of a graph
             self._ran.add(length)
             return
         times = self._times.get(length, [])
@@ -117,9 +117,9 @@ ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
-    Every length is tried twice first, from the longest down: the first round of a length may include its compilation
-    and is not counted. A trial after a pause goes on for as long as half of its drafts are accepted, so that a draft
-    that has become useful is soon used. ``rounds``: how many the last choice is meant for.
+    Every length is tried twice first, from the longest down: the first round of a length may include making its
+    graph and is not counted. A trial after a pause goes on for as long as half of its drafts are accepted, so that a
+    draft that has become useful is soon used. ``rounds``: how many the last choice is meant for.
     """
 
     draft_lengths: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Compiles graphs ahead of their first use, by running each once on tokens that mean nothing.
+"""Makes graphs ahead of their first use, by running each once on tokens that mean nothing.
 
 A backend that wants all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them here.
 """
@@ -44,10 +44,10 @@ def compile_graphs(
     *,
     kinds: Sequence[SamplingKind] = COMPILED_KINDS,
 ) -> None:
-    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
+    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
 
     decoders  the target first
-    kinds     of sampling that rounds are compiled for
+    kinds     of sampling that rounds get graphs for
     """
     variant, target, holder = engine.variant(verify_width), decoders[0], object()
     slots, width = engine.num_slots, variant.shape.width

@@ -2,7 +2,7 @@
 
 Modes take turns on every prompt, so that a noisy machine slows them all; each figure is the median of the repeats
 (of one run for Hugging Face, whose runs take several times as long).
-Compiling and warming up are not measured. Not a test: nothing here passes or fails.
+Making graphs and warming up are not measured. Not a test: nothing here passes or fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One cell of an experiment: its generator, made over decoders that cells share, and what it does with every prompt.
 
 Prompts go in groups of the batch size. Every group is also decoded plainly, in turns with the cell, so that a noisy
-machine slows both, and so that equal tokens are seen to be equal. Compiling and a first group are not measured. A
+machine slows both, and so that equal tokens are seen to be equal. Making graphs and a first group are not measured. A
 drafter that learns from texts is made anew for every pass over the prompts, or it would know the answers already.
 Not here: the order of cells, and files (`runner.py`, `store.py`).
 """

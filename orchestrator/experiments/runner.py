@@ -36,7 +36,6 @@ Report = Callable[[str, int, int], None]
 
 _BYTES_PER_SECOND = 1e10
 """Bytes of weights that two cores read in a second, for an estimate where nothing was measured yet."""
-"""Of the graphs of a drafter and a depth, where the cache is empty; so long takes the first cell alone, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
 
     Settings of its own: ``max_targets``, the targets it serves at a time (default 1), and ``targets``, the checkpoint
     folders of those that are known. Their tokenizers are compared with the draft's, and graphs for the sizes of their
-    vocabularies are compiled here; those for other sizes when such a target connects.
+    vocabularies are made here; those for other sizes when such a target connects.
 
     Raises:
         ConfigurationError: ``targets`` is not a list, or the model cannot be run as planned.
@@ -108,7 +108,7 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
 
 
 def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None:
-    """Compile every graph that proposing takes, in every KV bucket and for every kind of sampling that warm-up knows,
+    """Make every graph that proposing takes, in every KV bucket and for every kind of sampling that warm-up knows,
     by running each of them once.
 
     ``width``: tokens of the widest commit. ``rereads``: the drafter works ahead, and reads rows again for that.

@@ -89,7 +89,7 @@ class TargetHost:
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:
-        """Compile the graphs before the first request, so that none has to wait for one.
+        """Make the graphs before the first request, so that none has to wait for one.
 
         A drafter in another process may have nothing to propose yet, so the verify graph is asked for by its width.
         """
