@@ -65,7 +65,7 @@ FENCED: dict[str, tuple[str, ...]] = {
 ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "placement/host/environment.py"})
 
 # A little above the size a file or function should have: splitting what belongs together is worse.
-MAX_FILE_LINES = 340
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 66
 MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3

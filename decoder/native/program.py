@@ -40,8 +40,8 @@ _TYPES = {
 }
 """Their numbers in PyTorch's `c10::ScalarType`."""
 
-_CODES = {**_TYPES, torch.strided: 0, torch.contiguous_format: 0, torch.preserve_format: 1}
-"""Numbers of what is no number in Python."""
+_LAYOUTS: dict[object, int] = {torch.strided: 0, torch.contiguous_format: 0, torch.preserve_format: 1}
+"""Numbers of layouts and memory formats there."""
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 _SHAPES = tuple(
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorded = _Recorded(len(inputs), [], {})
         self._numbers = WeakTensorKeyDictionary()
         for one in inputs:
@@ -255,7 +255,7 @@ def record(module: nn.Module, example: Sequence[Tensor]) -> _Recorded:
         with _Recorder(inputs) as recorder:
             outputs = module(*inputs)
         recorder.number_outputs(outputs)
-        recorded = recorder.recorded
+        recorded: _Recorded = recorder.recorded
         recorded.constants = {number: one.detach() for number, one in recorded.constants.items()}
     return recorded
 
@@ -456,7 +456,7 @@ class _Encoder:
         elif isinstance(argument, torch.device):
             self._write(_Kind.CPU)
         else:
-            self._write(_Kind.INT, _CODES[argument])
+            self._write(_Kind.INT, _TYPES[argument] if isinstance(argument, torch.dtype) else _LAYOUTS[argument])
 
     def _several(self, arguments: list[Any]) -> None:
         if any(isinstance(one, _Value) for one in arguments):
