@@ -50,7 +50,6 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("PACELINE_CACHE"):
             patch.setenv("PACELINE_CACHE", str(_common(tmp_path_factory) / "compiled"))
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("native")))
         logging.disable_progress_bar()
         before = torch.get_num_threads()
         torch.set_num_threads(1)  # small products gain nothing from a second thread and wait long for it when busy

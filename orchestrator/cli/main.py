@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("chat", "Talk to a chat model: a line is a question, /help lists the commands."),
     "compile": (
         "compile",
-        "Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.",
+        "Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).",
     ),
     "bench": (
         "bench",

@@ -5,7 +5,6 @@ Not here: what is loaded or compiled. Decoders report their graphs (`CompiledDec
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -110,9 +109,6 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[G
         for owner, decoder in decoders.items():
             stack.callback(setattr, decoder, "on_graph", decoder.on_graph)
             decoder.on_graph = observer(owner)
-        stack.enter_context(warnings.catch_warnings())
-        # Torch's own exporter and loader warn about themselves, once for every graph.
-        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)
         yield
 
 

@@ -19,7 +19,6 @@ from paceline.auto import SamplingDecoder, load
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
-from paceline.decoder.graph_events import GraphEvent, log_compilation
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.experiments.cells import Cell, learns_from_texts
@@ -53,13 +52,10 @@ class Timed:
 
 
 class Bench(AbstractContextManager["Bench"]):
-    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models.
-
-    compiled  graphs that were compiled so far, and not found in the cache
-    """
+    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models."""
 
     def __init__(self, config: ExperimentConfig) -> None:
-        self._config, self.compiled = config, 0
+        self._config = config
         self._target: tuple[Loadable, SamplingDecoder] | None = None
         self._generators: dict[str, SpeculativeGenerator] = {}
         self._drafts: dict[Loadable, SamplingDecoder] = {}
@@ -137,7 +133,7 @@ class Bench(AbstractContextManager["Bench"]):
         found = self._found(cell, prompts)
         if self._target is None or self._target[0] != found:
             self._release()
-            self._target = (found, self._watched(load(found)))
+            self._target = (found, load(found))
         return self._target[1]
 
     def _found(self, cell: Cell, prompts: Prompts) -> Loadable:
@@ -169,16 +165,8 @@ class Bench(AbstractContextManager["Bench"]):
     def _draft(self, found: Loadable) -> SamplingDecoder:
         """A draft model, loaded once for all depths and rules."""
         if found not in self._drafts:
-            self._drafts[found] = self._watched(load(found))
+            self._drafts[found] = load(found)
         return self._drafts[found]
-
-    def _watched(self, decoder: SamplingDecoder) -> SamplingDecoder:
-        def note(event: GraphEvent) -> None:
-            self.compiled += bool(event.message)
-            log_compilation(event)
-
-        decoder.on_graph = note
-        return decoder
 
     def _release(self) -> None:
         self._generators.clear()

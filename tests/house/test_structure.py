@@ -131,9 +131,9 @@ def test_the_message_names_the_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", structure.SIZED_FOLDERS)
 def test_a_long_file_is_found(tmp_path: Path, folder: str) -> None:
-    assert size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 339) == []
-    messages = size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 340)
-    assert messages == [f"{folder}/a.py:341: 341 lines; a file has at most 340"]
+    assert size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 599) == []
+    messages = size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 600)
+    assert messages == [f"{folder}/a.py:601: 601 lines; a file has at most 600"]
 
 
 def test_a_long_function_is_found(tmp_path: Path) -> None:
