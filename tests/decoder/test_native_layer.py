@@ -12,8 +12,8 @@ from torch import Tensor
 from paceline.core import tree
 from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.models.layers import gated_mlp, rms_norm
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.layers import gated_mlp
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.models.rope_config import RopeConfig
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.collectives import SingleRank
@@ -92,10 +92,10 @@ def plain(made: Layer, hidden: Tensor, at: CachePosition, cache: tuple[Tensor, T
     """The first half from the parts that every backend has."""
     w, window = made.attention, hidden.shape[1]
     reference, turn = Reference(made.mlp.down.dtype), rotation(at, window)
-    mixed = reference.linear(rms_norm(hidden, w.norm.float(), w.eps), w.qkv)
+    mixed = reference.linear(reference.norm(hidden, w.norm.float(), eps=w.eps), w.qkv)
     mixed = mixed if w.qkv_bias is None else mixed + w.qkv_bias.float()
     q, k, v = mixed.unflatten(-1, (-1, D)).split((HEADS, GROUPS, GROUPS), dim=2)
-    seen = reference.attend((apply_rope(q, *turn), apply_rope(k, *turn), v), cache, at)
+    seen = reference.attend((reference.rotate(q, turn), reference.rotate(k, turn), v), cache, at)
     out = reference.linear(seen, w.out)
     return hidden + (out if w.out_bias is None else out + w.out_bias.float())
 

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from paceline import AutoDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.decoder.kernels.plain import apply_rope
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.models.rope_config import RopeConfig
 from paceline.eagle.initial import default_config
 
