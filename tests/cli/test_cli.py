@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_folders_without_a_model_or_a_tokenizer(home: Path, tmp_path: Path) -> N
 
 def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) -> None:
     done = call("compile", home / "target", "--backend", "eager")
-    assert done.exit_code == 0 and "nothing to compile" in done.stderr
+    assert done.exit_code == 0 and "compiles nothing" in done.stderr
     done = call("compile", home / "target", "--backend", "eager", "--save", tmp_path)
     assert done.exit_code == 2 and "nothing to save" in done.stderr
     done = call("compile", tmp_path / "missing", "--backend", "eager")
@@ -194,8 +195,8 @@ def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) ->
 def test_graphs_are_made_first_where_a_backend_makes_some(
     home: Path, monkeypatch: pytest.MonkeyPatch, drafting: list[str]
 ) -> None:
-    """The backend is eager under another name, since the commands ask nothing of one that compiles nothing."""
-    monkeypatch.setitem(BACKENDS, "other", BACKENDS["eager"])
+    """The backend is eager under another name, in a row that says that it compiles."""
+    monkeypatch.setitem(BACKENDS, "other", replace(BACKENDS["eager"], compiles=True))
     options = ["--backend", "other", *(home / "draft" if one == "draft" else one for one in drafting)]
     done = generate(home, "--json", *options)
     assert done.exit_code == 0, done.stderr
@@ -207,7 +208,7 @@ def test_graphs_are_made_first_where_a_backend_makes_some(
 
 
 def test_a_request_is_refused_before_anything_is_compiled(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "other", BACKENDS["eager"])
+    monkeypatch.setitem(BACKENDS, "other", replace(BACKENDS["eager"], compiles=True))
     done = generate(home, "--backend", "other", "--max-new-tokens", 0)
     assert done.exit_code == 2 and "max_new_tokens" in done.stderr and "preparing graphs" not in done.stderr
 
