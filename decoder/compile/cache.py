@@ -13,7 +13,8 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,25 +49,51 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: s
     Raises:
         StorageError: it is not there and cannot be written.
     """
+    with making(root, facts, prefix=prefix) as draft:
+        if draft is not None:
+            build(draft)
+    return root / f"{prefix}{key(facts)}"
+
+
+@contextmanager
+def making(
+    root: Path, facts: Facts, *, prefix: str = "", waiting: Callable[[], None] = lambda: None
+) -> Iterator[Path | None]:
+    """A folder to build the artefact with these facts in: it is in the cache when the block has ended well.
+
+    None if it is there already. ``waiting`` is called where another process is about to build it.
+
+    Raises:
+        StorageError: it is not there and cannot be written.
+    """
     folder = root / f"{prefix}{key(facts)}"
     if (folder / MANIFEST).is_file():
-        return folder
-    from filelock import FileLock
+        yield None
+        return
+    from filelock import FileLock, Timeout
 
     with atomic_write(root, _CACHE_REMEDY):
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{folder.name}.lock", mode=0o600):
+        lock = FileLock(root / f"{folder.name}.lock", mode=0o600)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            waiting()
+            lock.acquire()
+        try:
             if (folder / MANIFEST).is_file():
-                return folder
+                yield None
+                return
             draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
             try:
-                build(draft)
+                yield draft
                 (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
                 shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 draft.rename(folder)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-    return folder
+        finally:
+            lock.release()
 
 
 def find(root: Path, facts: Facts, *, prefix: str = "") -> Path | None:

@@ -38,9 +38,8 @@ void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, const C
 // All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
 inline void attend(const Attend& a, const float* q, const float* k, const float* v, const Cache& cache, float* out) {
   const int64_t D = a.width, line = a.heads * D, kv_line = a.kv_heads * D, group = a.group() * D;
-// One item after the other to each thread in turn: lines without real rows lie behind each other.
-  Team::run(a.batch * a.heads * a.window * a.rows > 2048, [&](const Team::Member& me) {
-    for (int64_t item = me.number; item < a.batch * a.kv_heads; item += me.threads) {
+  Team::run(a.batch * a.heads * a.window * a.rows > 2048, Loop{a.batch * a.kv_heads, [&](int64_t begin, int64_t end, bool) {
+    for (int64_t item = begin; item < end; item++) {
       const int64_t b = item / a.kv_heads, g = item % a.kv_heads;
       const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D, head = g * a.group();
       const Heads own{q + at, k + kv_at, v + kv_at, out + at, line, kv_line, kv_line, line, head};
@@ -48,7 +47,7 @@ inline void attend(const Attend& a, const float* q, const float* k, const float*
       for (int64_t t = std::min<int64_t>(a.count[b], a.window); t < a.window; t++)
         std::fill_n(out + at + t * line, group, 0.0f);
     }
-  });
+  }});
 }
 
 // Moves the rows of an accepted path behind the root. They ascend, so none is overwritten before it is read.

@@ -17,26 +17,13 @@ inline void bend(const Attend& a, float* scores, int64_t from, int64_t seen, int
     for (int64_t at = from; at < seen; at++) scores[at] += a.slopes[head] * (float)(at - (seen - 1));
 }
 
-// Vector v of a line of D numbers, zeros behind its end. WHOLE: D is a number of whole vectors.
-template <bool WHOLE, class T>
+// Vector v of a line of D numbers, zeros behind its end.
+template <class T>
 inline Vec part(const T* line, int64_t v, int64_t D) {
-  if (WHOLE || (v + 1) * VL <= D) return load(line + v * VL);
+  if ((v + 1) * VL <= D) return load(line + v * VL);
   Vec found = {};
   for (int64_t d = v * VL; d < D; d++) found[d - v * VL] = widen(line[d]);
   return found;
-}
-
-// Vector v of as many rows of a cache as a V has columns.
-template <class V, bool WHOLE, class T>
-inline V lines(const T* line, int64_t v, int64_t D) {
-  if constexpr (sizeof(V) == sizeof(Vec)) return part<WHOLE>(line, v, D);
-  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line + row_step<T>(D), v, D));
-}
-// As many vectors of a line as a V has columns, from vector v on.
-template <class V, bool WHOLE, class T>
-inline V along(const T* line, int64_t v, int64_t D) {
-  if constexpr (sizeof(V) == sizeof(Vec)) return part<WHOLE>(line, v, D);
-  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line, v + 1, D));
 }
 
 // For every row of a window that is a tree: the rows from the root down to it.
@@ -62,14 +49,15 @@ constexpr int64_t SOON = 2048;  // bytes of keys
 
 // QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
 // accumulator of its own, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are walked abreast.
-// In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
+// In a tree the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
 // from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits. The scale of a key of
 // 8 bits is applied to its score, that of a value to its weight, once the weights are summed.
-template <class T, int QUERIES, bool TREE, bool WHOLE>
+template <class T, int QUERIES>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
   constexpr int DEEP = ABREAST * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * ABREAST : 4;
-  const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
+  const bool tree = a.parents;
+  const int64_t D = a.width, group = a.group(), whole = D / VL, vectors = (D + VL - 1) / VL, padded = vectors * VL;
   const int64_t stride = a.stride(), step = row_step<T>(D);
   const float scale = 1.0f / std::sqrt((float)D);
   float *scores = scratch, *query = scores + QUERIES * stride;
@@ -80,12 +68,13 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     int64_t t = (first + i) / group, head = (first + i) % group * D;
     const float* from = h.q + t * h.q_step + head;
     to[i] = h.out + t * h.out_step + head;
-    way[i] = TREE ? ways.of(t) : nullptr;
-    seen[i] = row + (TREE ? ways.length(t) : t + 1);
-    longest = TREE ? row : std::max(longest, seen[i]);
+    way[i] = tree ? ways.of(t) : nullptr;
+    seen[i] = row + (tree ? ways.length(t) : t + 1);
+    longest = tree ? row : std::max(longest, seen[i]);
     start = std::min(start, a.first(seen[i]));
     for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[d] * scale : 0.0f;
   }
+  // Of the N positions from p on.
   auto score = [&](auto deep, int64_t p) {
     constexpr int N = decltype(deep)::value;
     using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
@@ -95,116 +84,123 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
         __builtin_prefetch((const char*)(keys + p * step) + byte + SOON);
         __builtin_prefetch((const char*)(values + p * step) + byte);
       }
-    V sum[QUERIES * WIDES];
-    unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
-    for (int64_t v = 0; v < vectors; v++) {
-      V key[WIDES];
-      unrolled<WIDES>([&](auto j) { key[j] = lines<V, WHOLE>(keys + (p + j * EACH) * step, v, D); });
-      unrolled<QUERIES>([&](auto i) {
-        V asked = in_register(repeated<V>(query + i * padded + v * VL));
-        unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], asked, key[j]); });
-      });
+    V sum[QUERIES * WIDES], key[WIDES];
+    UNROLLED for (int i = 0; i < QUERIES * WIDES; i++) sum[i] = V{};
+    auto add = [&](int64_t v) __attribute__((always_inline)) {
+      UNROLLED for (int i = 0; i < QUERIES; i++) {
+        const V asked = in_register(repeated<V>(query + i * padded + v * VL));
+        UNROLLED for (int j = 0; j < WIDES; j++) multiply_add(sum[i * WIDES + j], asked, key[j]);
+      }
+    };
+    for (int64_t v = 0; v < whole; v++) {
+      UNROLLED for (int j = 0; j < WIDES; j++) {
+        const T* line = keys + (p + j * EACH) * step + v * VL;
+        if constexpr (EACH == 1) key[j] = load(line);
+        else key[j] = beside<V>(load(line), load(line + step));
+      }
+      add(v);
+    }
+    if (whole < vectors) {
+      Vec last[N];
+      for (int j = 0; j < N; j++) last[j] = part(keys + (p + j) * step, whole, D);
+      std::memcpy(key, last, sizeof last);
+      add(whole);
     }
     float found[QUERIES * N];
     totals<QUERIES * WIDES>(sum, found);
     if constexpr (SCALED<T>)
-      for (int i = 0; i < N; i++) {
+      UNROLLED for (int i = 0; i < N; i++) {
         const float by = row_scale(keys + (p + i) * step, D);
-        for (int j = 0; j < QUERIES; j++) found[j * N + i] *= by;
+        UNROLLED for (int j = 0; j < QUERIES; j++) found[j * N + i] *= by;
       }
-    unrolled<QUERIES>([&](auto i) { std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float)); });
+    UNROLLED for (int i = 0; i < QUERIES; i++) std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float));
   };
-  int64_t p = start;
-  for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
-  for (; p + 2 <= longest; p += 2) score(std::integral_constant<int, 2>{}, p);
-  for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
-  if (TREE)
-    for (int i = 0; i < QUERIES; i++)
-      for (int64_t at = row; at < seen[i]; at++) {
-        Vec sum = {};
-        const T* key = keys + (row + way[i][at - row]) * step;
-        for (int64_t v = 0; v < vectors; v++)
-          multiply_add(sum, load(query + i * padded + v * VL), part<WHOLE>(key, v, D));
-        scores[i * stride + at] = total(sum);
-        if constexpr (SCALED<T>) scores[i * stride + at] *= row_scale(key, D);
-      }
+  // The last ones together with some before them, which come to the same again.
+  const bool deep = longest - start >= DEEP;
+  for (int64_t p = start; deep && p < longest; p += DEEP)
+    score(std::integral_constant<int, DEEP>{}, std::min(p, longest - DEEP));
+  for (int64_t p = start; !deep && p < longest; p++) score(std::integral_constant<int, 1>{}, p);
+  for (int i = 0; tree && i < QUERIES; i++)
+    for (int64_t at = row; at < seen[i]; at++) {
+      Vec sum = {};
+      const T* key = keys + (row + way[i][at - row]) * step;
+      for (int64_t v = 0; v < vectors; v++) multiply_add(sum, load(query + i * padded + v * VL), part(key, v, D));
+      scores[i * stride + at] = total(sum);
+      if constexpr (SCALED<T>) scores[i * stride + at] *= row_scale(key, D);
+    }
   float inverse[QUERIES];
   for (int i = 0; i < QUERIES; i++) {
     float* line = scores + i * stride;
-    const int64_t from = a.first(seen[i]), whole = from / VL * VL;  // sums begin at whole vectors
+    const int64_t from = a.first(seen[i]), aligned = from / VL * VL;  // sums begin at whole vectors
     if (!a.plain()) bend(a, line, from, seen[i], h.head + (first + i) % group);
-    std::fill(line + whole, line + from, -1e30f);
-    inverse[i] = weigh(line + whole, seen[i] - whole);
-    std::fill(line + std::min({start, whole, row, from}), line + from, 0.0f);
+    std::fill(line + aligned, line + from, -1e30f);
+    inverse[i] = weigh(line + aligned, seen[i] - aligned);
+    std::fill(line + std::min({start, aligned, row, from}), line + from, 0.0f);
     // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
     if constexpr (SCALED<T>)
       for (int64_t at = from; at < seen[i]; at++)
-        line[at] *= row_scale(values + (TREE && at >= row ? row + way[i][at - row] : at) * step, D);
+        line[at] *= row_scale(values + (tree && at >= row ? row + way[i][at - row] : at) * step, D);
   }
-  auto mix_values = [&](auto deep, int64_t v) {
-    constexpr int N = decltype(deep)::value;
+  // Of the vectors from v on: as many as `broad` says, all of them whole, or, where it is 1, one that may not be.
+  auto mix_values = [&](auto broad, int64_t v) {
+    constexpr int N = decltype(broad)::value;
     using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     V sum[QUERIES * WIDES];
-    unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
+    UNROLLED for (int i = 0; i < QUERIES * WIDES; i++) sum[i] = V{};
     for (int64_t at = start; at < longest; at++) {
       V value[WIDES];
-      unrolled<WIDES>([&](auto j) { value[j] = along<V, WHOLE>(values + at * step, v + j * EACH, D); });
-      unrolled<QUERIES>([&](auto i) {
-        V weight = in_register(spread<V>(scores[i * stride + at]));
-        unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], value[j], weight); });
-      });
+      UNROLLED for (int j = 0; j < WIDES; j++) {
+        const T* line = values + at * step + (v + j * EACH) * VL;
+        if constexpr (N == 1) value[j] = part(values + at * step, v, D);
+        else if constexpr (EACH == 1) value[j] = load(line);
+        else value[j] = beside<V>(load(line), load(line + VL));
+      }
+      UNROLLED for (int i = 0; i < QUERIES; i++) {
+        const V weight = in_register(spread<V>(scores[i * stride + at]));
+        UNROLLED for (int j = 0; j < WIDES; j++) multiply_add(sum[i * WIDES + j], value[j], weight);
+      }
     }
-    Vec made[QUERIES * N];  // whose places are not known below: not in registers
-    unrolled<QUERIES * WIDES>([&](auto i) { std::memcpy(made + i * EACH, &sum[i], sizeof(V)); });
-    if (TREE)
-      for (int i = 0; i < QUERIES; i++)
-        for (int64_t at = row; at < seen[i]; at++)
-          for (int j = 0; j < N; j++)
-            multiply_add(made[i * N + j], part<WHOLE>(values + (row + way[i][at - row]) * step, v + j, D),
-                         spread<Vec>(scores[i * stride + at]));
-    for (int i = 0; i < QUERIES; i++)
-      for (int j = 0; j < N; j++)
-        for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++)
-          to[i][(v + j) * VL + d] = made[i * N + j][d] * inverse[i];
+    Vec made[QUERIES * N];
+    std::memcpy(made, sum, sizeof made);
+    for (int i = 0; tree && i < QUERIES; i++)
+      for (int64_t at = row; at < seen[i]; at++)
+        for (int j = 0; j < N; j++)
+          multiply_add(made[i * N + j], part(values + (row + way[i][at - row]) * step, v + j, D),
+                       spread<Vec>(scores[i * stride + at]));
+    UNROLLED for (int i = 0; i < QUERIES; i++)
+      UNROLLED for (int j = 0; j < N; j++) {
+        const Vec mixed = made[i * N + j] * inverse[i];
+        std::memcpy(to[i] + (v + j) * VL, &mixed, N > 1 ? sizeof mixed : std::min(VL, D - v * VL) * sizeof(float));
+      }
   };
   int64_t v = 0;
-  for (; v + BROAD <= vectors; v += BROAD) mix_values(std::integral_constant<int, BROAD>{}, v);
-  for (; v + 2 <= vectors; v += 2) mix_values(std::integral_constant<int, 2>{}, v);
+  for (; v + BROAD <= whole; v += BROAD) mix_values(std::integral_constant<int, BROAD>{}, v);
+  for (; v + 2 <= whole; v += 2) mix_values(std::integral_constant<int, 2>{}, v);
   for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
 }
 
-// `attend_group` for a type of cache and a form of tree; `keys` and `values` are those of its slot and head.
-template <class T, bool TREE, bool WHOLE>
-void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values) {
+// `attend_group` for a type of cache.
+template <class T>
+void attend_typed(const Attend& a, int64_t b, int64_t g, const Heads& h, const Cache& cache) {
   static thread_local std::vector<float> scratch;
   const int64_t D = a.width, n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
+  const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * row_step<T>(D);
+  T *keys = (T*)cache.keys + base, *values = (T*)cache.values + base;
   size_t need = 4 * a.stride() + 4 * ((D + VL - 1) / VL * VL);
   if (scratch.size() < need) scratch.resize(need);
   for (int64_t t = 0; t < n; t++) {
     write_row(keys + (row + t) * row_step<T>(D), h.k + t * h.k_step, D);
     write_row(values + (row + t) * row_step<T>(D), h.v + t * h.v_step, D);
   }
-  const Ways ways(TREE ? a.parents + b * a.window : nullptr, a.window);
+  const Ways ways(a.parents ? a.parents + b * a.window : nullptr, a.window);
   for (int64_t first = 0, left = n * a.group(); left > 0;) {
     const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    auto block = take == 4   ? attend_block<T, 4, TREE, WHOLE>
-                 : take == 2 ? attend_block<T, 2, TREE, WHOLE>
-                             : attend_block<T, 1, TREE, WHOLE>;
+    auto block = take == 4 ? attend_block<T, 4> : take == 2 ? attend_block<T, 2> : attend_block<T, 1>;
     block(a, h, keys, values, first, row, scratch.data(), ways);
     first += take, left -= take;
   }
-}
-
-// `attend_group` for a type of cache.
-template <class T>
-void attend_typed(const Attend& a, int64_t b, int64_t g, const Heads& h, T* keys, T* values) {
-  const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * row_step<T>(a.width);
-  const bool whole = a.width % VL == 0;
-  auto attend = a.parents ? (whole ? attend_group<T, true, true> : attend_group<T, true, false>)
-                          : (whole ? attend_group<T, false, true> : attend_group<T, false, false>);
-  attend(a, b, h, keys + base, values + base);
 }
 
 }  // namespace paceline

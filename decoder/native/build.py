@@ -1,126 +1,228 @@
-"""Builds the native libraries once per machine and loads them.
+"""The native libraries of this machine: those that came with the package, or built once and kept in the cache.
 
-Not a build system: the kernels are a few files that are compiled side by side, as many as there are cores, and linked;
-the other library is one file. Each is one artefact in the cache.
+A wheel may carry kernels for kinds of processors (``setup.py`` puts them in). Where none fits, and in a checkout, they
+are compiled for this processor. What runs recorded steps depends on the version of PyTorch, too. Other processes wait
+while one builds. Where the cache cannot be written, a process builds for itself.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import os
 import shutil
-import subprocess
+import struct
+import sys
+import tempfile
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic
 
 import torch
 
-from paceline.core.errors import BackendError
+from paceline.core.errors import BackendError, StorageError
 from paceline.decoder import environment
 from paceline.decoder.compile import cache
+from paceline.decoder.native import compiler
+from paceline.decoder.native.compiler import KERNELS, Library
 
-_HERE = Path(__file__).parent
-_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp", "experts.cpp", "rows.cpp")
-"""What takes longest comes first."""
-_PROGRAM = _HERE / "program.cpp"
-_TORCH = Path(torch.__file__).parent
-# -ffp-contract=off: noise must equal its PyTorch form bit for bit; fused multiply-adds are asked for by name.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
-# PyTorch's headers ask for C++20; its library has what they declare.
-_PROGRAM_FLAGS = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(_TORCH / "include"))
+NATIVE = KERNELS.with_flags("-march=native")
+_PROGRAM = compiler.program(Path(torch.__file__).parent)
+_ALONE = threading.Lock()
+_ROOM = 1 << 20  # bytes that a file of a build may need
 
 
-def library_facts() -> dict[str, object]:
-    """What the built library depends on."""
-    return _facts("native kernels", [*sorted(_HERE.glob("*.h")), *(_HERE / name for name in _KERNELS)], _FLAGS)
-
-
-def _facts(kind: str, files: Sequence[Path], flags: Sequence[str]) -> dict[str, object]:
-    source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return {"kind": kind, "source": source, "flags": list(flags), **cache.machine_facts()}
-
-
-@lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The kernels, with global symbols so that `program.cpp` finds them.
+    """The kernels.
 
     Raises:
-        BackendError: no compiler, or the build failed.
+        BackendError: none fit, and there is no compiler, or it failed.
     """
-    folder = cache.ensure(environment.cache_root() / "native", library_facts(), _build)
-    return ctypes.CDLL(str(folder / "kernels.so"), mode=ctypes.RTLD_GLOBAL)
+    return _libraries()[0]
 
 
-def require_compiler() -> str:
-    """The C++ compiler's path, or a BackendError that says how to get one."""
-    compiler = shutil.which(environment.compiler())
-    if compiler is None:
-        raise BackendError(
-            f"backend='native' builds its kernels with a C++ compiler, and {environment.compiler()!r} is not on PATH; "
-            "install g++ (Debian, Ubuntu: apt install g++), set CXX, or use backend='eager'"
-        )
-    return compiler
-
-
-def build_both() -> None:
-    """Build both libraries at the same time where neither is there yet: each alone would leave cores idle at its end.
-
-    Raises:
-        BackendError: no compiler, or a build failed.
-    """
-    if library.cache_info().currsize:
-        return
-    with ThreadPoolExecutor(1) as pool:
-        program = pool.submit(_program_folder)
-        library()
-        program.result()
-
-
-@lru_cache(maxsize=1)
 def program_library() -> ctypes.CDLL:
     """What runs recorded steps; it also defines PyTorch's operators ``paceline::...`` and ``paceline_program::...``.
 
     Raises:
-        BackendError: no compiler, or the build failed.
+        BackendError: none fit, and there is no compiler, or it failed.
     """
-    library()  # whose functions the operators call
-    loaded = ctypes.CDLL(str(_program_folder() / "program.so"))
-    loaded.paceline_again.argtypes, loaded.paceline_again.restype = [ctypes.c_void_p], ctypes.c_int64
-    return loaded
+    return _libraries()[1]
 
 
-def _program_folder() -> Path:
-    def build(folder: Path) -> None:
-        _compile([_PROGRAM], folder / "program.so", _PROGRAM_FLAGS)
+def build_both() -> None:
+    """Build what is not there yet.
 
-    return cache.ensure(environment.cache_root() / "native", _facts("program", [_PROGRAM], _PROGRAM_FLAGS), build)
-
-
-def _build(folder: Path) -> None:
-    _compile([_HERE / name for name in _KERNELS], folder / "kernels.so", _FLAGS)
+    Raises:
+        BackendError: there is no compiler, or it failed.
+    """
+    _libraries()
 
 
-def _compile(sources: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
-    """A shared library of these files."""
-    compiler = require_compiler()
-
-    def compiled(source: Path) -> Path:
-        made = output.with_name(f"{source.stem}.o")
-        _run([compiler, *flags, "-c", str(source), "-o", str(made)], source.name)
-        return made
-
-    with ThreadPoolExecutor(environment.cores()) as pool:
-        objects = list(pool.map(compiled, sources))
-    lib = _TORCH / "lib"
-    link = ["-L", str(lib), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
-    _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(output), *link], output.name)
-    for made in objects:
-        made.unlink()
+def require_compiler() -> str:
+    """The C++ compiler's path, or a BackendError that says how to get one."""
+    found = shutil.which(environment.compiler())
+    if found is None:
+        raise BackendError(
+            f"backend='native' has no kernels ready for this processor and PyTorch {torch.__version__}, and the C++ "
+            f"compiler {environment.compiler()!r} is not on PATH; install g++ (Debian, Ubuntu: apt install g++), set "
+            "CXX, or use backend='eager'"
+        )
+    return found
 
 
-def _run(command: Sequence[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BackendError(f"building {what} failed: {' '.join(command)}\n{done.stderr[-2000:]}")
+def facts(built: Library) -> dict[str, object]:
+    """What a library that is built on this machine depends on."""
+    machine = cache.machine_facts()
+    if built.name == KERNELS.name:
+        del machine["torch"]
+    return {"kind": built.name, "source": built.source_hash(), "flags": list(built.flags), **machine}
+
+
+def origin() -> str:
+    """Where this machine's libraries come from, for people.
+
+    Raises:
+        BackendError: from nowhere.
+    """
+    if (kernels := prebuilt(compiler.cpu_flags())) and _prebuilt_programs():
+        return f"{kernels[0].stem} came with the package"
+    require_compiler()
+    return f"C++ compiler {environment.compiler()}"
+
+
+def prebuilt(flags: frozenset[str]) -> list[Path]:
+    """Kernels that came with the package and a processor with these flags can run, the fastest first."""
+    paths = [compiler.PREBUILT / f"kernels-{one.name}.so" for one in compiler.fitting(flags)]
+    return [path for path in paths if path.is_file()]
+
+
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    with _ALONE:
+        return _loaded()
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    kernels, program = load([(NATIVE, prebuilt(compiler.cpu_flags())), (_PROGRAM, _prebuilt_programs())])
+    program.paceline_again.argtypes, program.paceline_again.restype = [ctypes.c_void_p], ctypes.c_int64
+    return kernels, program
+
+
+def _prebuilt_programs() -> list[Path]:
+    path = compiler.PREBUILT / f"program-{torch.__version__}.so"
+    return [path] if path.is_file() else []
+
+
+def load(wanted: Sequence[tuple[Library, Sequence[Path]]]) -> list[ctypes.CDLL]:
+    """Libraries, with symbols that those after them find: of each the first of its files that this system can load, or
+    one that is built here.
+
+    Raises:
+        BackendError: there is no compiler, or it failed.
+        StorageError: neither the cache nor the temporary folder can be written.
+    """
+    missing = [library for library, ready in wanted if not ready]
+    with ExitStack() as stack:
+        root = environment.cache_root() / "native"
+        try:
+            _build(missing, root)
+        except StorageError as error:
+            _say(f"{error}. Building kernels for this process alone.")
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline.")))
+            _build(missing, root)
+        return [_open(library, ready, root) for library, ready in wanted]
+
+
+def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
+    for path in ready:
+        with suppress(OSError):  # it needs a newer C library, say
+            return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    for last in (False, True):
+        path = _build([library], root)[0]
+        try:
+            if not _is_whole(path):
+                raise OSError("it is cut off")
+            return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            if last:
+                raise BackendError(
+                    f"{path} cannot be loaded ({error}); set PACELINE_CACHE to another folder, or use backend='eager'"
+                ) from error
+            _say(f"{path} is damaged ({error}): building it again")
+            shutil.rmtree(path.parent, ignore_errors=True)
+    raise AssertionError
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of ELF ends where its headers say. Linux would load one that is cut off, and die of it."""
+    with path.open("rb") as file:
+        head = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if head[:4] != b"\x7fELF":
+        return True
+    offset, each, count = struct.unpack_from("<Q", head, 40) + struct.unpack_from("<HH", head, 58)
+    return bool(size >= offset + each * count)
+
+
+def _build(libraries: Sequence[Library], root: Path) -> list[Path]:
+    """Their files, built in one go where they are not in the cache."""
+    every = [facts(library) for library in libraries]
+    with ExitStack() as stack:
+        drafts = {
+            library: stack.enter_context(cache.making(root, each, waiting=_waiting))
+            for library, each in zip(libraries, every, strict=True)
+        }
+        files = {draft / f"{one.name}.so": one for one, draft in drafts.items() if draft is not None}
+        if files:
+            _compile(files)
+    return [root / cache.key(each) / f"{one.name}.so" for one, each in zip(libraries, every, strict=True)]
+
+
+def _compile(files: dict[Path, Library]) -> None:
+    cores = environment.cores()
+    progress = _Progress(sum(len(one.sources) for one in files.values()))
+    try:
+        compiler.compile_libraries(files, require_compiler(), cores, progress)
+    except BackendError:
+        for path in files:  # was it for want of room?
+            path.write_bytes(bytes(_ROOM))
+        raise
+    finally:
+        progress.end()
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # else a crash of the machine could leave a part of it under its name
+
+
+def _waiting() -> None:
+    _say("Another process builds the kernels. Waiting for it.")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+class _Progress:
+    """One line, which changes on a terminal."""
+
+    def __init__(self, files: int) -> None:
+        self._files, self._begin = files, monotonic()
+        self._changes = sys.stderr is sys.__stderr__ and sys.stderr.isatty()  # not one that somebody else draws on
+        self._show(0, "")
+
+    def __call__(self, files: int, share: float) -> None:
+        if self._changes:
+            self._show(files, f", about {(monotonic() - self._begin) * (1 / share - 1):.0f} s left")
+
+    def _show(self, files: int, left: str) -> None:
+        text = f"Building kernels for this CPU: {files} of {self._files} files{left}"
+        sys.stderr.write(f"\r{text}\x1b[K" if self._changes else f"{text}\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._changes:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

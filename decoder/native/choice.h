@@ -26,14 +26,6 @@ struct Choose {
   RowKeys row_keys(int64_t i) const { return RowKeys(keys + i / window * 4, positions[i], stream); }
 };
 
-// body(i) for every row of logits, one after the other to each thread in turn.
-template <class Body>
-void each_row(bool worth, int64_t rows, Body body) {
-  Team::run(worth, [&](const Team::Member& me) {
-    for (int64_t i = me.number; i < rows; i += me.threads) body(i);
-  });
-}
-
 // Draws from all that top-k and min-p leave. The token is the choice if top-p leaves it; if not, what weighs less is not
 // inside either, and the draw is repeated among what weighs more.
 int32_t sample(Row& row, const RowKeys& keys, const float* param) {

@@ -54,63 +54,58 @@ struct Pairs {
 
 // --------------------------------------------------------------------------------------------------------- the mixture --
 
-// in and out [lines, window, width], shares [lines, window, count]; of the lines, count rows are real, as in `linear_real`.
-// An expert has `inner` numbers between its products.
-struct Mixture {
+// in and out [lines, window, width], shares [lines, window, experts]. An expert has `inner` numbers between its products.
+struct Mixture : Windows {
   const float *in, *shares;
   float* out;
-  const int32_t* real;  // [lines], or null: every row is
-  int64_t lines, window, width, count, inner, activation;
+  int64_t width, experts, inner, activation;
 };
 
 // out = sum of share * product(activation(gate) * up) over the experts with a share of the row, in the order of their
 // numbers, which is the same whatever other rows chose. gate_up holds gate and up of every expert below each other
-// [count * 2 * inner, width], down [count * width, inner].
+// [experts * 2 * inner, width], down [experts * width, inner].
 inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down) {
-  const std::vector<int64_t> real = real_rows(s.lines, s.window, s.real);
-  const Pairs pairs(s.shares, real, s.count);
+  const std::vector<int64_t> real = s.rows();
+  const Pairs pairs(s.shares, real, s.experts);
   const int64_t P = pairs.rows.size(), H = s.width, F = s.inner, line = (F + VL - 1) / VL * VL;
   const int64_t wide = prepared(gate_up.format, H), narrow = prepared(down.format, F);
-  std::vector<float> gates(P * line), ups(P * line), common(P > FEW ? P * std::max(wide, narrow) : 0);
-  Shared making(pairs.experts.size() * line, PIECES), adding(H, PIECES);
-  Team::run(P * H * 3 * F > WORTH, [&](const Team::Member& me) {
-    clear_padding(me, s.out, s.real, s.lines, s.window, H);
-    const float* x = prepare(me, P, wide, common.data(), [&](int64_t p, float* to) {
-      arrange_line(gate_up.format, s.in + pairs.rows[p] * H, to, H);
-    });
-    making.run(me, [&](int64_t begin, int64_t end) {  // of the inner numbers of all chosen experts, one after the other
-      for (int64_t at = begin, next; at < end; at = next) {
-        const auto& [number, first, last] = pairs.experts[at / line];
-        next = std::min(end, (at / line + 1) * line);
-        const int64_t from = at % line, to = std::min(from + next - at, F), M = last - first;
-        auto into = [&, first = first](std::vector<float>& found, int64_t start) {
-          product(x + first * wide, gate_up, M, H, start + from, start + to, [&](int64_t m, int64_t n, float value) {
-            found[(first + m) * line + n - start] = value;
-          });
-        };
-        into(gates, number * 2 * F), into(ups, number * 2 * F + F);
-        for (int64_t p = first; p < last; p++)
-          for (int64_t n = p * line + from; n < p * line + to; n += VL) {
-            const Vec gated = activated(load(&gates[n]), s.activation) * load(&ups[n]);
-            std::memcpy(&gates[n], &gated, sizeof gated);
-          }
+  std::vector<float> gates(P * line), ups(P * line);
+  Lines x(P, H, gate_up.format, [&](int64_t p, float*) { return s.in + pairs.rows[p] * H; });
+  Lines y(P, F, down.format, [&](int64_t p, float*) { return gates.data() + p * line; });
+  // Of the inner numbers of all chosen experts, one after the other.
+  const Loop making{(int64_t)pairs.experts.size() * line, [&](int64_t begin, int64_t end, bool begins) {
+    const float* prepared = x.get(begins);
+    for (int64_t at = begin, next; at < end; at = next) {
+      const auto& [number, first, last] = pairs.experts[at / line];
+      next = std::min(end, (at / line + 1) * line);
+      const int64_t from = at % line, to = std::min(from + next - at, F);
+      for (auto [found, start] : {std::pair{&gates, number * 2 * F}, std::pair{&ups, number * 2 * F + F}})
+        product(prepared + first * wide, gate_up, last - first, H, start + from, start + to,
+                found->data() + first * line + from, line);
+      for (int64_t p = first; p < last; p++)
+        for (int64_t n = p * line + from; n < p * line + to; n += VL) {
+          const Vec gated = activated(load(&gates[n]), s.activation) * load(&ups[n]);
+          std::memcpy(&gates[n], &gated, sizeof gated);
+        }
+    }
+  }, VL};
+  // Who has a column adds up all experts for it, in their order.
+  const Loop adding{H, [&](int64_t begin, int64_t end, bool begins) {
+    const float* prepared = y.get(begins);
+    s.clear(s.out, H, begin, end);
+    for (const int64_t row : real) std::fill(s.out + row * H + begin, s.out + row * H + end, 0.0f);
+    for (const auto& [number, first, last] : pairs.experts) {
+      static thread_local std::vector<float> made;
+      const int64_t start = number * H, M = last - first, size = end - begin;
+      if ((int64_t)made.size() < M * size) made.resize(M * size);
+      product(prepared + first * narrow, down, M, F, start + begin, start + end, made.data(), size);
+      for (int64_t m = 0; m < M; m++) {
+        float* to = s.out + pairs.rows[first + m] * H + begin;
+        for (int64_t n = 0; n < size; n++) to[n] += pairs.shares[first + m] * made[m * size + n];
       }
-    });
-    me.barrier();
-    const float* y = prepare(me, P, narrow, common.data(), [&](int64_t p, float* to) {
-      arrange_line(down.format, gates.data() + p * line, to, F);
-    });
-    adding.run(me, [&](int64_t begin, int64_t end) {  // who has a column adds up all experts for it, in their order
-      for (const int64_t row : real) std::fill(s.out + row * H + begin, s.out + row * H + end, 0.0f);
-      for (const auto& expert : pairs.experts) {
-        const int64_t start = expert.number * H, first = expert.first;
-        product(y + first * narrow, down, expert.last - first, F, start + begin, start + end,
-                [&](int64_t m, int64_t n, float value) {
-                  s.out[pairs.rows[first + m] * H + n - start] += pairs.shares[first + m] * value;
-                });
-      }
-    });
-  });
+    }
+  }, VL};
+  Team::run(P * H * 3 * F > WORTH, x.loop(), making, y.loop(), adding);
 }
 
 }  // namespace paceline

@@ -200,20 +200,19 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
   int64_t k = 0;
   for (int64_t end = std::min(whole, SEGMENT); k < whole; end = std::min(whole, end + SEGMENT)) {
     Ints<V> exact[ROWS * COLS];
-    unrolled<ROWS * COLS>([&](auto i) { exact[i] = Ints<V>{}; });
+    UNROLLED for (int i = 0; i < ROWS * COLS; i++) exact[i] = Ints<V>{};
     for (; k < end; k += STEP) {
       fetch();
       Ints<V> column[COLS];
-      unrolled<COLS>([&](auto n) {
+      UNROLLED for (int n = 0; n < COLS; n++)
         column[n] = widened(bytes_of<V>([&](int i) { return w.data + (n * EACH + i) * K + k; }));
-      });
-      unrolled<ROWS>([&](auto m) {
+      UNROLLED for (int m = 0; m < ROWS; m++) {
         const Ints<V> row = row_integers<V>(x + m * size + k / 2);
-        unrolled<COLS>([&](auto n) { multiply_add_integers(exact[m * COLS + n], column[n], row); });
-      });
+        UNROLLED for (int n = 0; n < COLS; n++) multiply_add_integers(exact[m * COLS + n], column[n], row);
+      }
     }
     V sum[ROWS * COLS];
-    unrolled<ROWS * COLS>([&](auto i) { sum[i] = __builtin_convertvector(exact[i], V); });
+    UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = __builtin_convertvector(exact[i], V);
     if (end <= SEGMENT) {
       totals<ROWS * COLS>(sum, found);
     } else {
@@ -240,35 +239,36 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
   const int64_t groups = w.row();
   const float* sums = x + sums_place(w.K);
   V sum[ROWS * COLS];
-  unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
+  UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = V{};
   float least[ALL * VL] = {};  // of eight blocks of every column
   auto add_least = [&](int64_t first) {
-    unrolled<COLS>([&](auto n) {
+    UNROLLED for (int n = 0; n < COLS; n++) {
       V column;
       std::memcpy(&column, least + n * EACH * VL, sizeof column);
-      unrolled<ROWS>([&](auto m) { multiply_add(sum[m * COLS + n], column, repeated<V>(sums + m * size + first)); });
-    });
+      UNROLLED for (int m = 0; m < ROWS; m++)
+        multiply_add(sum[m * COLS + n], column, repeated<V>(sums + m * size + first));
+    }
   };
   for (int64_t g = 0; g < groups; g++) {
     fetch(), fetch();
     Ints<V> column[COLS][2];
     V scale[COLS];
-    unrolled<COLS>([&](auto n) {
+    UNROLLED for (int n = 0; n < COLS; n++) {
       auto block = [&](int i) -> const Block& { return w.data[(n * EACH + i) * groups + g]; };
       auto side = [&](auto bytes) { return bytes_of<V>([&](int i) { return bytes(block(i)); }); };
-      unrolled<2>([&](auto half) { column[n][half] = widened(Block::numbers(side, half)); });
+      column[n][0] = widened(Block::numbers(side, 0)), column[n][1] = widened(Block::numbers(side, 1));
       scale[n] = scales_of<V, Block>(block, least + n * EACH * VL + g % VL);
-    });
-    unrolled<ROWS>([&](auto m) {
+    }
+    UNROLLED for (int m = 0; m < ROWS; m++) {
       const float* row = x + m * size + g * (GROUP / 2);
       const Ints<V> one = row_integers<V>(row), other = row_integers<V>(row + STEP / 2);
-      unrolled<COLS>([&](auto n) {
+      UNROLLED for (int n = 0; n < COLS; n++) {
         Ints<V> exact = {};
         multiply_add_integers(exact, column[n][0], one);
         multiply_add_integers(exact, column[n][1], other);
         multiply_add(sum[m * COLS + n], __builtin_convertvector(exact, V), scale[n]);
-      });
-    });
+      }
+    }
     if constexpr (Block::SHIFTED)
       if (g % VL == VL - 1) add_least(g - (VL - 1));
   }

@@ -5,10 +5,11 @@
 // five and a prompt of 256 give the same bits. Each is tested against plain PyTorch.
 //
 // Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
-// equals that of paceline.core.noise bit for bit. Here are most of the entry points; the work is in the headers, and what takes a
-// compiler long is in files of its own (attention*.cpp, products.cpp, experts.cpp), which are compiled side by side.
+// equals that of paceline.core.noise bit for bit. Here and in rows.cpp are the entry points; the work is in the headers, and
+// what takes a compiler long is in files of its own (attention.cpp, products.cpp), which are compiled side by side.
 
 #include "choice.h"
+#include "experts.h"
 #include "layer.h"
 
 using namespace paceline;
@@ -20,41 +21,34 @@ using namespace paceline;
 
 extern "C" void paceline_linear(const float* x, const void* w, const float* scales, float* out, int64_t M, int64_t K,
                                 int64_t N, int64_t format) {
-  linear(x, Stored{w, scales, format}, out, M, K, N);
-}
-
-// Calls `body` with a null pointer to the type of the weights.
-template <class Body>
-static void typed(int64_t dtype, Body body) {
-  if (dtype == 0) body((float*)nullptr);
-  else if (dtype == 1) body((BFloat16*)nullptr);
-  else body((Float16*)nullptr);
+  linear(x, Stored{w, scales, format}, out, {1, M, nullptr}, K, N);
 }
 
 // pointers: hidden, out, count; norm, qkv, its bias, result, its bias; cos, sin, keys, values, row, slots, parents, scales
 // of qkv and of result. Biases, parents and scales may be null. sizes: batch, window, width, heads, kv_heads, D, rows of the cache, format of qkv, of
 // result, of the cache.
 extern "C" void paceline_attention(void* const* p, const int64_t* n, float eps, int64_t dtype) {
-  typed(dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> W;
-    const Stream s{(float*)p[0], (float*)p[1], n[0], n[1], n[2], (int32_t*)p[2], eps};
-    const Attend a{n[0], n[1], n[3], n[4], n[5], n[6], (int32_t*)p[12], s.count, (int32_t*)p[13], (int32_t*)p[14]};
-    const Matrix<W> qkv{{p[4], (float*)p[15], n[7]}, (W*)p[5], (n[3] + 2 * n[4]) * n[5]};
-    const Matrix<W> result{{p[6], (float*)p[16], n[8]}, (W*)p[7], n[2]};
-    attention_half(s, (W*)p[3], qkv, result, (float*)p[8], (float*)p[9], a, Cache{p[10], p[11], n[9]});
-  });
+  const Stream s{{n[0], n[1], (int32_t*)p[2]}, (float*)p[0], (float*)p[1], n[2], eps};
+  const Attend a{n[0], n[1], n[3], n[4], n[5], n[6], (int32_t*)p[12], s.count, (int32_t*)p[13], (int32_t*)p[14]};
+  const Matrix qkv{{p[4], (float*)p[15], n[7]}, {p[5], dtype}, (n[3] + 2 * n[4]) * n[5]};
+  const Matrix result{{p[6], (float*)p[16], n[8]}, {p[7], dtype}, n[2]};
+  attention_half(s, {p[3], dtype}, qkv, result, (float*)p[8], (float*)p[9], a, Cache{p[10], p[11], n[9]});
 }
 
 // pointers: hidden, out, count; norm, gate_up, its bias, down, its bias, scales of gate_up and of down. Count, biases and
 // scales may be null.
 // sizes: batch, window, width, rows of gate_up, its format, the format of down
 extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_t dtype) {
-  typed(dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> W;
-    const Stream s{(float*)p[0], (float*)p[1], n[0], n[1], n[2], (int32_t*)p[2], eps};
-    const Matrix<W> gate_up{{p[4], (float*)p[8], n[4]}, (W*)p[5], n[3]}, down{{p[6], (float*)p[9], n[5]}, (W*)p[7], n[2]};
-    mlp_half(s, (W*)p[3], gate_up, down);
-  });
+  const Stream s{{n[0], n[1], (int32_t*)p[2]}, (float*)p[0], (float*)p[1], n[2], eps};
+  const Matrix gate_up{{p[4], (float*)p[8], n[4]}, {p[5], dtype}, n[3]}, down{{p[6], (float*)p[9], n[5]}, {p[7], dtype}, n[2]};
+  mlp_half(s, {p[3], dtype}, gate_up, down);
+}
+
+// pointers: x, shares, out, count; gate_up, its scales, down, its scales. Count and scales may be null.
+// sizes: lines, window, width, experts, inner numbers of one, code of the activation, format of gate_up, of down
+extern "C" void paceline_experts(void* const* p, const int64_t* n) {
+  const Mixture all{{n[0], n[1], (int32_t*)p[3]}, (float*)p[0], (float*)p[1], (float*)p[2], n[2], n[3], n[4], n[5]};
+  mixture(all, Stored{p[4], (float*)p[5], n[6]}, Stored{p[6], (float*)p[7], n[7]});
 }
 
 // Lines of T rows of which only the first count[b] are real; the others become zero, and lines with a count below 0 are
@@ -62,7 +56,7 @@ extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_
 extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
                                      const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
                                      int64_t format) {
-  linear_real(x, Stored{w, scales, format}, out, count, lines, T, K, N);
+  linear(x, Stored{w, scales, format}, out, {lines, T, count}, K, N);
 }
 
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,

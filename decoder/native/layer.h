@@ -10,64 +10,110 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// Lines of a window, of which some tokens are padding: the numbers of those that are real.
-inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32_t* count) {
-  std::vector<int64_t> rows;
-  rows.reserve(batch * window);
-  for (int64_t b = 0; b < batch; b++)
-    for (int64_t t = 0; t < (count ? std::min<int64_t>(count[b], window) : window); t++) rows.push_back(b * window + t);
-  return rows;
+// A window of tokens in every line, of which the first count[b] are real; the others are padding. No count: all are real.
+struct Windows {
+  int64_t lines, window;
+  const int32_t* count;  // [lines], or null
+
+  std::vector<int64_t> rows() const {
+    std::vector<int64_t> found;
+    found.reserve(lines * window);
+    for (int64_t b = 0; b < lines; b++)
+      for (int64_t t = 0; t < (count ? std::min<int64_t>(count[b], window) : window); t++)
+        found.push_back(b * window + t);
+    return found;
+  }
+  // Makes numbers `begin` to `end` of the padding of out [lines, window, N] zero, but for lines whose count is below 0,
+  // which nobody reads.
+  void clear(float* out, int64_t N, int64_t begin, int64_t end) const {
+    for (int64_t b = 0; count && b < lines; b++)
+      for (int64_t t = count[b]; t >= 0 && t < window; t++)
+        std::fill(out + (b * window + t) * N + begin, out + (b * window + t) * N + end, 0.0f);
+  }
+};
+
+// The product of the real rows with a matrix of N rows, in one pass over the weights.
+inline void linear(const float* in, const Stored& w, float* out, const Windows& windows, int64_t K, int64_t N) {
+  const std::vector<int64_t> rows = windows.rows();
+  const int64_t M = rows.size();
+  Lines x(M, K, w.format, [&](int64_t m, float*) { return in + rows[m] * K; });
+  Team::run(M * K * N > WORTH, x.loop(), Loop{N, [&](int64_t begin, int64_t end, bool first) {
+              windows.clear(out, N, begin, end);
+              if (M == windows.lines * windows.window)
+                return product(x.get(first), w, M, K, begin, end, out + begin, N);
+              product_rows(x.get(first), w, rows, K, begin, end, [&](int64_t row, float* made, int64_t size) {
+                std::copy_n(made, size, out + row * N + begin);
+              });
+            }, VL});
 }
 
-// Makes the padding of lines of T rows of N numbers zero, but for lines whose count is below 0, which nobody reads. Of
-// the team each thread has every so many-th line; who needs the zeros waits for all.
-inline void clear_padding(const Team::Member& me, float* out, const int32_t* count, int64_t lines, int64_t T, int64_t N) {
-  if (!count) return;
-  for (int64_t b = me.number; b < lines; b += me.threads)
-    if (count[b] >= 0) std::fill(out + (b * T + std::min<int64_t>(count[b], T)) * N, out + (b + 1) * T * N, 0.0f);
-}
+// A norm's weights or a bias.
+struct Numbers {
+  const void* data;
+  int64_t dtype;
 
-// `linear` of the real rows of lines of T, in one pass over the weights; see `clear_padding` for the others.
-inline void linear_real(const float* in, const Stored& w, float* out, const int32_t* count, int64_t lines, int64_t T,
-                        int64_t K, int64_t N) {
-  const std::vector<int64_t> rows = real_rows(lines, T, count);
-  const int64_t M = rows.size(), size = prepared(w.format, K);
-  Shared work(N, PIECES);
-  std::vector<float> common(M > FEW ? M * size : 0);
-  Team::run(M * K * N > WORTH, [&](const Team::Member& me) {
-    clear_padding(me, out, count, lines, T, N);
-    const float* x = prepare(me, M, size, common.data(), [&](int64_t m, float* to) {
-      arrange_line(w.format, in + rows[m] * K, to, K);
-    });
-    work.run(me, [&](int64_t begin, int64_t end) {
-      product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[rows[m] * N + n] = value; });
-    });
-  });
-}
+  // body(numbers) with a pointer to their type.
+  template <class Body>
+  void typed(Body body) const {
+    switch (dtype) {
+      case FLOAT32: return body((const float*)data);
+      case BFLOAT16: return body((const BFloat16*)data);
+      default: return body((const Float16*)data);
+    }
+  }
+};
 
-// weight * x / sqrt(mean(x^2) + eps), in the order a product with a matrix of that format reads it.
-template <class W>
-void norm_line(const float* x, const W* weight, float eps, int64_t format, float* to, int64_t K) {
+// A matrix with N rows, and what is added to its product, if anything.
+struct Matrix : Stored {
+  Numbers bias;
+  int64_t N;
+
+  // line[n - begin] += bias[n]
+  void add_bias(float* line, int64_t begin, int64_t end) const {
+    if (bias.data)
+      bias.typed([&](auto* from) {
+        for (int64_t n = begin; n < end; n++) line[n - begin] += widen(from[n]);
+      });
+  }
+};
+
+// to = weight * x / sqrt(mean(x^2) + eps)
+inline const float* norm(const float* x, const Numbers& weight, float eps, float* to, int64_t K) {
   Vec squares = {};
   int64_t k = 0;
   for (; k + VL <= K; k += VL) multiply_add(squares, load(x + k), load(x + k));
   float sum = total(squares);
   for (; k < K; k++) sum = __builtin_fmaf(x[k], x[k], sum);
   const float scale = 1.0f / std::sqrt(sum / (float)K + eps);
-  arrange_line(
-      format, to, K, [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); },
-      [&](int64_t k) { return widen(weight[k]) * (x[k] * scale); });
+  weight.typed([&](auto* by) {
+    for (k = 0; k + VL <= K; k += VL) {
+      const Vec some = load(by + k) * (load(x + k) * scale);
+      std::memcpy(to + k, &some, sizeof some);
+    }
+    for (; k < K; k++) to[k] = widen(by[k]) * (x[k] * scale);
+  });
+  return to;
 }
 
-// hidden and out [batch, window, width]; rows that are padding become zero.
-struct Stream {
+// hidden and out [lines, window, width]; rows that are padding become zero.
+struct Stream : Windows {
   const float* hidden;
   float* out;
-  int64_t batch, window, width;
-  const int32_t* count;  // [batch], or null: every row is real
+  int64_t width;
   float eps;
-  std::vector<int64_t> rows() const { return real_rows(batch, window, count); }
-  void clear(const Team::Member& me) const { clear_padding(me, out, count, batch, window, width); }
+
+  // A half's last loop: out = hidden + product(x)
+  template <class Fill>
+  auto add(const Lines<Fill>& x, const Matrix& matrix, const std::vector<int64_t>& rows, int64_t K) const {
+    return Loop{width, [&, K](int64_t begin, int64_t end, bool first) {
+                  clear(out, width, begin, end);
+                  product_rows(x.get(first), matrix, rows, K, begin, end, [&](int64_t row, float* made, int64_t size) {
+                    const int64_t at = row * width + begin;
+                    matrix.add_bias(made, begin, end);
+                    for (int64_t n = 0; n < size; n++) out[at + n] = hidden[at + n] + made[n];
+                  });
+                }, VL};
+  }
 };
 
 // from [D] turned by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
@@ -78,96 +124,67 @@ inline void rotate(const float* from, const float* cos, const float* sin, float*
   }
 }
 
-// out = hidden + product(attend(rotate(product(norm(hidden))))); cos and sin [batch, window, D].
-template <class W>
-void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const Matrix<W>& result, const float* cos,
-                    const float* sin, const Attend& a, const Cache& cache) {
+// out = hidden + product(attend(rotate(product(norm(hidden))))); cos and sin [lines, window, D].
+inline void attention_half(const Stream& s, const Numbers& weight, const Matrix& qkv, const Matrix& result,
+                           const float* cos, const float* sin, const Attend& a, const Cache& cache) {
   const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, D = a.width, all = a.heads * D, group = a.group();
   std::vector<int64_t> lines, first;  // lines with real rows, and the place among these of each one's first
   for (int64_t m = 0; m < M; m++)
     if (const int64_t b = rows[m] / s.window; !m || b != lines.back()) lines.push_back(b), first.push_back(m);
-  const int64_t room = std::max(prepared(qkv.format, H), prepared(result.format, all));
-  std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * room : 0);
-  Shared making(qkv.N, PIECES), looking(lines.size() * a.kv_heads, PIECES, 1), adding(H, PIECES);
-  Team::run(M * H * qkv.N > WORTH, [&](const Team::Member& me) {
-    s.clear(me);
-    const float* x = prepare(me, M, prepared(qkv.format, H), common.data(), [&](int64_t m, float* to) {
-      norm_line(s.hidden + rows[m] * H, norm, s.eps, qkv.format, to, H);
-    });
-    making.run(me, [&](int64_t begin, int64_t end) {
-      product(x, qkv, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
-        mixed[m * qkv.N + n] = qkv.plus(value, n);
-      });
-    });
-    me.barrier();
-    looking.run(me, [&](int64_t begin, int64_t end) {
-      static thread_local std::vector<float> turned;
-      for (int64_t item = begin; item < end; item++) {
-        const int64_t b = lines[item / a.kv_heads], begins = first[item / a.kv_heads], g = item % a.kv_heads;
-        const int64_t n = std::min<int64_t>(a.count[b], a.window);
-        const float* line = mixed.data() + begins * qkv.N;
-        turned.resize(n * (group + 1) * D);  // of each token: the group's queries, then its key
-        for (int64_t t = 0; t < n; t++) {
-          const float *row = line + t * qkv.N, *c = cos + (b * s.window + t) * D, *i = sin + (b * s.window + t) * D;
-          float* to = turned.data() + t * (group + 1) * D;
-          for (int64_t h = 0; h < group; h++) rotate(row + (g * group + h) * D, c, i, to + h * D, D);
-          rotate(row + all + g * D, c, i, to + group * D, D);
-        }
-        const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
-        float* to = seen.data() + begins * all + g * group * D;
-        const Heads own{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all, g * group};
-        attend_group(a, b, g, own, cache);
+  std::vector<float> mixed(M * qkv.N), seen(M * all);
+  Lines x(M, H, qkv.format, [&](int64_t m, float* to) { return norm(s.hidden + rows[m] * H, weight, s.eps, to, H); });
+  Lines y(M, all, result.format, [&](int64_t m, float*) { return seen.data() + m * all; });
+  const Loop making{qkv.N, [&](int64_t begin, int64_t end, bool first) {
+                      product(x.get(first), qkv, M, H, begin, end, mixed.data() + begin, qkv.N);
+                      for (int64_t m = 0; m < M; m++) qkv.add_bias(mixed.data() + m * qkv.N + begin, begin, end);
+                    }, VL};
+  const Loop looking{(int64_t)lines.size() * a.kv_heads, [&](int64_t begin, int64_t end, bool) {
+    static thread_local std::vector<float> turned;
+    for (int64_t item = begin; item < end; item++) {
+      const int64_t b = lines[item / a.kv_heads], begins = first[item / a.kv_heads], g = item % a.kv_heads;
+      const int64_t n = std::min<int64_t>(a.count[b], a.window);
+      const float* line = mixed.data() + begins * qkv.N;
+      turned.resize(n * (group + 1) * D);  // of each token: the group's queries, then its key
+      for (int64_t t = 0; t < n; t++) {
+        const float *row = line + t * qkv.N, *c = cos + (b * s.window + t) * D, *i = sin + (b * s.window + t) * D;
+        float* to = turned.data() + t * (group + 1) * D;
+        for (int64_t h = 0; h < group; h++) rotate(row + (g * group + h) * D, c, i, to + h * D, D);
+        rotate(row + all + g * D, c, i, to + group * D, D);
       }
-    });
-    me.barrier();
-    const float* y = prepare(me, M, prepared(result.format, all), common.data(), [&](int64_t m, float* to) {
-      arrange_line(result.format, seen.data() + m * all, to, all);
-    });
-    adding.run(me, [&](int64_t begin, int64_t end) {
-      product(y, result, M, all, begin, end, [&](int64_t m, int64_t n, float value) {
-        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + result.plus(value, n);
-      });
-    });
-  });
+      const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
+      float* to = seen.data() + begins * all + g * group * D;
+      const Heads own{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all, g * group};
+      attend_group(a, b, g, own, cache);
+    }
+  }};
+  Team::run(M * H * qkv.N > WORTH, x.loop(), making, looking, y.loop(), s.add(y, result, rows, all));
 }
 
 // out = hidden + product(silu(gate) * up), where gate and up are the halves of product(norm(hidden)).
-template <class W>
-void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Matrix<W>& down) {
+inline void mlp_half(const Stream& s, const Numbers& weight, const Matrix& gate_up, const Matrix& down) {
   const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, F = gate_up.N / 2, line = (F + VL - 1) / VL * VL;
-  const int64_t room = std::max(prepared(gate_up.format, H), prepared(down.format, F));
-  std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * room : 0);
-  Shared making(F, PIECES), adding(H, PIECES);
-  Team::run(M * H * gate_up.N > WORTH, [&](const Team::Member& me) {
-    s.clear(me);
-    const float* x = prepare(me, M, prepared(gate_up.format, H), common.data(), [&](int64_t m, float* to) {
-      norm_line(s.hidden + rows[m] * H, norm, s.eps, gate_up.format, to, H);
-    });
-    making.run(me, [&](int64_t begin, int64_t end) {
-      product(x, gate_up, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
-        gates[m * line + n] = gate_up.plus(value, n);
-      });
-      product(x, gate_up, M, H, F + begin, F + end, [&](int64_t m, int64_t n, float value) {
-        ups[m * line + n - F] = gate_up.plus(value, n);
-      });
-      for (int64_t m = 0; m < M; m++)
-        for (int64_t n = m * line + begin; n < m * line + end; n += VL) {
-          Vec gated = silu(load(&gates[n])) * load(&ups[n]);
-          std::memcpy(&gates[n], &gated, sizeof gated);
-        }
-    });
-    me.barrier();
-    const float* y = prepare(me, M, prepared(down.format, F), common.data(), [&](int64_t m, float* to) {
-      arrange_line(down.format, gates.data() + m * line, to, F);
-    });
-    adding.run(me, [&](int64_t begin, int64_t end) {
-      product(y, down, M, F, begin, end, [&](int64_t m, int64_t n, float value) {
-        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + down.plus(value, n);
-      });
-    });
+  std::vector<float> gates(M * line), ups(M * line);
+  Lines x(M, H, gate_up.format, [&](int64_t m, float* to) {
+    return norm(s.hidden + rows[m] * H, weight, s.eps, to, H);
   });
+  Lines y(M, F, down.format, [&](int64_t m, float*) { return gates.data() + m * line; });
+  const Loop making{F, [&](int64_t begin, int64_t end, bool first) {
+    const float* prepared = x.get(first);
+    product(prepared, gate_up, M, H, begin, end, gates.data() + begin, line);
+    product(prepared, gate_up, M, H, F + begin, F + end, ups.data() + begin, line);
+    for (int64_t m = 0; m < M; m++) {
+      float *gate = gates.data() + m * line, *up = ups.data() + m * line;
+      gate_up.add_bias(gate + begin, begin, end);
+      gate_up.add_bias(up + begin, F + begin, F + end);
+      for (int64_t n = begin; n < end; n += VL) {
+        const Vec gated = silu(load(gate + n)) * load(up + n);
+        std::memcpy(gate + n, &gated, sizeof gated);
+      }
+    }
+  }, VL};
+  Team::run(M * H * gate_up.N > WORTH, x.loop(), making, y.loop(), s.add(y, down, rows, F));
 }
 
 }  // namespace paceline

@@ -195,12 +195,4 @@ inline void in_format(const Stored& w, int64_t K, Body body) {
   }
 }
 
-// A matrix with N rows, and what is added to its product, if anything.
-template <class W>
-struct Matrix : Stored {
-  const W* bias;
-  int64_t N;
-  float plus(float value, int64_t n) const { return bias ? value + widen(bias[n]) : value; }
-};
-
 }  // namespace paceline

@@ -1,8 +1,14 @@
-// Blocks of the product of a few rows with a weight matrix, for every format and every number of rows: most of what there
-// is to compile of the products.
+// The product of a few rows with a weight matrix, for every format and every number of rows.
 #include "product.h"
 
+#include <array>
+
 namespace paceline [[gnu::visibility("hidden")]] {
+
+// How many rows at once fill the registers, with so many columns of them. Blocks have sums of their own beside those. What is
+// left behind the last whole columns is little.
+template <class R, class V, int COLS>
+constexpr int MOST_ROWS = COLS != 2 ? 1 : sizeof(V) == sizeof(Vec) ? 5 : BLOCKS<R> ? 10 : 12;
 
 constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
@@ -13,39 +19,46 @@ inline __attribute__((always_inline)) void step(const float* x, int64_t size, co
   if constexpr (PAIRED<R>) {
 #ifdef PACELINE_PAIRS
     V column[COLS];
-    unrolled<COLS>([&](auto n) { column[n] = load_pairs<V>(w.data + n * EACH * w.K + k, w.K); });
-    unrolled<ROWS>([&](auto m) {
+    UNROLLED for (int n = 0; n < COLS; n++) column[n] = load_pairs<V>(w.data + n * EACH * w.K + k, w.K);
+    UNROLLED for (int m = 0; m < ROWS; m++) {
       V row = in_register(repeated<V>(x + m * size + k / 2));
-      unrolled<COLS>([&](auto n) { multiply_add_pairs(sum[m * COLS + n], column[n], row); });
-    });
+      UNROLLED for (int n = 0; n < COLS; n++) multiply_add_pairs(sum[m * COLS + n], column[n], row);
+    }
 #endif
   } else {
     Pair<V> column[COLS];
-    unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
-    if constexpr (ROUNDED<R>) unrolled<COLS>([&](auto n) { std::swap(column[n].first, column[n].second); });
+    UNROLLED for (int n = 0; n < COLS; n++) column[n] = w.template pair<V>(n * EACH, k);
+    if constexpr (ROUNDED<R>) UNROLLED for (int n = 0; n < COLS; n++) std::swap(column[n].first, column[n].second);
     constexpr int FIRST = ROUNDED<R> ? VL : 0;  // the odd ones come first: the order of pairs
-    unrolled<ROWS>([&](auto m) {
+    UNROLLED for (int m = 0; m < ROWS; m++) {
       V row = in_register(repeated<V>(x + m * size + k + FIRST));
-      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
-    });
-    unrolled<ROWS>([&](auto m) {
+      UNROLLED for (int n = 0; n < COLS; n++) multiply_add(sum[m * COLS + n], column[n].first, row);
+    }
+    UNROLLED for (int m = 0; m < ROWS; m++) {
       V row = in_register(repeated<V>(x + m * size + k + (VL - FIRST)));
-      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
-    });
+      UNROLLED for (int n = 0; n < COLS; n++) multiply_add(sum[m * COLS + n], column[n].second, row);
+    }
   }
 }
 
-// Number k of a prepared line, behind the last whole STEP.
+// What numbers behind the last whole STEP, from k on, add to sums of so many rows and columns.
 template <class R>
-inline float last(const float* line, int64_t k) {
-  if constexpr (PAIRED<R>) return widen(((const BFloat16*)line)[k]);
-  else return line[k];
+__attribute__((noinline)) void add_tail(const float* x, int64_t size, const R& w, int64_t k, float* found, int rows,
+                                        int columns) {
+  for (; k < w.K; k++)
+    for (int m = 0; m < rows; m++)
+      for (int n = 0; n < columns; n++) {
+        float number;
+        if constexpr (PAIRED<R>) number = widen(((const BFloat16*)(x + m * size))[k]);
+        else number = x[m * size + k];
+        found[m * columns + n] = __builtin_fmaf(number, w.tail(n, k), found[m * columns + n]);
+      }
 }
 
 // ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
-// ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
+// ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. Rows of results are `stride` apart.
 template <class R, class V, int ROWS, int COLS>
-__attribute__((noinline)) void block(const float* x, int64_t size, const R w, float* found) {
+__attribute__((noinline)) void block(const float* x, int64_t size, const R w, float* to, int64_t stride) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
   const int64_t K = w.K;
   // Into level 1; into level 2 where the rows of x need level 1 for themselves.
@@ -62,56 +75,80 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
     if (!at_once)
       for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
   };
+  float several[ROWS * ALL], *found = ROWS == 1 ? to : several;
   if constexpr (INTEGERS<R>) {
     multiply<V, ROWS, COLS>(x, size, w, found, fetch);
     float scale[ALL];
     for (int n = 0; n < ALL; n++) scale[n] = w.scale(n);
-    for (int m = 0; m < ROWS; m++) {
+    UNROLLED for (int m = 0; m < ROWS; m++) {
       const float own = x[m * size + integer_words(K)];
-      float line[ALL];
-      std::memcpy(line, found + m * ALL, sizeof line);
-      for (int n = 0; n < ALL; n++) line[n] = line[n] * own * scale[n];
-      std::memcpy(found + m * ALL, line, sizeof line);
+      UNROLLED for (int n = 0; n < ALL; n++) found[m * ALL + n] = found[m * ALL + n] * own * scale[n];
     }
   } else {
     V sum[ROWS * COLS];
-    unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
+    UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = V{};
     int64_t k = 0;
     for (; k + STEP <= K; k += STEP) {
       fetch();
       step<R, V, ROWS, COLS>(x, size, w, k, sum);
     }
     totals<ROWS * COLS>(sum, found);
-    for (; k < K; k++)
-      for (int m = 0; m < ROWS; m++)
-        for (int n = 0; n < ALL; n++)
-          found[m * ALL + n] = __builtin_fmaf(last<R>(x + m * size, k), w.tail(n, k), found[m * ALL + n]);
-    for (int m = 0; m < ROWS; m++)
-      for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
+    if (k < K) add_tail(x, size, w, k, found, ROWS, ALL);
+    UNROLLED for (int m = 0; m < ROWS; m++)
+      UNROLLED for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
   }
+  // Written out: a loop reads what several instructions have just written by one, whose guess of where it comes from is
+  // then wrong each time, and products of a few rows take up to twice as long.
+  if (ROWS > 1)
+    UNROLLED for (int m = 0; m < ROWS; m++) std::memcpy(to + m * stride, found + m * ALL, sizeof(float) * ALL);
 }
 
-// `block` for a number of rows that is not known before. Here alone are all of them made.
-template <class R, class V, int COLS>
-__attribute__((noinline)) void block_of(int rows, const float* x, int64_t size, const R& w, float* found) {
-  unrolled<MOST_ROWS<R, V, COLS>>([&](auto less) {
-    if (rows == less + 1) block<R, V, less + 1, COLS>(x, size, w, found);
+// `block` for numbers of rows from 1 on.
+template <class R, class V, int COLS, int... LESS>
+constexpr auto blocks(std::integer_sequence<int, LESS...>) {
+  return std::array{&block<R, V, LESS + 1, COLS>...};
+}
+
+// The first block of so many rows: as few blocks as can be, and no small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
+// 8 is 4 + 4.
+constexpr int64_t first_of(int64_t rows, int64_t most) {
+  const int64_t blocks = (rows + most - 1) / most;
+  return rows >= 2 * most - 1 ? most : (rows + blocks - 1) / blocks;
+}
+
+// Results n and on of M rows of x, which lie `size` float32 apart, with COLS columns of V at a time, as many as there are
+// below `end`. -> the next n
+template <class V, int COLS, class R>
+int64_t columns(const float* x, int64_t size, const R& w, int64_t M, int64_t n, int64_t end, float* to, int64_t stride) {
+  constexpr int ALL = COLS * sizeof(V) / sizeof(Vec), MOST = MOST_ROWS<R, V, COLS>;
+  static constexpr auto of_rows = blocks<R, V, COLS>(std::make_integer_sequence<int, MOST>{});
+  int64_t rows[2 * FEW], count = 0;  // of each block
+  for (int64_t m = 0; m < M && n + ALL <= end; m += rows[count++]) rows[count] = first_of(M - m, MOST);
+  for (; n + ALL <= end; n += ALL, to += ALL)
+    for (int64_t i = 0, m = 0; i < count; m += rows[i++])
+      of_rows[rows[i] - 1](x + m * size, size, w.from(n), to + m * stride, stride);
+  return n;
+}
+
+// Of few rows of x none is read twice from afar; of many, a block stays close while all of these weights go by.
+void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
+             int64_t stride) {
+  const int64_t size = prepared(weight.format, K);
+  const Flushed flushed(weight.format == BFLOAT16);
+  in_format(weight, K, [&](const auto& w) {
+    typedef std::decay_t<decltype(w)> R;
+    for (int64_t m = 0, rows; m < M; m += rows) {
+      rows = M > 2 * FEW ? first_of(M - m, MOST_ROWS<R, Wide, 2>) : M;
+      int64_t n = begin;
+      auto some = [&](auto columns) {
+        n = columns(x + m * size, size, w, rows, n, end, to + m * stride + n - begin, stride);
+      };
+      // One row takes more columns at once: what a block costs beside its sums is as much as these.
+      if (INTEGERS<R> && M == 1) some(columns<Wide, INTEGERS<R> ? 4 : 2, R>);
+      some(columns<Wide, 2, R>);
+      some(columns<Vec, 1, R>);
+    }
   });
 }
-
-#define OF_ROWS(V, COLS, ...) \
-  template void block_of<__VA_ARGS__, V, COLS>(int, const float*, int64_t, const __VA_ARGS__&, float*);
-#define FOR_ROWS(...) OF_ROWS(Wide, 2, __VA_ARGS__) OF_ROWS(Vec, 1, __VA_ARGS__)
-#define FOR_INTEGERS(...) FOR_ROWS(__VA_ARGS__) OF_ROWS(Wide, 4, __VA_ARGS__)
-
-FOR_ROWS(Plain<float>)
-FOR_ROWS(Plain<BFloat16>)
-FOR_ROWS(Plain<Float16>)
-FOR_INTEGERS(Int8)
-FOR_ROWS(Floats8<Float8E4M3>)
-FOR_ROWS(Floats8<Float8E5M2>)
-FOR_INTEGERS(Blocked<BlockQ8_0>)
-FOR_INTEGERS(Blocked<BlockQ4_0>)
-FOR_INTEGERS(Blocked<BlockQ4_1>)
 
 }  // namespace paceline

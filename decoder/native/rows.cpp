@@ -8,9 +8,7 @@ using namespace paceline;
 template <class Body>
 static void each(int64_t rows, int64_t width, Body body) {
   constexpr int64_t MANY = 1 << 16;
-  Team::run(rows * width > MANY, [&](const Team::Member& me) {
-    for (int64_t row = rows * me.number / me.threads; row < rows * (me.number + 1) / me.threads; row++) body(row);
-  });
+  each_row(rows * width > MANY, rows, body);
 }
 
 // Eight numbers of a row from `k` on, those behind its end as zeros.
@@ -54,19 +52,11 @@ static void norm(const float* x, const W* w, const W* bias, float* to, int64_t K
   }
 }
 
-template <class Body>
-static void typed(int64_t dtype, Body body) {
-  if (dtype == 0) body((float*)nullptr);
-  else if (dtype == 1) body((BFloat16*)nullptr);
-  else body((Float16*)nullptr);
-}
-
 // x and out [rows, K], weight and bias [K] of a dtype; bias may be null.
 extern "C" void paceline_norm(const float* x, const void* weight, const void* bias, float* out, int64_t rows, int64_t K,
                               float eps, int64_t kind, int64_t dtype) {
-  typed(dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> W;
-    each(rows, K, [&](int64_t row) { norm(x + row * K, (const W*)weight, (const W*)bias, out + row * K, K, eps, kind); });
+  Numbers{weight, dtype}.typed([&](auto* w) {
+    each(rows, K, [&](int64_t row) { norm(x + row * K, w, (decltype(w))bias, out + row * K, K, eps, kind); });
   });
 }
 
@@ -99,11 +89,9 @@ extern "C" void paceline_activate(const float* x, float* out, int64_t rows, int6
 // Rows of a table [n, K] of a dtype, ids [rows]; out [rows, K]
 extern "C" void paceline_embed(const void* table, const int32_t* ids, float* out, int64_t rows, int64_t K,
                                int64_t dtype) {
-  typed(dtype, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> W;
+  Numbers{table, dtype}.typed([&](auto* numbers) {
     each(rows, K, [&](int64_t row) {
-      const W* from = (const W*)table + ids[row] * K;
-      for (int64_t k = 0; k < K; k += VL) put(out + row * K, k, K, weights(from, k, K));
+      for (int64_t k = 0; k < K; k += VL) put(out + row * K, k, K, weights(numbers + ids[row] * K, k, K));
     });
   });
 }

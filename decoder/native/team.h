@@ -1,11 +1,10 @@
-// A team of threads that does a piece of work together, in place of OpenMP's. GNU's library waits at a barrier by spinning
-// for milliseconds, also while the thread that it waits for is not running because another program has its core; two
-// programs with two threads each on two cores so slow each other twenty times. Here a thread that has waited for longer
-// than threads need that all run lets others have its core between two looks. Where nobody wants the core that costs
-// nothing, and no thread has to be woken when there is work again, which takes longer than many a piece of work.
+// A team of threads that does a piece of work together, in place of OpenMP's. A piece of work is a few loops, one after the
+// other, each cut into pieces that any thread may do: a row of a result is the same whoever computes it.
 //
-// Threads that never sleep look busy to Linux wherever they are, and two of them that came to share a core may share it
-// for long beside an idle one. So a thread that waits for one that was seen on its own core goes to another core.
+// The thread that asks for work never waits for a thread, only for a piece that another thread has begun. Helpers take
+// pieces while they run; what one of them has not begun, because another program has its core, the others do. OpenMP's
+// threads and those of most programs meet at a barrier behind every loop: two programs with two threads each on two cores
+// then slow each other twenty times, since the thread that has its core waits for the one that has not.
 //
 // Every thread that asks for work has a team of its own, which ends with it. How many threads take part is OpenMP's
 // setting for the thread that asks, so that PyTorch's functions and variables for it hold here too.
@@ -15,13 +14,15 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <thread>
 #include <vector>
+
+extern "C" int omp_get_max_threads();
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -34,35 +35,30 @@ inline void rest() {
 #endif
 }
 
+// body(begin, end, first) for pieces that cover the numbers below `count` once, of `unit` numbers or a multiple of it.
+// first: it is this thread's first piece of the loop.
+template <class Body>
+struct Loop {
+  int64_t count;
+  Body body;
+  int64_t unit = 1;
+};
+template <class Body>
+Loop(int64_t, Body) -> Loop<Body>;
+template <class Body>
+Loop(int64_t, Body, int64_t) -> Loop<Body>;
+
 class Team {
  public:
-  // One thread's part in a piece of work.
-  struct Member {
-    Team* team;
-    int number, threads;
-
-    // All threads that take part wait here for each other.
-    void barrier() const {
-      if (threads == 1) return;
-      team->seen_on(number);
-      const uint32_t phase = team->phase_.load(std::memory_order_relaxed);
-      if (team->arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads) {
-        await(
-            [&] { return team->phase_.load(std::memory_order_acquire) != phase; },
-            [&] { team->part(number, threads); });
-      } else {
-        team->arrived_.store(0, std::memory_order_relaxed);
-        team->phase_.store(phase + 1, std::memory_order_release);
-      }
-    }
-  };
-
-  // Runs body(member) on every thread of the team, if the work is worth that; otherwise on this thread alone.
-  template <class Body>
-  static void run(bool worth, const Body& body) {
+  // Runs loops one after the other, on every thread of the team that is there, if the work is worth that; otherwise on
+  // this thread alone.
+  template <class... Bodies>
+  static void run(bool worth, const Loop<Bodies>&... loops) {
+    static_assert(sizeof...(loops) <= LOOPS);
     const int threads = worth ? most() : 1;
-    if (threads == 1) return body(Member{nullptr, 0, 1});
-    own().together(threads, &body, [](const void* work, const Member& me) { (*(const Body*)work)(me); });
+    if (threads == 1) return (all(loops), ...);
+    const Part parts[] = {part(loops, threads)...};
+    own().together(threads, parts, sizeof...(loops));
   }
 
   // How many threads this one may use.
@@ -71,6 +67,7 @@ class Team {
 
   ~Team() {
     announce(LAST);
+    resting_.notify_all();
     for (std::thread& worker : workers_) worker.join();
   }
 
@@ -78,11 +75,35 @@ class Team {
   Team() = default;
 
   typedef std::chrono::steady_clock Clock;
-  typedef void (*Work)(const void*, const Member&);
+  static constexpr int LOOPS = 5;  // of a piece of work, at most
+  static constexpr int PIECES = 4;  // for each thread: fine enough to help out, coarse enough to read weights in a stream
   static constexpr uint64_t LAST = 0;  // there is no more work
-  static constexpr std::chrono::microseconds SPIN{50};  // a barrier of threads that all run takes less
+  static constexpr std::chrono::microseconds SPIN{50};  // between two loops of threads that all run is less
+  static constexpr std::chrono::microseconds LATE{200};  // threads that all run end a loop together, give or take less
   static constexpr std::chrono::milliseconds AWAKE{5};  // what the host does between two graphs takes less
-  static constexpr std::chrono::milliseconds STAY{10};  // on a core, at least: others may have the one that is left
+  static constexpr std::chrono::milliseconds WAKING{1};  // from one call of threads that sleep to the next, at least
+  static constexpr std::chrono::milliseconds REST{10}, LONGEST_REST{160};  // of a helper that was waited for
+
+  // A loop, with the type of its body forgotten.
+  struct Part {
+    void (*run)(const void* loop, int64_t piece, int64_t pieces, bool first);
+    const void* loop;
+    int64_t pieces;
+  };
+  template <class Body>
+  static void all(const Loop<Body>& loop) {
+    if (loop.count > 0) loop.body(0, loop.count, true);
+  }
+  template <class Body>
+  static Part part(const Loop<Body>& loop, int threads) {
+    const auto run = [](const void* one, int64_t piece, int64_t pieces, bool first) {
+      const Loop<Body>& loop = *(const Loop<Body>*)one;
+      const int64_t units = (loop.count + loop.unit - 1) / loop.unit;
+      const int64_t begin = units * piece / pieces * loop.unit, end = units * (piece + 1) / pieces * loop.unit;
+      loop.body(begin, std::min(end, loop.count), first);
+    };
+    return {run, &loop, std::min<int64_t>((loop.count + loop.unit - 1) / loop.unit, threads * PIECES)};
+  }
 
   // The team of a thread. A process that was forked has none of the threads of the one before: it makes a new team, and
   // leaves the old one as it is, which would wait for them at its end.
@@ -105,75 +126,142 @@ class Team {
     return *owner.team;
   }
 
-  // Waits until done(), but no longer than `most`. Whether it is done. `late` is called where threads that all run would
-  // have come.
-  template <class Done, class Late>
-  static bool await(Done done, Late late, Clock::duration most = Clock::duration::max()) {
+  // Looks until done(), but no longer than `most`. Whether it is done.
+  template <class Done>
+  static bool spin(Done done, Clock::duration most) {
     if (done()) return true;
     const Clock::time_point begin = Clock::now();
-    for (Clock::duration waited{}; waited < most; waited = Clock::now() - begin) {
-      if (waited > SPIN) late(), sched_yield();
+    do {
       for (int look = 0; look < 16; look++, rest())
         if (done()) return true;
+    } while (Clock::now() - begin < most);
+    return false;
+  }
+
+  // The same of a thread that lets others have its core between two looks, and gives up when one of them takes it.
+  template <class Done>
+  static bool look(Done done, Clock::duration most) {
+    if (spin(done, SPIN)) return true;
+    const Clock::time_point begin = Clock::now();
+    for (Clock::time_point before = begin, now; before - begin < most; before = now) {
+      sched_yield();
+      if (spin(done, Clock::duration{})) return true;
+      now = Clock::now();
+      if (now - before > LATE) return false;
     }
     return false;
   }
 
-  void together(int threads, const void* body, Work work) {
-    const uint64_t before = call_.load(std::memory_order_relaxed);
+  // ------------------------------------------------------------------------------------------------- who does what --
+
+  // Numbers that every piece of work sets anew carry its name, so that a helper which comes late, when there is another
+  // one, finds nothing to take and has touched nothing.
+  static constexpr int NAMED = 24;  // bits below the name
+  static constexpr int HALF = NAMED / 2;
+  static_assert(MOST * PIECES < 1 << HALF);
+  static uint64_t name(uint64_t word) { return word >> NAMED; }
+  static bool over(uint64_t left, uint64_t work) { return name(left) != work || !(left & ((1 << NAMED) - 1)); }
+
+  // Pieces of a loop that are kept for a thread, which takes its own before it helps others, so that it has the same ones
+  // every time: up to `end`, from `next` on.
+  struct alignas(64) Kept {
+    std::atomic<uint64_t> range[LOOPS];  // name, end, next
+  };
+
+  // Does pieces of loop l until all are taken. -> how many
+  int take(int l, int number, int threads, uint64_t work) {
+    int did = 0;
+    for (int i = 0; i < threads; i++) {
+      std::atomic<uint64_t>& range = kept_[(number + i) % threads].range[l];
+      uint64_t now = range.load(std::memory_order_acquire);
+      while (name(now) == work) {
+        const int64_t next = now & ((1 << HALF) - 1), end = now >> HALF & ((1 << HALF) - 1);
+        if (next == end) break;
+        if (!range.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
+        // From here on until `left_` says so, the one that asked waits for this thread.
+        const Part& part = parts_[l];
+        part.run(part.loop, next, part.pieces, did++ == 0);
+        now = range.load(std::memory_order_acquire);
+      }
+    }
+    return did;
+  }
+
+  void together(int threads, const Part* parts, int loops) {
+    const uint64_t before = call_.load(std::memory_order_relaxed), work = name(before) + 1;
     while ((int)workers_.size() < threads - 1)
       workers_.emplace_back(&Team::serve, this, (int)workers_.size() + 1, before);
-    body_ = body, work_ = work;
-    finished_.store(0, std::memory_order_relaxed);
-    announce(((before >> COUNTED) + 1) << COUNTED | threads);
-    seen_on(0);
-    work(body, Member{this, 0, threads});
-    await([&] { return finished_.load(std::memory_order_acquire) == threads - 1; }, [&] { part(0, threads); });
-  }
-
-#ifdef __linux__
-  // Notes on which core a thread is.
-  void seen_on(int number) { cores_[number].store(sched_getcpu(), std::memory_order_relaxed); }
-
-  // Leaves the core of this thread, if another thread of the work was seen there. It may come back.
-  void part(int number, int threads) {
-    static thread_local Clock::time_point parted{};
-    const int here = sched_getcpu();
-    bool shared = false;
-    for (int other = 0; other < threads; other++)
-      shared |= other != number && cores_[other].load(std::memory_order_relaxed) == here;
-    if (!shared || Clock::now() - parted < STAY) return;
-    parted = Clock::now();
-    cpu_set_t may;
-    if (sched_getaffinity(0, sizeof may, &may) || CPU_COUNT(&may) < 2 || !CPU_ISSET(here, &may)) return;
-    cpu_set_t elsewhere = may;
-    CPU_CLR(here, &elsewhere);
-    if (sched_setaffinity(0, sizeof elsewhere, &elsewhere)) return;
-    if (sched_setaffinity(0, sizeof may, &may)) {  // the process has other cores by now: any of those
-      std::memset(&may, 0xff, sizeof may);
-      sched_setaffinity(0, sizeof may, &may);
+    for (int l = 0; l < loops; l++) {
+      parts_[l] = parts[l];
+      const int64_t pieces = parts[l].pieces;
+      for (int64_t i = 0; i < threads; i++)
+        kept_[i].range[l].store(
+            work << NAMED | (uint64_t)(pieces * (i + 1) / threads) << HALF | (uint64_t)(pieces * i / threads),
+            std::memory_order_relaxed);
+      left_[l].store(work << NAMED | (uint64_t)pieces, std::memory_order_relaxed);
     }
-    seen_on(number);
+    announce(work << NAMED | (uint64_t)loops << HALF | (uint64_t)threads);
+    for (int l = 0; l < loops; l++) {
+      const Clock::time_point begin = Clock::now();
+      const int did = take(l, 0, threads, work);
+      if (left_[l].fetch_sub(did) - did != work << NAMED) wait(l, work, Clock::now() - begin);
+    }
   }
-  std::atomic<int> cores_[MOST] = {};
-#else
-  void seen_on(int) {}
-  void part(int, int) {}
-#endif
 
-  // Tells the threads what there is to do, also those that sleep: they count themselves before they look a last time.
+  // Waits until a loop is done, of which this thread has done pieces for some time.
+  void wait(int l, uint64_t work, Clock::duration time) {
+    const auto done = [&] { return over(left_[l].load(), work); };
+    const Clock::time_point late = Clock::now() + LATE + 2 * time;
+    if (spin(done, LATE)) return;
+    std::unique_lock<std::mutex> guard(mutex_);
+    waits_ = true;
+    if (!done_.wait_until(guard, late, done)) {
+      late_ = work << NAMED | (uint64_t)l;
+      done_.wait(guard, done);
+    }
+    waits_ = false;
+  }
+
+  // -> whether it was waited for too long
+  bool help(int number, uint64_t call) {
+    const int loops = call >> HALF & ((1 << HALF) - 1), threads = call & ((1 << HALF) - 1);
+    const uint64_t work = name(call);
+    if (number >= threads) return false;
+    for (int l = 0; l < loops; l++) {
+      if (const int did = take(l, number, threads, work)) {
+        if (left_[l].fetch_sub(did) - did == work << NAMED && waits_) {
+          const std::lock_guard<std::mutex> guard(mutex_);
+          done_.notify_one();
+        }
+        if (late_ == (work << NAMED | (uint64_t)l)) return true;
+      }
+      if (l + 1 == loops || !look([&] { return over(left_[l].load(std::memory_order_acquire), work); }, AWAKE)) break;
+      if (call_.load(std::memory_order_relaxed) != call) break;
+    }
+    return false;
+  }
+
+  // ------------------------------------------------------------------------------------------------------- helpers --
+
+  // Tells the threads what there is to do, and now and then also those that sleep: they count themselves before they look
+  // a last time. A thread that is woken starts where Linux finds an idle core.
   void announce(uint64_t call) {
     call_.store(call);
     if (!asleep_.load()) return;
+    const Clock::time_point now = Clock::now();
+    if (call != LAST && now - woke_ < WAKING) return;
+    woke_ = now;
     const std::lock_guard<std::mutex> guard(mutex_);
     called_.notify_all();
   }
 
   // What thread `number` does until the team ends; `seen` is the call before its first.
   void serve(int number, uint64_t seen) {
+    Clock::duration pause = REST;
+    Clock::time_point rested{};
     const auto called = [&] { return call_.load() != seen; };
     while (true) {
-      if (!await(called, [] {}, AWAKE)) {
+      if (!look(called, AWAKE)) {
         std::unique_lock<std::mutex> guard(mutex_);
         asleep_++;
         called_.wait(guard, called);
@@ -181,26 +269,35 @@ class Team {
       }
       seen = call_.load();
       if (seen == LAST) return;
-      const int threads = seen & ((1 << COUNTED) - 1);
-      if (number >= threads) continue;
-      seen_on(number);
-      work_(body_, Member{this, number, threads});
-      finished_.fetch_add(1, std::memory_order_release);
+      if (!help(number, seen)) continue;
+      // Another program wants its core. It would be waited for again and again.
+      pause = Clock::now() - rested < 4 * pause ? std::min<Clock::duration>(2 * pause, LONGEST_REST) : REST;
+      std::unique_lock<std::mutex> guard(mutex_);
+      resting_.wait_for(guard, pause, [&] { return call_.load() == LAST; });
+      rested = Clock::now();
     }
   }
 
-  // A number that grows and, in the lowest bits, how many threads take part: whoever does not may see a call late, when
-  // the next one has changed all else.
-  static constexpr int COUNTED = 16;
-  alignas(64) std::atomic<uint64_t> call_{1 << COUNTED};
-  const void* body_ = nullptr;
-  Work work_ = nullptr;
-  alignas(64) std::atomic<int> arrived_{0}, finished_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
-  std::atomic<int> asleep_{0};
+  // The name of the work, how many loops it has, and how many threads take part.
+  alignas(64) std::atomic<uint64_t> call_{1ull << NAMED};
+  Part parts_[LOOPS] = {};
+  Clock::time_point woke_{};
+  alignas(64) std::atomic<uint64_t> left_[LOOPS] = {};  // name, pieces of a loop that are not done
+  Kept kept_[MOST] = {};
+  alignas(64) std::atomic<int> asleep_{0};
+  std::atomic<bool> waits_{false};    // the one that asked sleeps
+  std::atomic<uint64_t> late_{LAST};  // the work and the loop that was last waited for too long
   std::mutex mutex_;
-  std::condition_variable called_;
+  std::condition_variable called_, done_, resting_;
   std::vector<std::thread> workers_;
 };
+
+// body(row) for all of so many rows.
+template <class Body>
+void each_row(bool worth, int64_t rows, const Body& body) {
+  Team::run(worth, Loop{rows, [&](int64_t begin, int64_t end, bool) {
+    for (int64_t row = begin; row < end; row++) body(row);
+  }});
+}
 
 }  // namespace paceline

@@ -13,7 +13,7 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-constexpr int VL = 8;  // lanes of a vector; fixed, so that every machine sums in the same order
+constexpr int64_t VL = 8;  // lanes of a vector; fixed, so that every machine sums in the same order
 typedef float Vec __attribute__((vector_size(VL * 4)));
 typedef int32_t VecI __attribute__((vector_size(VL * 4)));
 typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
@@ -182,16 +182,9 @@ inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vec
 #endif
   return v;
 }
-// body(0), body(1), ... body(N - 1), each written out with its number as a constant: what an array holds then lies in
-// registers, which compilers do not see through nested loops.
-template <class Body, int... I>
-inline __attribute__((always_inline)) void unrolled(Body body, std::integer_sequence<int, I...>) {
-  (body(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class Body>
-inline __attribute__((always_inline)) void unrolled(Body body) {
-  unrolled(body, std::make_integer_sequence<int, N>{});
-}
+// Before a loop whose length is known: it is written out, so that what an array holds lies in registers.
+#define UNROLLED _Pragma("GCC unroll 64")
+
 inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // ------------------------------------------------------------------------------------------------------ wide registers --
@@ -225,8 +218,8 @@ V beside(Vec a, Vec b);
 // found[i] = the total of vector i of these sums
 template <int N>
 inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) {
-  unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 4 * i); });
-  unrolled<N % 4>([&](auto i) { found[N / 4 * 4 + i] = total(sum[N / 4 * 4 + i]); });
+  UNROLLED for (int i = 0; i + 4 <= N; i += 4) totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + i);
+  UNROLLED for (int i = N / 4 * 4; i < N; i++) found[i] = total(sum[i]);
 }
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
@@ -260,12 +253,11 @@ inline void totals(Wide a, Wide b, Wide c, Wide d, float* to) {  // each as `tot
 }
 template <int N>
 inline __attribute__((always_inline)) void totals(const Wide* sum, float* found) {
-  unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 8 * i); });
-  unrolled<N % 4>([&](auto i) {
-    const __m512 last = (__m512)sum[N / 4 * 4 + i];
-    found[N / 4 * 8 + 2 * i] = total((Vec)_mm512_castps512_ps256(last));
-    found[N / 4 * 8 + 2 * i + 1] = total((Vec)_mm512_extractf32x8_ps(last, 1));
-  });
+  UNROLLED for (int i = 0; i + 4 <= N; i += 4) totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + 2 * i);
+  UNROLLED for (int i = N / 4 * 4; i < N; i++) {
+    found[2 * i] = total((Vec)_mm512_castps512_ps256((__m512)sum[i]));
+    found[2 * i + 1] = total((Vec)_mm512_extractf32x8_ps((__m512)sum[i], 1));
+  }
 }
 #endif
 

@@ -54,11 +54,9 @@ def _machine() -> Iterator[Line]:
     yield Line("machine", "good", system)
     yield Line("torch", "good", torch.__version__)
     try:
-        build.require_compiler()
+        yield Line("native", "good", build.origin())
     except PacelineError as error:
         yield Line("native", "bad", str(error))
-    else:
-        yield Line("native", "good", f"C++ compiler {environment.compiler()}")
     try:
         yield Line("xla", "good", f"torch_xla {metadata.version('torch-xla')}")
     except metadata.PackageNotFoundError:

@@ -16,7 +16,6 @@ from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.native import build
 from tests.decoder.tiny import Workshop, fresh
 
 FACTS: dict[str, object] = {"kind": "test", "shape": [1, 2]}
@@ -208,18 +207,3 @@ def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypat
     ask("good")
     decoder.save("graphs")
     assert saved == [GraphKey("good")]
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho 'the reason' >&2\nexit 3\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(BackendError, match="the reason"):
-        cache.ensure(tmp_path / "cache", build.library_facts(), build._build)
-    assert cache.find(tmp_path / "cache", build.library_facts()) is None
-
-
-def test_the_library_depends_on_its_source_its_flags_and_the_machine() -> None:
-    facts = build.library_facts()
-    assert {"source", "flags", "cpu", "machine", "torch"} <= facts.keys()

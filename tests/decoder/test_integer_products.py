@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
+from tests.decoder.other_kernels import kernels
 
 FORMATS = [WeightFormat.INT8, WeightFormat.INT8_PER_TENSOR, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
 SHAPES = [(32, 5), (64, 3), (96, 6), (288, 9), (1056, 4)]
@@ -159,11 +159,7 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }[request.param]
     if build.library().paceline_integer_sums() <= left:
         pytest.skip("this processor has none of these instructions")
-    folder: Path = tmp_path_factory.mktemp("other")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0", *flags))
-        build._build(folder)
-    library = ctypes.CDLL(str(folder / "kernels.so"))
+    library = kernels(tmp_path_factory.mktemp("other"), *flags)
     assert library.paceline_integer_sums() == left
 
     def product(x: Tensor, stored: QuantizedTensor) -> Tensor:

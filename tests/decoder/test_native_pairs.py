@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
+from tests.decoder.other_kernels import kernels
 
 SHAPES = [(1, 3), (15, 2), (16, 5), (17, 4), (31, 7), (33, 9), (96, 6), (101, 5)]
 """K and N: below a pair's step of sixteen, whole steps, and odd remainders."""
@@ -77,11 +77,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tenso
     """The product by kernels that are built as if there were no instruction for pairs."""
     if not build.library().paceline_pairs():
         pytest.skip("this processor has no instruction for pairs")
-    folder: Path = tmp_path_factory.mktemp("by_hand")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0", "-mno-avx512bf16"))
-        build._build(folder)
-    library = ctypes.CDLL(str(folder / "kernels.so"))
+    library = kernels(tmp_path_factory.mktemp("by_hand"), "-mno-avx512bf16")
     assert not library.paceline_pairs() and library.paceline_abreast() == build.library().paceline_abreast()
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from paceline.decoder.native import build
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import quantize
+from tests.decoder.other_kernels import kernels
 
 pytestmark = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this machine has no wide registers"
@@ -21,12 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, built as if there were no wide registers, and as fast as they can be built."""
-    folder: Path = tmp_path_factory.mktemp("narrow")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0", "-mno-avx512f"))
-        build._build(folder)
-    made = ctypes.CDLL(str(folder / "kernels.so"))
+    """The kernels, built as if there were no wide registers."""
+    made = kernels(tmp_path_factory.mktemp("narrow"), "-mno-avx512f")
     assert (made.paceline_abreast(), build.library().paceline_abreast()) == (1, 2)
     return made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -60,6 +62,100 @@ for _ in range(20):
     assert {frozenset(os.sched_getaffinity(task)) for task in tasks} == {frozenset(cores)}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+WORKING = """
+import sys
+from tests.decoder.test_team import layer
+expected = layer(3)
+print(flush=True)
+sys.stdin.readline()
+for _ in range(200):
+    assert layer(3).equal(expected)
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+class Held:
+    """A process that waits for a line, computes with a team of three, says a line, and waits for another.
+
+    A debugger can stop its helpers, as if other programs had their cores, and for as long as a test wants.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.process, self.input, self.output = process, process.stdin, process.stdout
+        self._ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+        self._ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        assert self.output.readline() == "\n"
+        threads = (int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir())
+        self.helpers = [thread for thread in threads if thread != process.pid]
+        for thread in self.helpers:
+            if self._call("SEIZE", thread):
+                process.kill()
+                pytest.skip(f"no debugger may look at this process's children: {os.strerror(ctypes.get_errno())}")
+
+    def _call(self, name: str, thread: int) -> int:
+        number = {"CONT": 7, "SEIZE": 0x4206, "INTERRUPT": 0x4207}[name]
+        failed: int = self._ptrace(number, thread, None, None)
+        return failed
+
+    def stop(self, thread: int) -> None:
+        assert not self._call("INTERRUPT", thread)
+        os.waitpid(thread, _ALL)
+
+    def go_on(self, thread: int) -> None:
+        assert not self._call("CONT", thread)
+
+    def start(self) -> None:
+        self.input.write("\n")
+        self.input.flush()
+
+    def says(self, seconds: float) -> bool:
+        """Whether it says something within that time."""
+        return bool(select.select([self.output], [], [], seconds)[0])
+
+    def end(self) -> None:
+        self.process.kill()
+        for thread in self.helpers:
+            os.waitpid(thread, _ALL)
+
+
+_ALL = 0x40000000  # __WALL: of threads, too
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("ptrace is Linux's")
+    command, root = [sys.executable, "-c", WORKING], Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        held = Held(process)
+        try:
+            yield held
+        finally:
+            held.end()
+
+
+def test_nobody_waits_for_helpers_that_do_not_run(held: Held) -> None:
+    assert len(held.helpers) >= 2
+    for thread in held.helpers:
+        held.stop(thread)
+    held.start()
+    assert held.says(120), "it waits for helpers"
+    assert held.output.readline() == "\n", "the bits are those of a whole team"
+
+
+def test_what_a_helper_has_begun_is_waited_for(held: Held) -> None:
+    """Helpers stop anywhere, for a moment, and go on."""
+    held.start()
+    while not held.says(0.002):
+        for thread in held.helpers:
+            held.stop(thread)
+            select.select([], [], [], 0.002)
+            held.go_on(thread)
+    assert held.output.readline() == "\n", "the bits are those of a whole team"
 
 
 def test_callers_have_teams_of_their_own() -> None:

@@ -1,0 +1,158 @@
+"""What the native libraries consist of, which processors a prebuilt one is for, and a C++ compiler run on them.
+
+Not here: where libraries lie and how they are loaded (`paceline.decoder.native.build`). ``setup.py`` uses this too,
+where there is no PyTorch: nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.core.errors import BackendError
+
+HERE = Path(__file__).parent
+PREBUILT = HERE / "prebuilt"
+"""What came with the package: kernels-PROCESSOR.so, and program-VERSION_OF_TORCH.so. Not there in a checkout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Library:
+    """A shared library.
+
+    sources  its files, and about how many seconds of a core each takes to compile
+    headers  which of ours they include
+    flags    of the compiler
+    link     of the linker
+    """
+
+    name: str
+    sources: Mapping[str, float]
+    headers: str
+    flags: tuple[str, ...]
+    link: tuple[str, ...] = ()
+
+    def source_hash(self) -> str:
+        """Of everything it is compiled from, but for other people's headers."""
+        files = [*sorted(HERE.glob(self.headers) if self.headers else []), *(HERE / name for name in self.sources)]
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+    def with_flags(self, *flags: str) -> Library:
+        """The same, compiled with these too."""
+        return replace(self, flags=(*self.flags, *flags))
+
+
+# -ffp-contract=off: noise must equal its PyTorch form bit for bit; fused multiply-adds are asked for by name. With -O2,
+# attention takes a twentieth longer, and the choice of a token twice as long.
+KERNELS = Library(
+    "kernels",
+    {"attention.cpp": 8, "products.cpp": 6, "kernels.cpp": 5, "rows.cpp": 2},
+    "*.h",
+    ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC"),
+)
+
+
+def program(torch: Path) -> Library:
+    """What runs recorded steps, with PyTorch's headers from its folder ``torch``; its libraries are loaded already.
+
+    They ask for C++20, and say which functions OpenMP's are. Its library has those, too.
+    """
+    flags = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(torch / "include"))
+    return Library("program", {"program.cpp": 12}, "", flags, ("-L", str(torch / "lib"), "-ltorch_cpu", "-lc10"))
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A kind of processor that prebuilt kernels are for. ``needs``: flags of Linux's /proc/cpuinfo."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave", "popcnt", "sse4_2", "ssse3"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+PROCESSORS = (
+    Processor(
+        "x86-64-v4-bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        _V4 | {"avx512_bf16", "avx512_vnni"},
+    ),
+    Processor("x86-64-v4", ("-march=x86-64-v4",), _V4),
+    Processor("x86-64-v3", ("-march=x86-64-v3",), _V3),
+)
+"""The fastest first. All give the same bits: see integers.h, pairs.h and vectors.h."""
+
+
+def fitting(flags: frozenset[str]) -> list[Processor]:
+    """Those whose kernels a processor with these flags can run, the fastest first."""
+    return [one for one in PROCESSORS if one.needs <= flags]
+
+
+def cpu_flags() -> frozenset[str]:
+    """What this machine's processor can do; nothing where Linux does not say."""
+    info = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not info.is_file():
+        return frozenset()
+    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def compile_libraries(
+    libraries: Mapping[Path, Library], compiler: str, cores: int, report: Callable[[int, float], None]
+) -> None:
+    """Compile every library into its path, all files side by side; what takes longest comes first.
+
+    ``report``: called after each file with how many are done, and their share of the work.
+
+    Raises:
+        BackendError: the compiler failed or was killed.
+    """
+    files = [(path, library, name) for path, library in libraries.items() for name in library.sources]
+    files.sort(key=lambda file: -file[1].sources[file[2]])
+    total, done = sum(library.sources[name] for _, library, name in files), 0.0
+    with ThreadPoolExecutor(cores) as pool:
+        running = {
+            pool.submit(
+                _run, [compiler, *library.flags, "-c", str(HERE / name), "-o", str(_object(path, name))], name
+            ): library.sources[name]
+            for path, library, name in files
+        }
+        try:
+            for count, future in enumerate(as_completed(running), 1):
+                future.result()
+                done += running[future]
+                report(count, done / total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    for path, library in libraries.items():
+        objects = [_object(path, name) for name in library.sources]
+        _run([compiler, "-shared", *map(str, objects), "-o", str(path), *library.link], path.name)
+        for one in objects:
+            one.unlink()
+
+
+def _object(path: Path, name: str) -> Path:
+    return path.with_name(f"{path.stem}.{Path(name).stem}.o")
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    """Run a compiler.
+
+    Raises:
+        BackendError: it failed or was killed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        ended = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
+        raise BackendError(
+            f"building {what} failed: {command[0]} {ended}; see what it says below, free memory if there was none left "
+            "(0.6 GB a file), set CXX to another compiler, or use backend='eager'\n"
+            f"{' '.join(command)}\n{done.stderr[-2000:]}"
+        )

@@ -1,0 +1,203 @@
+"""Where the native libraries come from: with the package, from the cache, or built, whatever is wrong with these."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from paceline.core.errors import BackendError, StorageError
+from paceline.decoder import environment
+from paceline.decoder.compile import cache
+from paceline.decoder.native import build, compiler
+from paceline.decoder.native.compiler import Library
+from tests.full_disk import full_disk
+
+V3 = frozenset(
+    {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave", "popcnt", "sse4_2", "ssse3", "sse2"}
+)
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """A library of one function, and a cold cache."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "tiny.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    return Library("tiny", {str(source): 1.0}, "", ("-fPIC",))
+
+
+def answer(library: Library, *ready: Path) -> int:
+    loaded: int = build.load([(library, ready)])[0].answer()
+    return loaded
+
+
+def cached() -> list[Path]:
+    return list((environment.cache_root() / "native").glob("*/tiny.so"))
+
+
+def stub(folder: Path, script: str) -> str:
+    """A compiler that does this."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------- with the package --
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (frozenset({"sse2", "avx", "fpu"}), []),
+        (V3, ["x86-64-v3"]),
+        (V3 | {"avx512f", "avx512_bf16"}, ["x86-64-v3"]),  # AVX-512 without all of it
+        (V4, ["x86-64-v4", "x86-64-v3"]),
+        (V4 | {"avx512_vnni"}, ["x86-64-v4", "x86-64-v3"]),
+        (V4 | {"avx512_bf16", "avx512_vnni", "amx_tile"}, ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]),
+    ],
+)
+def test_the_fastest_kernels_that_a_processor_can_run_come_first(
+    flags: frozenset[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [one.name for one in compiler.fitting(flags)] == names
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path)
+    assert build.prebuilt(flags) == []  # a checkout
+    for one in compiler.PROCESSORS:
+        (tmp_path / f"kernels-{one.name}.so").touch()
+    assert [path.name for path in build.prebuilt(flags)] == [f"kernels-{name}.so" for name in names]
+
+
+def test_what_came_with_the_package_needs_no_compiler_and_no_cache(
+    tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(tiny)
+    (made,) = cached()
+    ready = made.rename(tmp_path / "ready.so")
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "other"))
+    assert answer(tiny, ready) == 42
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_cannot_be_loaded_is_built(tiny: Library, tmp_path: Path) -> None:
+    strange = tmp_path / "strange.so"
+    strange.write_bytes(b"\x7fELF of another system")
+    assert answer(tiny, strange) == 42
+    assert cached()
+
+
+# --------------------------------------------------------------------------------------------------------- the cache --
+
+
+def test_kernels_depend_on_sources_flags_and_the_machine_and_not_on_pytorch() -> None:
+    facts = build.facts(build.NATIVE)
+    assert {"source", "flags", "cpu", "machine"} <= facts.keys() and "torch" not in facts
+    assert facts != build.facts(build.NATIVE.with_flags("-O0"))
+
+
+def test_another_version_is_built_beside(tiny: Library, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(tiny) == 42
+    (source,) = map(Path, tiny.sources)
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    assert answer(tiny) == 43 and len(cached()) == 2
+    assert capsys.readouterr().err.count("Building kernels for this CPU: 0 of 1 files\n") == 2
+    assert answer(tiny) == 43
+    assert not capsys.readouterr().err, "it is in the cache"
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut off", "junk"])
+def test_a_damaged_library_is_built_again(tiny: Library, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = build._build(
+        [tiny], environment.cache_root() / "native"
+    )  # and not loaded: that would find it by its path
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut off": whole[: len(whole) * 3 // 4], "junk": b"no library" * 99}[damage])
+    assert answer(tiny) == 42
+    assert f"{path} is damaged" in capsys.readouterr().err
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_no_end(
+    tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert answer(tiny) == 42
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "PACELINE_CACHE" in said and "for this process alone" in said
+    assert not list((tmp_path / "temporary").iterdir()), "a loaded library needs its file no more"
+
+
+def test_no_room_anywhere_is_said(tiny: Library) -> None:
+    with full_disk(200), pytest.raises(StorageError, match=r"cannot be written .*make room"):
+        answer(tiny)
+
+
+def test_a_process_waits_for_one_that_builds(tmp_path: Path) -> None:
+    facts: dict[str, object] = {"kind": "test"}
+    told, drafts = threading.Event(), []
+
+    def wait() -> None:
+        with cache.making(tmp_path, facts, waiting=told.set) as draft:
+            drafts.append(draft)
+
+    with FileLock(tmp_path / f"{cache.key(facts)}.lock"):
+        other = threading.Thread(target=wait)
+        other.start()
+        assert told.wait(60) and not drafts
+        (tmp_path / cache.key(facts)).mkdir()
+        (tmp_path / cache.key(facts) / cache.MANIFEST).write_text("{}")
+    other.join(60)
+    assert drafts == [None], "what the other one made is taken"
+
+
+# ------------------------------------------------------------------------------------------------------ the compiler --
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo the reason >&2; exit 3", r"compiler ended with 3; .*\n.*tiny.cpp.*\nthe reason"),
+        ("kill -9 $$", "was killed by signal 9; .*free memory"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", stub(tmp_path, script))
+        with pytest.raises(BackendError, match=f"building .*tiny.cpp failed: .*{said}"):
+            answer(tiny)
+    assert not cached()
+    assert answer(tiny) == 42
+
+
+def test_no_compiler_is_one_line(tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(BackendError, match=r"not on PATH; install g\+\+.*set CXX.*backend='eager'") as error:
+        answer(tiny)
+    assert "\n" not in str(error.value)
+
+
+def test_files_are_compiled_side_by_side_the_longest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    script = f'for one in "$@"; do case "$one" in *.cpp) echo "${{one##*/}}" >> {log};; esac; done\nexec g++ "$@"'
+    sources = {"short": 1.0, "long": 9.0, "middle": 3.0}
+    for name in sources:
+        (tmp_path / f"{name}.cpp").write_text(f'extern "C" int is_{name}() {{ return 1; }}\n')
+    library = Library("three", {str(tmp_path / f"{name}.cpp"): cost for name, cost in sources.items()}, "", ("-fPIC",))
+    shares: list[tuple[int, float]] = []
+    made = tmp_path / "three.so"
+    compiler.compile_libraries({made: library}, stub(tmp_path, script), 1, lambda *one: shares.append(one))
+    assert log.read_text().split() == ["long.cpp", "middle.cpp", "short.cpp"]
+    assert shares == [(1, 9 / 13), (2, 12 / 13), (3, 1)]
+    assert ctypes.CDLL(str(made)).is_middle() == 1 and sorted(one.suffix for one in tmp_path.glob("three*")) == [".so"]
