@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import DecoderApplication, NeuronConfig, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError, PacelineError
+from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.quantize import PackedMatrix
 from tests.fakes_models import load, logits_of, network, saved
 
@@ -88,8 +88,15 @@ def test_graphs_of_another_configuration_are_refused(folder: Path, tmp_path: Pat
     (tmp_path / "paceline_config.json").write_text(NeuronConfig(batch_size=3).to_json())
     with pytest.raises(ConfigurationError, match="compiled for another configuration"):
         DecoderApplication(folder, NeuronConfig(), backend="eager").load(tmp_path)
-    with pytest.raises(PacelineError, match="no compiled graphs to save"):
-        DecoderApplication(folder, read(seq_len=64), backend="eager").compile(tmp_path)
+
+
+def test_a_backend_without_graphs_leaves_the_configuration(folder: Path, tmp_path: Path) -> None:
+    config = read(seq_len=64)
+    DecoderApplication(folder, config, backend="eager").compile(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["paceline_config.json"]
+    again = DecoderApplication(folder, config, backend="eager")
+    again.load(tmp_path)
+    assert again.generator().sample([[5, 9]], max_new_tokens=3).shape == (1, 5)
 
 
 def test_a_table_of_the_vocabulary_is_left_alone(folder: Path) -> None:
