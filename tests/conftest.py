@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
+from paceline.decoder import environment
 from tests import order
 from tests.decoder.tiny import Workshop
 from tests.simulation import check_nothing_left, simulated
@@ -46,10 +48,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled graphs of a test run stay in its own folder, unless PACELINE_CACHE names one to be used again."""
+    """Compiled graphs of a test run stay in its own folder, unless PACELINE_CACHE names one to be used again.
+
+    Native libraries are those of the user's cache: their names say what they were built from.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("PACELINE_CACHE"):
-            patch.setenv("PACELINE_CACHE", str(_common(tmp_path_factory) / "compiled"))
+            cache, libraries = _common(tmp_path_factory) / "compiled", environment.cache_root() / "native"
+            cache.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                (cache / "native").symlink_to(libraries)
+            libraries.mkdir(parents=True, exist_ok=True)
+            patch.setenv("PACELINE_CACHE", str(cache))
         logging.disable_progress_bar()
         before = torch.get_num_threads()
         torch.set_num_threads(1)  # small products gain nothing from a second thread and wait long for it when busy

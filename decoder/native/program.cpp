@@ -444,25 +444,7 @@ static void closed(int64_t program) {
   closing.values.clear();
 }
 
-static std::vector<double> profile(int64_t program, const std::vector<Tensor>& inputs, int64_t times) {
-  const Alone alone(at_address(program));
-  Program& p = at_address(program);
-  std::vector<double> spent(p.instructions.size());
-  for (int64_t t = 0; t < times; t++) {
-    for (size_t i = 0; i < inputs.size(); i++) p.values[i] = inputs[i];
-    torch::jit::Stack stack;
-    for (size_t i = 0; i < spent.size(); i++) {
-      const auto begin = std::chrono::steady_clock::now();
-      p.step(p.instructions[i], stack);
-      spent[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    }
-  }
-  for (auto& one : spent) one /= times;
-  return spent;
-}
-
 TORCH_LIBRARY(paceline_program, library) {
-  library.def("profile", profile);
   library.def("open", opened);
   library.def("run", run);
   library.def("close", closed);

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 from paceline.decoder import environment
-from paceline.decoder.native import build, compiler
+from paceline.decoder.native import build
 
 
-def kernels(folder: Path, *flags: str) -> ctypes.CDLL:
-    """Built in a folder with these flags too, as fast as they can be built."""
-    path = folder / "kernels.so"
-    library = build.NATIVE.with_flags("-O0", *flags)
-    compiler.compile_libraries({path: library}, build.require_compiler(), environment.cores(), lambda *_: None)
+def kernels(*flags: str) -> ctypes.CDLL:
+    """Built with these flags too, as fast as they can be built, and kept in the cache."""
+    (path,) = build._build([build.NATIVE.with_flags("-O0", *flags)], environment.cache_root() / "native")
     return ctypes.CDLL(str(path))

@@ -151,7 +151,7 @@ Product = Callable[[Tensor, QuantizedTensor], Tensor]
 
 
 @pytest.fixture(scope="module", params=["without VNNI", "without AVX2"])
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Product:
+def other(request: pytest.FixtureRequest) -> Product:
     """The product by kernels that are built for a processor with fewer instructions."""
     flags, left = {
         "without VNNI": (("-mno-avx512vnni", "-mno-avxvnni"), 1),
@@ -159,7 +159,7 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }[request.param]
     if build.library().paceline_integer_sums() <= left:
         pytest.skip("this processor has none of these instructions")
-    library = kernels(tmp_path_factory.mktemp("other"), *flags)
+    library = kernels(*flags)
     assert library.paceline_integer_sums() == left
 
     def product(x: Tensor, stored: QuantizedTensor) -> Tensor:

@@ -73,11 +73,11 @@ def test_ties_are_rounded_to_even_and_what_is_no_number_stays_none(native: Nativ
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, Tensor], Tensor]:
+def by_hand() -> Callable[[Tensor, Tensor], Tensor]:
     """The product by kernels that are built as if there were no instruction for pairs."""
     if not build.library().paceline_pairs():
         pytest.skip("this processor has no instruction for pairs")
-    library = kernels(tmp_path_factory.mktemp("by_hand"), "-mno-avx512bf16")
+    library = kernels("-mno-avx512bf16")
     assert not library.paceline_pairs() and library.paceline_abreast() == build.library().paceline_abreast()
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

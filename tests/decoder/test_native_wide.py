@@ -20,9 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def narrow() -> ctypes.CDLL:
     """The kernels, built as if there were no wide registers."""
-    made = kernels(tmp_path_factory.mktemp("narrow"), "-mno-avx512f")
+    made = kernels("-mno-avx512f")
     assert (made.paceline_abreast(), build.library().paceline_abreast()) == (1, 2)
     return made
 
