@@ -49,6 +49,7 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         fused=config.fused,
         controller=None if lengths is None else DraftLengthController(lengths),
         plain_steps=config.max_k + 1 if not config.draft else 1,
+        predicts=prediction_refusal(target, drafter, config, rule=rule) is None,
     )
     made = Engine(target.batch_size, builder, target.read_prompts if config.prefix_caching else None)
     made.variant()  # what cannot be done is refused now
@@ -81,6 +82,7 @@ class _VariantBuilder:
     fused        draft and verify in one graph; None = wherever that can be done
     controller   chooses the length of drafts; None = always that of the drafter
     plain_steps  steps in one graph, where nothing is drafted at all
+    predicts     requests may bring a prediction to draft from
     """
 
     target: CompiledDecoder
@@ -90,6 +92,7 @@ class _VariantBuilder:
     fused: bool | None
     controller: DraftLengthController | None
     plain_steps: int
+    predicts: bool
 
     def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
         """See `paceline.engine.engine.VariantBuilder`."""
@@ -99,7 +102,7 @@ class _VariantBuilder:
         mixed = MixedRound(
             fast,
             slots,
-            predicted=lambda: self._predicted(widths, slots, shape.width),
+            predicted=(lambda: self._predicted(widths, slots, shape.width)) if self.predicts else None,
             on_host=lambda: self._on_host(widths, slots, shape.width),
             width=shape.width,
         )

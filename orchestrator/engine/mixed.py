@@ -56,7 +56,7 @@ class MixedRound:
     comes or goes.
 
     fast       the round for requests that ask for nothing of the kind
-    predicted  makes the round for some with a prediction
+    predicted  makes the round for some with a prediction; None = none has one
     on_host    makes the round for some that are decided on the host
     width      W of the commits of all of them
     """
@@ -66,7 +66,7 @@ class MixedRound:
         fast: Round,
         slots: Sequence[Slot | None],
         *,
-        predicted: Callable[[], Round],
+        predicted: Callable[[], Round] | None,
         on_host: Callable[[], Round],
         width: int,
     ) -> None:
@@ -106,6 +106,12 @@ class MixedRound:
         self._last = chosen
         return chosen(commit, sampling, limits)
 
+    def predicted(self) -> Round | None:
+        """The round for requests that bring a prediction, where they may."""
+        if self._predicted is None and self._make_predicted is not None:
+            self._predicted = self._make_predicted()
+        return self._predicted
+
     def on_host(self) -> Round:
         """The round for requests that are decided on the host."""
         self._on_host = self._on_host or self._make_on_host()
@@ -117,8 +123,9 @@ class MixedRound:
         if any(request.on_host for request in requests):
             return self.on_host()
         if any(request.prediction for request in requests):
-            self._predicted = self._predicted or self._make_predicted()
-            return self._predicted
+            predicted = self.predicted()
+            assert predicted is not None, "refused before"
+            return predicted
         return self.fast
 
 

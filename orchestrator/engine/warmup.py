@@ -84,7 +84,9 @@ def compile_graphs(
             # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
             for used, rows in product(fills(decoders), lengths(target)):
                 full = RoundLimits(torch.full_like(commit.count, variant.shape.max_accept), rows, used_slots=used)
-                _run_on_host(variant.round.on_host(), commit, sampling=batch.sampling, full=full)
+                for seldom in (variant.round.on_host(), variant.round.predicted()):
+                    if seldom is not None:
+                        _run_seldom(seldom, commit, sampling=batch.sampling, full=full)
             for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
                 for bucket in draft.kv_buckets:
                     steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
@@ -135,10 +137,10 @@ def _run(
             _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
 
 
-def _run_on_host(one: Round, commit: Commit, *, sampling: SamplingTensors, full: RoundLimits) -> None:
-    """A round that is decided on the host: what drafts in it, and the verifier with a proposal and without."""
+def _run_seldom(one: Round, commit: Commit, *, sampling: SamplingTensors, full: RoundLimits) -> None:
+    """A round that few requests need: what drafts in it, and the verifier with a proposal and without."""
     one(commit, sampling, full)
-    assert isinstance(one, TwoGraphRound) and isinstance(one.verifier, HostVerifier)
+    assert isinstance(one, TwoGraphRound) and isinstance(one.verifier, HostVerifier | CompiledVerifier)
     shape = one.verifier.draft_shape
     tokens = torch.zeros(len(commit.tokens), shape.num_draft_tokens, dtype=torch.int32)
     below = torch.arange(-1, shape.num_draft_tokens - 1, dtype=torch.int32).expand_as(tokens)
