@@ -61,6 +61,7 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             libraries.mkdir(parents=True, exist_ok=True)
             patch.setenv("PACELINE_CACHE", str(cache))
         logging.disable_progress_bar()
+        patch.setattr(torch.fx.config, "do_not_emit_stack_traces", True)  # a fifth of the time of tracing a step
         before = torch.get_num_threads()
         torch.set_num_threads(1)  # small products gain nothing from a second thread and wait long for it when busy
         yield

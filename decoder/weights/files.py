@@ -53,8 +53,10 @@ class WeightFile(Protocol):
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether opening a file reads none of its tensors: not so of the format of PyTorch before 1.6."""
-    return path.suffix == ".safetensors" or is_gguf(path) or path.is_dir() or _first_bytes(path).startswith(_ZIP)
+    """Whether what is read of an open file stays in memory until it is closed. A GGUF file is mapped anew for every
+    piece, and opening it takes long; of the format of PyTorch before 1.6 all is in memory anyway.
+    """
+    return not is_gguf(path) and (path.suffix == ".safetensors" or path.is_dir() or _first_bytes(path).startswith(_ZIP))
 
 
 @contextmanager

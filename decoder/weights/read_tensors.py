@@ -20,7 +20,6 @@ from paceline.core.errors import ConfigurationError, WeightValueError
 from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
 from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.files import WeightFile, is_mapped, open_weight_file
-from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor, joined_rows, quantize, quantize_pieces
 from paceline.decoder.weights.scaled import scale_name, scaled_matrix, within_e4m3
@@ -49,7 +48,7 @@ class TensorInFile:
             return
         for begin in range(first, last, step):
             some = (begin, min(begin + step, last))
-            if is_gguf(self.file) or not is_mapped(self.file):  # it maps anew by itself, or is in memory anyway
+            if not is_mapped(self.file):
                 yield self.source.read_range(self.name, some, dim=dim)
                 continue
             with open_weight_file(self.file) as anew:

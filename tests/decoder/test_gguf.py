@@ -19,6 +19,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError
 from paceline.decoder import steps
+from paceline.decoder.gguf import checkpoint as gguf_checkpoint
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, layout
@@ -200,6 +201,16 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
         ours = header.tensors[tensor.name]
         assert (ours.offset, ours.num_bytes) == (tensor.data_offset, tensor.n_bytes)
         assert ours.shape == tuple(reversed(tensor.shape.tolist())) and ours.type == tensor.tensor_type.name
+
+
+def test_the_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds every word of the vocabulary: to read it anew for every tensor took six times as long as the weights."""
+    path, read = write(tmp_path / "model.gguf", network(), Kind.Q4_1), []
+    config = ModelConfig.from_pretrained(path)
+    monkeypatch.setattr(checkpoint, "_PORTION", 1)
+    monkeypatch.setattr(checkpoint, "_PORTIONS", 1 << 40)
+    monkeypatch.setattr(gguf_checkpoint, "read_header", lambda path: read.append(path) or read_header(path))
+    assert len(checkpoint.load_weights(path, config, torch.float32)) > len(read) == 2  # for names, and for tensors
 
 
 def test_a_file_drafts_for_a_folder(tmp_path: Path) -> None:

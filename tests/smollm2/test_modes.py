@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.backends import eager
-from paceline.decoder.native.ops import Native
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
 SAMPLED = {"do_sample": True, "temperature": 0.7, "seed": 3}
@@ -34,17 +31,7 @@ NAMES = [name for name in PUBLISHED if name not in ("prompts", "new_tokens")]
 
 
 @pytest.fixture(scope="module")
-def native(compile_cache: None) -> Iterator[None]:
-    """Steps run as they are written, on the kernels of compiled graphs: they take half as long as on PyTorch's, and
-    nothing is compiled.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "TorchKernels", Native)
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(smollm2: Path, native: None) -> SamplingDecoder:
+def target(smollm2: Path) -> SamplingDecoder:
     made: SamplingDecoder = MEASURE.load(smollm2)
     return made
 
@@ -62,7 +49,7 @@ def plain(target: SamplingDecoder, rows: list[list[int]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def drafts(native: None) -> dict[str, dict[str, Any]]:
+def drafts() -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = MEASURE.drafts()
     assert list(made) == NAMES
     return made

@@ -47,10 +47,8 @@ def drafts() -> Drafts:
 
 
 def load(path: Path) -> SamplingDecoder:
-    """In plain PyTorch, which compiles nothing."""
-    return AutoDecoder.from_pretrained(
-        path, n_positions=ROOM, context_length_estimate=LONGEST, amp="f32", backend="eager"
-    )
+    """In float32, for the longest of the prompts."""
+    return AutoDecoder.from_pretrained(path, n_positions=ROOM, context_length_estimate=LONGEST, amp="f32")
 
 
 def prompts(target: Path) -> list[list[int]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -56,7 +58,8 @@ def record(model, inputs: dict[str, torch.Tensor]) -> Recorded:
                 raise RuntimeError(f"state {name} changes its shape or type, so it cannot be aliased")
         return [after[name] for name in states], list(out) if isinstance(out, (tuple, list)) else [out]
 
-    graph = make_fx(pure)([x.detach() for x in held.values()], list(inputs.values()))
+    with tracing(TracingContext(FakeTensorMode(allow_non_fake_inputs=True))):  # else one for every operation
+        graph = make_fx(pure)([x.detach() for x in held.values()], list(inputs.values()))
     for node in graph.graph.nodes:
         name = str(node.target).removeprefix("aten.").split(".")[0]
         if node.op == "call_function" and name.endswith("_") and not name.startswith("__"):
