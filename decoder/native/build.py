@@ -108,6 +108,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     kernels, program = load([(NATIVE, prebuilt(compiler.cpu_flags())), (_PROGRAM, _prebuilt_programs())])
     program.paceline_again.argtypes, program.paceline_again.restype = [ctypes.c_void_p], ctypes.c_int64
+    program.paceline_close.argtypes, program.paceline_close.restype = [ctypes.c_int64], None
     return kernels, program
 
 
@@ -185,7 +186,7 @@ def _compile(files: dict[Path, Library]) -> None:
     cores = environment.cores()
     progress = _Progress(sum(len(one.sources) for one in files.values()))
     try:
-        compiler.compile_libraries(files, require_compiler(), cores, progress)
+        compiler.compile_libraries(files, require_compiler(), cores=cores, report=progress)
     except BackendError:
         for path in files:  # was it for want of room?
             path.write_bytes(bytes(_ROOM))

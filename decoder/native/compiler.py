@@ -104,7 +104,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def compile_libraries(
-    libraries: Mapping[Path, Library], compiler: str, cores: int, report: Callable[[int, float], None]
+    libraries: Mapping[Path, Library], compiler: str, *, cores: int, report: Callable[[int, float], None]
 ) -> None:
     """Compile every library into its path, all files side by side; what takes longest comes first.
 

@@ -436,7 +436,8 @@ static std::vector<Tensor> run(int64_t program, const std::vector<Tensor>& input
   return at_address(program).run(inputs);
 }
 
-static void closed(int64_t program) {
+// Not an operator of PyTorch's: Python may drop a program while it traces something else, and would trace this too.
+extern "C" void paceline_close(int64_t program) {
   Program& closing = at_address(program);
   const std::lock_guard<std::mutex> alone(closing.busy);
   closing.closed = true;
@@ -447,7 +448,6 @@ static void closed(int64_t program) {
 TORCH_LIBRARY(paceline_program, library) {
   library.def("open", opened);
   library.def("run", run);
-  library.def("close", closed);
 }
 
 // ----------------------------------------------------------------------------------------------------- several rounds --

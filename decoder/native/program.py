@@ -490,12 +490,12 @@ class Program:
     """
 
     def __init__(self, module: nn.Module, example: Sequence[Tensor]) -> None:
-        build.program_library()
+        library = build.program_library()
         recorded = record(module, example)
         _Simplifier(recorded).run()
         code, operators = _Encoder(recorded), torch.ops.paceline_program
         self.address: int = operators.open(code.constants, code.numbers, code.floats, code.texts)
-        self.close = weakref.finalize(self, operators.close, self.address)
+        self.close = weakref.finalize(self, library.paceline_close, self.address)
         self.calls, self.constants = recorded.calls, code.constants
         self._run, self._example = operators.run.default, tuple(example)
         self._rounds: _Rounds | None = None

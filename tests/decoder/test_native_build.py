@@ -197,7 +197,7 @@ def test_files_are_compiled_side_by_side_the_longest_first(tmp_path: Path, monke
     library = Library("three", {str(tmp_path / f"{name}.cpp"): cost for name, cost in sources.items()}, "", ("-fPIC",))
     shares: list[tuple[int, float]] = []
     made = tmp_path / "three.so"
-    compiler.compile_libraries({made: library}, stub(tmp_path, script), 1, lambda *one: shares.append(one))
+    compiler.compile_libraries({made: library}, stub(tmp_path, script), cores=1, report=lambda *one: shares.append(one))
     assert log.read_text().split() == ["long.cpp", "middle.cpp", "short.cpp"]
     assert shares == [(1, 9 / 13), (2, 12 / 13), (3, 1)]
     assert ctypes.CDLL(str(made)).is_middle() == 1 and sorted(one.suffix for one in tmp_path.glob("three*")) == [".so"]

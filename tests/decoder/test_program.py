@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError
@@ -120,6 +121,20 @@ def test_callers_may_write_into_what_they_get() -> None:
         for one in outputs:
             one.fill_(-9)
     assert torch.equal(given, X) and step.weight[0, 1] == 1
+
+
+def test_a_program_that_is_dropped_in_the_middle_of_a_trace_is_no_part_of_it() -> None:
+    """As garbage may be, at any moment."""
+    _, program = recorded(lambda _step, x: (x + 1,), torch.ones(3))
+
+    def traced(x: Tensor) -> Tensor:
+        program.close()
+        return x * 2
+
+    nodes = make_fx(traced, tracing_mode="fake")(torch.ones(3)).graph.nodes
+    assert [node.op for node in nodes] == ["placeholder", "call_function", "output"]
+    with pytest.raises(RuntimeError, match="closed"):
+        program(torch.ones(3))
 
 
 def test_a_step_that_looks_at_numbers_is_refused() -> None:
