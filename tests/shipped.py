@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "pycode"
 def target() -> SamplingDecoder:
     """In plain PyTorch, which compiles nothing."""
     return AutoDecoder.from_pretrained(
-        FOLDER / "target", n_positions=128, context_length_estimate=64, amp="f32", backend="eager"
+        FOLDER / "target", n_positions=128, context_length_estimate=64, amp="f32", backend="native"
     )
 
 

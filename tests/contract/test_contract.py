@@ -16,8 +16,10 @@ from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
 from paceline.core.protocols import Drafter, DraftsUnderMask, TraceableDrafter
+from paceline.decoder.backends.base import Step
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.read_prompts import ReadPrompts
-from paceline.decoder.steps import PrefillStep
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.draft_length import DraftLengthController
@@ -125,13 +127,18 @@ def test_slots_without_a_request_change_no_token(make: Make) -> None:
 
 def test_several_outputs_of_a_prompt_read_it_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, target = make()
-    reads, forward, asked = [], PrefillStep.forward, {**COOL, "n": 3}
+    reads, graph, asked = [], CompiledDecoder.graph, {**COOL, "n": 3}
 
-    def read(step: PrefillStep, tokens: Tensor, row: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        reads.extend([step.body] if row == 0 else [])  # behind row 0, a drafter reads what it has missed
-        return forward(step, tokens, row, *rest)
+    def counted(decoder: CompiledDecoder, key: GraphKey, *rest: Any, **options: Any) -> Step:
+        step = graph(decoder, key, *rest, **options)
 
-    monkeypatch.setattr(PrefillStep, "forward", read)
+        def read(tokens: Tensor, row: Tensor, *others: Tensor) -> list[Tensor]:
+            reads.extend([decoder.body] if row == 0 else [])  # behind row 0, a drafter reads what it has missed
+            return step(tokens, row, *others)
+
+        return read if key.kind == "prefill" else step
+
+    monkeypatch.setattr(CompiledDecoder, "graph", counted)
     found = texts(run(generator, PROMPTS[:1], asked))
     assert reads and len(reads) == len(set(map(id, reads))), "once by every model"
     monkeypatch.setattr(ReadPrompts, "find", lambda *_: None)

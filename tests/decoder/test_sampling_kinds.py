@@ -60,7 +60,7 @@ class KernelsByKind(TorchKernels):
 
 def by_kind(workshop: Workshop, role: str = "target") -> tuple[SamplingDecoder, KernelsByKind]:
     """A decoder of its own whose kernels have a graph for every kind."""
-    decoder, kernels = fresh(workshop.checkpoint(role), batch_size=2), KernelsByKind()
+    decoder, kernels = fresh(workshop.checkpoint(role), backend="eager", batch_size=2), KernelsByKind()
     decoder.on_graph = lambda _event: None
     decoder.backend.kernels = decoder.body.kernels = kernels
     return decoder, kernels

@@ -95,7 +95,7 @@ class Workshop:
         self,
         role: str = "target",
         *,
-        backend: str = "eager",
+        backend: str = "native",
         amp: str = "f32",
         slots: int = 4,
         kind: str = "grouped",
@@ -110,7 +110,7 @@ class Workshop:
         return self._made[wishes]
 
     def pair(
-        self, *, backend: str = "eager", amp: str = "f32", slots: int = 4
+        self, *, backend: str = "native", amp: str = "f32", slots: int = 4
     ) -> tuple[SamplingDecoder, SamplingDecoder]:
         """Draft and target."""
         draft, target = (self.decoder(r, backend=backend, amp=amp, slots=slots) for r in ("draft", "target"))
@@ -118,7 +118,7 @@ class Workshop:
 
 
 def fresh(
-    folder: Path, *, backend: str = "eager", amp: str = "f32", batch_size: int | list[int] = 1
+    folder: Path, *, backend: str = "native", amp: str = "f32", batch_size: int | list[int] = 1
 ) -> SamplingDecoder:
     """A decoder of its own, in the shapes all tests share."""
     return AutoDecoder.from_pretrained(

@@ -63,7 +63,12 @@ def test_the_pair_at_every_depth_alone_and_in_a_ragged_batch(prompts: list[list[
     for slots, texts_of, setting in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
         draft, target = (
             AutoDecoder.from_pretrained(
-                FOLDER / role, batch_size=slots, n_positions=256, context_length_estimate=64, amp="f32", backend="eager"
+                FOLDER / role,
+                batch_size=slots,
+                n_positions=256,
+                context_length_estimate=64,
+                amp="f32",
+                backend="native",
             )
             for role in ("draft", "target")
         )

@@ -26,7 +26,7 @@ DRAFTS = [
 
 @pytest.fixture(scope="module")
 def runs(compile_cache: None) -> Runs:
-    return Runs(Namespace(drafts=DRAFTS, batch_size=ROWS, backend="eager", amp="f32", max_new_tokens=32))
+    return Runs(Namespace(drafts=DRAFTS, batch_size=ROWS, backend="native", amp="f32", max_new_tokens=32))
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("call", 0.0), ("person", 1.0), ("expression", 1.0)])
