@@ -28,7 +28,7 @@ def test_tokens_are_those_of_eager(
     rounds: str,
 ) -> None:
     monkeypatch.setenv("PACELINE_NEURON_ROUNDS", rounds)
-    plain = SpeculativeGenerator(None, workshop.decoder(), k=0)
+    plain = SpeculativeGenerator(None, workshop.decoder(backend="eager"), k=0)
     made = batched.generator(workshop, mode, tmp_path / "heads", backend="neuron", buckets=[1, 2, 4])
     seen = batched.watch(monkeypatch, made.target)
     assert batched.texts(made, "greedy") == batched.texts(plain, "greedy")

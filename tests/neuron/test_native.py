@@ -52,7 +52,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorde
 @pytest.fixture(scope="module")
 def traceable(workshop: Workshop) -> ModelWithCache:
     """The tiny target with the kernels of graphs."""
-    decoder = workshop.decoder()
+    decoder = workshop.decoder(backend="eager")
     weights = load_weights(workshop.checkpoint(), decoder.config, decoder.options.dtype)
     return ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
 
@@ -83,7 +83,7 @@ def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
     for decoder in (draft, target):
         decoder.on_graph = lambda _event: None
     generator = SpeculativeGenerator(draft, target, k=1, fused=True)
-    wanted = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=10)
+    wanted = workshop.decoder(backend="eager", slots=2).sample(PROMPTS, max_new_tokens=10)
     assert torch.equal(generator.sample(PROMPTS, max_new_tokens=10), wanted)
     assert generator.statistics.tau > 1.3
     keys = len(draft._steps) + len(target._steps)
@@ -115,7 +115,7 @@ def test_the_check_of_the_noise_is_what_lets_requests_sample(recorded: Recorded)
 
 def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Workshop) -> None:
     """Weights and caches of 16 bits, whose products are PyTorch's own there."""
-    decoder, given = workshop.decoder(amp="bf16"), inputs("prefill", 1)
+    decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
     weights = load_weights(workshop.checkpoint(), decoder.config, torch.bfloat16)
     body = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
     step = STEPS["prefill"](body, 128)
@@ -137,7 +137,7 @@ def test_a_step_runs_operation_by_operation_to_look_for_errors(
     monkeypatch.setenv("PACELINE_NEURON_EAGER", "1")
     decoder = fresh(workshop.checkpoint(), backend="neuron-native")
     decoder.on_graph = lambda _event: None
-    wanted = workshop.decoder().sample([PROMPTS[1]], max_new_tokens=4)
+    wanted = workshop.decoder(backend="eager").sample([PROMPTS[1]], max_new_tokens=4)
     assert torch.equal(decoder.sample([PROMPTS[1]], max_new_tokens=4), wanted)
     assert not recorded.graphs
 
@@ -159,7 +159,7 @@ def test_a_divided_fused_round_is_one_graph_with_functional_collectives(workshop
     """No process group is needed to trace them, and TorchNeuron lowers them by the name of their group."""
     config = ModelConfig.from_pretrained(workshop.checkpoint("draft"))
     layout = sharding.layout(config, 3)  # with a rank of zeros
-    options = replace(workshop.decoder().options, layout=layout)
+    options = replace(workshop.decoder(backend="eager").options, layout=layout)
     weights = load_weights(workshop.checkpoint("draft"), config, options.dtype, shard=Shard(config, layout))
     body = ModelWithCache(config, options, weights, kernels=TraceableKernels(), group=DeviceGroup(3)).eval()
     step, given = fused(body, 128, kind="greedy"), inputs("fused", 1)

@@ -217,7 +217,7 @@ def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
 
 @pytest.mark.usefixtures("short")
 def test_the_cost_of_a_prompt_has_no_scores_in_memory(workshop: Workshop) -> None:
-    decoder, given = workshop.decoder(amp="bf16"), inputs("prefill", 1)
+    decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
     found = []
     for prompts in (None, PromptAttention(cores=2)):
         weights = load_weights(workshop.checkpoint(), decoder.config, torch.bfloat16)
