@@ -16,13 +16,10 @@ from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.draft.row_drafting import RowDrafter
 from paceline.draft_checks import check_trees
-from paceline.engine.adaptive import AdaptiveRound, Stage
-from paceline.engine.batch import Slot
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
+from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.engine import Engine, Variant
-from paceline.engine.mixed import MixedRound, RowRound
-from paceline.engine.round_shape import RoundShape
-from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
+from paceline.engine.rounds import FusedRound, MixedRound, MultiTokenRound, RowRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.verifier import CompiledVerifier
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from paceline import build
@@ -16,18 +17,16 @@ from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
 from paceline.core.drafter_counts import DrafterCounts
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
 from paceline.engine import warmup
-from paceline.engine.queue import ListQueue, RequestQueue
+from paceline.engine.engine import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams
 from paceline.loadable import request_limits
 from paceline.outputs import GenerationResult, ReportsChoices, ReportsHealth, RequestOutput, Statistics
-from paceline.text import streamers
-from paceline.text.streamers import Streamer
 
 log = logging.getLogger("paceline")
 
@@ -127,14 +126,14 @@ class SpeculativeGenerator:
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
         if streamer is not None:
-            streamers.check(streamer, len(requests))
+            _check_streamer(streamer, len(requests))
         with (
             self._held() as (statistics, _),
             closing(self.engine.run(ListQueue(requests), statistics, verify_width=params.verify_width)) as steps,
         ):
             outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
             if streamer is not None:
-                outputs = streamers.feed(streamer, requests[0], outputs)
+                outputs = _feed(streamer, requests[0], outputs)
             pad = self._pad_token_id if params.pad_token_id is None else params.pad_token_id
             result = GenerationResult.collect(requests, outputs, pad_token_id=pad, statistics=statistics)
         return result if return_dict else result.sequences
@@ -271,3 +270,37 @@ OutputStream = HeldStream[RequestOutput]
 
 StepStream = HeldStream[list[RequestOutput]]
 """Outputs of a call, step by step."""
+
+
+class Streamer(Protocol):
+    """`transformers.generation.streamers.BaseStreamer`."""
+
+    def put(self, value: Tensor) -> object: ...
+
+    def end(self) -> object: ...
+
+
+def _check_streamer(streamer: Streamer | None, rows: int) -> None:
+    """Raise SamplingError for what is no streamer, and for several rows: it could not tell them apart."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise SamplingError(f"streamer is a {type(streamer).__name__} without the methods put(ids) and end()")
+    if streamer is not None and rows != 1:
+        raise SamplingError(
+            f"a streamer follows one text and there are {rows} prompts; use `for event in generator.stream(...)`, "
+            "whose events name their row"
+        )
+
+
+def _feed(streamer: Streamer | None, request: Request, events: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+    """Pass events on and show them to the streamer; it is ended however the generation ends."""
+    if streamer is None:
+        yield from events
+        return
+    try:
+        streamer.put(torch.tensor([request.prompt]))
+        for event in events:
+            for token in event.tokens:
+                streamer.put(torch.tensor([token]))
+            yield event
+    finally:
+        streamer.end()

@@ -22,7 +22,7 @@ from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.engine.request import TargetLimits
-from paceline.text.grammar import GrammarCompiler
+from paceline.text.structured_output import GrammarCompiler
 
 if TYPE_CHECKING:
     from paceline.decoder.decoder import CompiledDecoder

@@ -1,16 +1,268 @@
-"""A round whose draft length is chosen anew every time, among lengths that all have graphs."""
+"""A round whose draft length is chosen anew every time, among lengths that all have graphs.
+
+The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17192, section 3, with acceptance measured
+for every position instead of one alpha): a round of k drafts yields 1 + sum over i <= k of P(first i drafts accepted)
+tokens and takes the time measured for that length.
+
+A machine is faster at one time than at another, by more than lengths differ, and the times of a length are as old as
+its last round. So times are kept relative to a level, how slow the machine is just now, which every round shows; and
+the neighbours of the chosen length are explored now and then, to be compared with it at one level.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.protocols import Drafter, Reading, Round, movable, move_request
 from paceline.core.types import PAD, Commit, MultiRoundLimits, RoundLimits, RoundResult, SamplingTensors
-from paceline.engine.draft_length import ControllersByFill, DraftLengthController
+
+DECAY = 0.98
+"""Weight of a round against the next one: about the last fifty count."""
+
+PRIOR = (0.7, 4.0)
+"""Acceptance assumed before any round, and how many drafts that assumption is worth."""
+
+KEPT_TIMES = 25
+"""Times kept of every length. Their median counts."""
+
+ENOUGH_TIMES = 3
+"""From this many times on, the first round after one of another length is left out: it finds code and data cold."""
+
+MARGIN = 1.03
+"""How much better another length must look before it is taken: switching for noise costs more than it gains."""
+
+LEVEL_ROUNDS = 5
+"""Rounds that tell how slow the machine is: the level changes before longest of ``KEPT_TIMES`` do."""
+
+ROUNDS_PER_CHOICE = 32
+"""Rounds between two choices, if there is nothing to explore. Code that runs once in some milliseconds is cold and
+takes several times as long as it has to, and a length that was best stays best for longer than this.
+"""
+
+EXPLORE_AFTER = (1, 8)
+"""Choices after which a neighbour is explored: so many at first, twice as many after every exploration, up to the
+second number, and half as many when another length is chosen.
+"""
+
+EXPLORE_ROUNDS = 2
+"""Rounds of an exploration, of which the first one is cold."""
+
+PROBE_AFTER = (64, 4096)
+"""Adaptive drafting backs off exponentially when it does not pay: after so many rounds without a draft one is tried
+again, twice as many after every trial that failed, up to the second number.
+"""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """How long a round of every length takes: ``typical``, in seconds at the machine's level of the first rounds."""
+
+    typical: dict[int, float] = field(default_factory=dict)
+    _times: dict[int, list[float]] = field(default_factory=dict)
+    _ran: set[int] = field(default_factory=set)
+    _recent: list[float] = field(default_factory=list)  # times of the last rounds over what is typical of their lengths
+    _last: int | None = None
+
+    def record(self, length: int, seconds: float | None) -> None:
+        """Note the time of a round, or of one step where it has several; None if it was not of the length alone."""
+        warm, self._last = length == self._last, length
+        if length not in self._ran:  # it may include the making of a graph
+            self._ran.add(length)
+            return
+        times = self._times.get(length, [])
+        if seconds is None or not (warm or len(times) < ENOUGH_TIMES):
+            return
+        if times and warm:
+            self._recent = [*self._recent[1 - LEVEL_ROUNDS :], seconds / self.typical[length]]
+        level = _middle(self._recent) if self._recent else 1.0
+        self._times[length] = times = [*times[1 - KEPT_TIMES :], seconds / level]
+        self.typical[length] = _middle(times)
+
+
+@dataclass(slots=True)
+class Exploration:
+    """When a neighbour of the chosen length is taken in its place."""
+
+    left: int = 0  # rounds that are left of the exploration under way
+    _after: int = EXPLORE_AFTER[0]
+    _since: int = 0
+    _deeper: bool = False
+
+    def begin(self) -> None:
+        """Another length was chosen."""
+        self._after, self._since, self.left = max(EXPLORE_AFTER[0], self._after // 2), 0, 0
+
+    def ran(self, rounds: int) -> None:
+        """Count rounds that were run."""
+        self.left = max(0, self.left - rounds)
+
+    def instead(self, length: int, draft_lengths: Sequence[int]) -> int:
+        """The length to take: the one that was chosen, or one beside it."""
+        if not self.left:
+            self._since += 1
+            if self._since < self._after:
+                return length
+            self._since, self._after = 0, min(2 * self._after, EXPLORE_AFTER[1])
+            self.left, self._deeper = EXPLORE_ROUNDS, not self._deeper
+        place = draft_lengths.index(length)
+        beside = [*draft_lengths[:place][-1:], *draft_lengths[place + 1 :][:1]]
+        return beside[-1 if self._deeper else 0] if beside else length
+
+
+ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
+
+
+@dataclass(slots=True)
+class DraftLengthController:
+    """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
+
+    It knows no model and no clock: it is told what every round did and how long it took, and the same trace gives the
+    same choices.
+
+    Every length is tried twice first, from the longest down: the first round of a length may include making its
+    graph and is not counted. A trial after a pause goes on for as long as half of its drafts are accepted, so that a
+    draft that has become useful is soon used. ``rounds``: how many the last choice is meant for.
+    """
+
+    draft_lengths: tuple[int, ...]
+    rounds: int = field(init=False, default=1)
+    _hits: list[float] = field(init=False)
+    _tries: list[float] = field(init=False)
+    _step_times: StepTimes = field(init=False, default_factory=StepTimes)
+    _exploration: Exploration = field(init=False, default_factory=Exploration)
+    _length: int = field(init=False)
+    _recorded: list[tuple[int, list[int], list[int], float | None]] = field(init=False, default_factory=list)
+    _settled: bool = field(init=False, default=False)
+    _idle: int = field(init=False, default=0)
+    _pause: int = field(init=False, default=PROBE_AFTER[0])
+
+    def __post_init__(self) -> None:
+        self._hits, self._tries = [0.0] * self.draft_lengths[-1], [0.0] * self.draft_lengths[-1]
+        self._length = self.draft_lengths[-1]
+
+    def sibling(self: ControllerSelf) -> ControllerSelf:
+        """Another one, for rounds of other costs: it shares what is known of acceptance, and knows no times yet."""
+        sibling = copy.copy(self)
+        sibling._step_times, sibling._exploration, sibling._recorded = StepTimes(), Exploration(), []
+        sibling._length, sibling._settled, sibling.rounds = self.draft_lengths[-1], False, 1
+        sibling._idle, sibling._pause = 0, PROBE_AFTER[0]
+        return sibling
+
+    def choose(self, deepest: int) -> int:
+        """The draft length of the next round, in which no slot can accept more than ``deepest`` tokens.
+
+        No length is taken beyond the first one that holds them; that may be 0, if nothing can be accepted.
+        """
+        if self._settled and len(self._recorded) < ROUNDS_PER_CHOICE and deepest >= self._length:
+            return self._length
+        self._learn()
+        longest = next((k for k in self.draft_lengths if k >= deepest), self.draft_lengths[-1])
+        taken = self._chosen([k for k in self.draft_lengths if k <= longest])
+        self._settled = taken == self._length and taken in self._step_times.typical
+        self.rounds = ROUNDS_PER_CHOICE if self._settled else max(1, self._exploration.left)
+        return taken
+
+    def _chosen(self, draft_lengths: list[int]) -> int:
+        typical = self._step_times.typical
+        untimed = next((k for k in reversed(draft_lengths) if k not in typical), None)
+        if untimed is not None:
+            return untimed
+        if self._length == 0 and self._idle < self._pause:
+            return 0  # nothing is learnt meanwhile
+        tokens = self.expected(draft_lengths[-1])
+        rates = {k: tokens[k] / typical[k] for k in draft_lengths}
+        best = max(draft_lengths, key=rates.__getitem__)
+        if self._length not in draft_lengths:  # only near an end
+            return best
+        if best != self._length and rates[best] > MARGIN * rates[self._length]:
+            self._length = best
+            self._exploration.begin()
+        if self._length == 0:
+            return next((k for k in draft_lengths if k), 0)
+        return self._exploration.instead(self._length, draft_lengths)
+
+    def expected(self, deepest: int) -> list[float]:
+        """Tokens expected of a round of length 0, 1, ...: 1 + the sum over positions of the chance that all drafts up
+        to there are accepted.
+        """
+        self._learn()
+        standing, expected = 1.0, [1.0]
+        belief, worth = PRIOR
+        for hits, tries in zip(self._hits[:deepest], self._tries, strict=False):
+            # What is not known of a place is taken from the one before it: acceptance changes slowly with depth.
+            belief = (hits + belief * worth) / (tries + worth)
+            standing *= belief
+            expected.append(expected[-1] + standing)
+        return expected
+
+    def record(self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
+        """Note what a round of this length did: how many drafts every slot asked for and how many were accepted.
+
+        A draft that was asked for and not proposed, by a drafter in doubt or without a match, counts as rejected.
+        ``seconds`` is None if they are not those of the length alone. At length 0 ``accepted`` counts plain steps
+        besides the first, where a round takes several: each of them is a round to the cost model.
+        """
+        self._recorded.append((length, requested, accepted, seconds))
+
+    def _learn(self) -> None:
+        """Take in all that was recorded."""
+        self._exploration.ran(len(self._recorded))
+        for length, requested, accepted, seconds in self._recorded:
+            steps = 1 + max(accepted) if length == 0 else 1
+            self._step_times.record(length, None if seconds is None else seconds / steps)
+            if length == 0:
+                self._idle += steps
+            elif self._length:
+                self._idle, self._pause = 0, PROBE_AFTER[0]
+            elif 2 * sum(accepted) < sum(requested):
+                self._idle, self._pause = 0, min(2 * self._pause, PROBE_AFTER[1])
+            if any(requested):
+                self._count(requested, accepted)
+        self._recorded = []
+
+    def _count(self, requested: list[int], accepted: list[int]) -> None:
+        self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
+        self._tries[:] = [DECAY * x for x in self._tries]
+        for requested_here, accepted_here in zip(requested, accepted, strict=True):
+            for place in range(
+                min(requested_here, accepted_here + 1)
+            ):  # behind the first rejection nothing was decided
+                self._tries[place] += 1
+                self._hits[place] += place < accepted_here
+
+
+class ControllersByFill:
+    """A controller for every batch fill: what a round costs, and so which length is best, depends on how many requests
+    are in it. Fills are told apart up to a factor of two. What is known of acceptance is common to all.
+    """
+
+    def __init__(self, first: DraftLengthController) -> None:
+        self._first = first
+        self._by_fill: dict[int, DraftLengthController] = {}
+
+    @property
+    def fills(self) -> set[int]:
+        """Those that rounds had so far, each the next power of two."""
+        return set(self._by_fill)
+
+    def at(self, seated: int) -> DraftLengthController:
+        """That for rounds with so many requests."""
+        fill = 1 << max(0, seated - 1).bit_length()
+        controller = self._by_fill.get(fill)
+        if controller is None:
+            controller = self._by_fill[fill] = self._first.sibling() if self._by_fill else self._first
+        return controller
+
+
+def _middle(numbers: list[float]) -> float:
+    """The median; the larger one of the middle two."""
+    return sorted(numbers)[len(numbers) // 2]
 
 
 @dataclass(frozen=True, slots=True)

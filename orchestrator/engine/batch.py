@@ -28,10 +28,28 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.engine.request import Request
-from paceline.engine.round_shape import RoundShape
 from paceline.engine.stopping import StopChecker
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.row_processing import RowProcessing
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a batch must know of the rounds it is served by.
+
+    max_accept     most proposed tokens that a round can accept
+    width          most tokens that a round commits: W of its commits
+    max_positions  positions that the drafter can follow; None = all
+    kv_buckets     lengths of the target's cache, ascending; the rows of a round never cross the end of a bucket
+    batch_buckets  numbers of slots that rounds can be of, ascending: the first ones; () = always all
+    """
+
+    max_accept: int
+    width: int
+    max_positions: int | None = None
+    kv_buckets: tuple[int, ...] = ()
+    batch_buckets: tuple[int, ...] = ()
+
 
 MAX_CONSECUTIVE_ROUNDS = 32
 """Rounds without a look at the queue: a request that comes meanwhile waits for them."""

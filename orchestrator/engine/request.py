@@ -8,18 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Union
 
 from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
-from paceline.engine import validation
-from paceline.engine.sampling_params import SamplingParams
+from paceline.engine.sampling_params import SamplingParams, is_tensor, processor_list, shown
 from paceline.engine.stopping import Stopping
-from paceline.text.grammar import Grammar, GrammarCompiler
-from paceline.text.processors import processor_list
 from paceline.text.stop_strings import StopStrings
-from paceline.text.structured_output import StructuredOutput
+from paceline.text.structured_output import Grammar, GrammarCompiler, StructuredOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,7 +245,7 @@ def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]
 
 def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
     """Prompts as tuples of ids, without padding."""
-    if validation.is_tensor(input_ids):
+    if is_tensor(input_ids):
         import torch
 
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -256,7 +254,7 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
             )
         rows: list[list[int]] = input_ids.tolist()
     else:
-        rows = validation.rows_of_ids(input_ids)
+        rows = _rows_of_ids(input_ids)
     if attention_mask is not None:
         rows = _unpadded(rows, attention_mask)
     if not rows:
@@ -273,8 +271,30 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
     return [tuple(row) for row in rows]
 
 
+def _rows_of_ids(value: object) -> list[list[int]]:
+    """Prompts from a sequence of sequences of ids.
+
+    Raises:
+        PromptError: it is something else, or holds something that is no integer.
+    """
+    if hasattr(value, "keys"):
+        raise PromptError("input_ids is a mapping, as tokenizers return it; pass its entry: encoding['input_ids']")
+    rows = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+    if rows is None or not all(isinstance(row, (list, tuple)) for row in rows):
+        raise PromptError(
+            f"input_ids must be a LongTensor [B, S] or a list of lists of ids, not {shown(value)}; turn text into ids "
+            "first, and put the ids of a single text into a list"
+        )
+    for index, row in enumerate(rows):
+        for token in row:
+            if type(token) is not int and (isinstance(token, bool) or not isinstance(token, Integral)):
+                raise PromptError(f"prompt {index} holds {token!r}, which is not an integer; turn text into ids first")
+    return [list(map(int, row)) for row in rows]
+
+
 def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
-    validation.mask(mask)
+    if not is_tensor(mask) or mask.dim() != 2:
+        raise PromptError(f"attention_mask must be a tensor [B, S], as input_ids, not {shown(mask)}")
     marks = mask.tolist()
     if [len(row) for row in marks] != [len(row) for row in rows]:
         raise PromptError(f"attention_mask of shape {list(mask.shape)} does not fit input_ids")

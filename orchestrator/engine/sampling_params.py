@@ -6,20 +6,23 @@ build the same value. Not here: the requests made of it (`paceline.engine.reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.sampling import Sampling, row_seed
-from paceline.engine import validation
 from paceline.engine.stopping import Criterion
-from paceline.text import processors
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers.generation import logits_process as hf
     from transformers.generation.logits_process import LogitsProcessor
 
 _IN_PROCESS = {"in_process": True}  # objects that stay in this process
@@ -92,7 +95,7 @@ class SamplingParams:
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        validation.check(self, _KINDS)
+        _check_kinds(self, _KINDS)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
@@ -101,7 +104,7 @@ class SamplingParams:
                 "use_speculation=False"
             )
         if self.logit_bias:
-            validation.check_bias(self.logit_bias)
+            _check_bias(self.logit_bias)
         if self.ignore_eos and self.structured_outputs is not None:
             raise SamplingError(
                 "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
@@ -112,7 +115,7 @@ class SamplingParams:
         """Raise SamplingError for a value that no request can be made with, whatever its target."""
         self.sampling_of(0)
         StopStrings.of(self.stop_strings)
-        processors.check(self.repetition_penalty, self.no_repeat_ngram_size)
+        _check_processors(self.repetition_penalty, self.no_repeat_ngram_size)
 
     @classmethod
     def merge(
@@ -176,33 +179,178 @@ class SamplingParams:
         return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
 
 
-_KINDS: dict[str, validation.Kind] = {
-    "sequence_length": validation.Kind("an integer", optional=True),
-    "max_new_tokens": validation.Kind("an integer", optional=True),
-    "do_sample": validation.Kind("True or False"),
-    "temperature": validation.Kind("a number"),
-    "top_k": validation.Kind("an integer", optional=True),
-    "top_p": validation.Kind("a number", optional=True),
-    "min_p": validation.Kind("a number", optional=True),
-    "seed": validation.Kind("an integer", listed=True),
-    "eos_token_id": validation.Kind("an integer", optional=True, listed=True),
-    "pad_token_id": validation.Kind("an integer", optional=True),
-    "stop_strings": validation.Kind("a string", optional=True, listed=True, also=StopStrings),
-    "stopping_criteria_list": validation.Kind("a list of callables", optional=True),
-    "logits_processor": validation.Kind("a list of callables", optional=True),
-    "no_repeat_ngram_size": validation.Kind("an integer", optional=True),
-    "repetition_penalty": validation.Kind("a number", optional=True),
-    "presence_penalty": validation.Kind("a number", least=-2, most=2),
-    "frequency_penalty": validation.Kind("a number", least=-2, most=2),
-    "logit_bias": validation.Kind("a mapping of ids to numbers", optional=True),
-    "min_tokens": validation.Kind("an integer", least=0),
-    "ignore_eos": validation.Kind("True or False"),
-    "n": validation.Kind("an integer", least=1, most=128),
-    "logprobs": validation.Kind("an integer", optional=True, least=0, most=20),
-    "output_scores": validation.Kind("True or False"),
-    "structured_outputs": validation.Kind("a StructuredOutput", optional=True, also=StructuredOutput),
-    "prediction": validation.Kind("a string or a list of integers", optional=True),
-    "use_speculation": validation.Kind("True or False", listed=True),
-    "max_draft_tokens": validation.Kind("an integer", optional=True),
+def _check_processors(repetition_penalty: float | None, no_repeat_ngram_size: int | None) -> None:
+    """Raise SamplingError if a value is out of range."""
+    if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
+        raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
+    if no_repeat_ngram_size is not None and no_repeat_ngram_size < 0:
+        raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
+
+
+def processor_list(
+    custom: Sequence[hf.LogitsProcessor] | None,
+    *,
+    repetition_penalty: float | None,
+    no_repeat_ngram_size: int | None,
+) -> hf.LogitsProcessorList | None:
+    """Hugging Face logits processors in the order `generate` applies them: penalties first, then the user's own; None
+    if there is nothing to do.
+
+    Their module is imported here: it takes as long as half of PyTorch, and every worker would wait for it.
+
+    Raises:
+        SamplingError: a value is out of range.
+    """
+    if not custom and repetition_penalty in (None, 1.0) and not no_repeat_ngram_size:
+        return None
+    _check_processors(repetition_penalty, no_repeat_ngram_size)
+    from transformers.generation import logits_process as hf
+
+    processors = hf.LogitsProcessorList()
+    if repetition_penalty is not None and repetition_penalty != 1.0:
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+    if no_repeat_ngram_size:
+        processors.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
+    processors.extend(custom or ())
+    return processors
+
+
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "True or False": lambda value: isinstance(value, bool),
+    "an integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    "a number": lambda value: not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value),
+    "a string": lambda value: isinstance(value, str),
+    "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
+    "a mapping of ids to numbers": lambda value: (
+        isinstance(value, Mapping)
+        and all(_CHECKS["an integer"](key) and _CHECKS["a number"](value[key]) for key in value)
+    ),
+    "a string or a list of integers": lambda value: (
+        isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(_CHECKS["an integer"], value)))
+    ),
+    "a StructuredOutput": lambda _value: False,  # but for the class that `_Kind.also` names
+}
+_USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
+_MOST_BIAS = 100
+_PLURALS = {"True or False": "truth values", "an integer": "integers", "a string": "strings"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a keyword may be.
+
+    one       a value of it, as messages say it
+    optional  None is possible
+    listed    a list or tuple of such values is possible
+    also      a class whose objects are possible
+    least, most   of a number; None = any
+    """
+
+    one: Literal[
+        "True or False",
+        "an integer",
+        "a number",
+        "a string",
+        "a list of callables",
+        "a mapping of ids to numbers",
+        "a string or a list of integers",
+        "a StructuredOutput",
+    ]
+    optional: bool = False
+    listed: bool = False
+    also: type | None = None
+    least: float | None = None
+    most: float = math.inf
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
+        _check_kinds = _CHECKS[self.one]
+        if self.also is not None and isinstance(value, self.also):
+            return True
+        if self.listed and isinstance(value, (list, tuple)):
+            return all(map(_check_kinds, value))
+        return _check_kinds(value)
+
+    def __str__(self) -> str:
+        more = (f" or a list of {_PLURALS[self.one]}" if self.listed else "") + (" or None" if self.optional else "")
+        return self.one + more
+
+
+_KINDS: dict[str, _Kind] = {
+    "sequence_length": _Kind("an integer", optional=True),
+    "max_new_tokens": _Kind("an integer", optional=True),
+    "do_sample": _Kind("True or False"),
+    "temperature": _Kind("a number"),
+    "top_k": _Kind("an integer", optional=True),
+    "top_p": _Kind("a number", optional=True),
+    "min_p": _Kind("a number", optional=True),
+    "seed": _Kind("an integer", listed=True),
+    "eos_token_id": _Kind("an integer", optional=True, listed=True),
+    "pad_token_id": _Kind("an integer", optional=True),
+    "stop_strings": _Kind("a string", optional=True, listed=True, also=StopStrings),
+    "stopping_criteria_list": _Kind("a list of callables", optional=True),
+    "logits_processor": _Kind("a list of callables", optional=True),
+    "no_repeat_ngram_size": _Kind("an integer", optional=True),
+    "repetition_penalty": _Kind("a number", optional=True),
+    "presence_penalty": _Kind("a number", least=-2, most=2),
+    "frequency_penalty": _Kind("a number", least=-2, most=2),
+    "logit_bias": _Kind("a mapping of ids to numbers", optional=True),
+    "min_tokens": _Kind("an integer", least=0),
+    "ignore_eos": _Kind("True or False"),
+    "n": _Kind("an integer", least=1, most=128),
+    "logprobs": _Kind("an integer", optional=True, least=0, most=20),
+    "output_scores": _Kind("True or False"),
+    "structured_outputs": _Kind("a StructuredOutput", optional=True, also=StructuredOutput),
+    "prediction": _Kind("a string or a list of integers", optional=True),
+    "use_speculation": _Kind("True or False", listed=True),
+    "max_draft_tokens": _Kind("an integer", optional=True),
 }
 """Least and most are those of OpenAI's API."""
+
+
+def _check_kinds(params: object, kinds: Mapping[str, _Kind]) -> None:
+    """Raise SamplingError for the first field that is not of its kind."""
+    for name, kind in kinds.items():
+        value = getattr(params, name)
+        if value is None and kind.optional:
+            continue
+        # Most values are plain, and asking abstract classes takes a microsecond each.
+        if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
+            single = "; put a single one into a list" if kind.one == "a list of callables" else ""
+            raise SamplingError(f"{name} must be {kind}, not {shown(value)}{single}")
+        least, most = kind.least, kind.most
+        if least is not None and not least <= value <= most:
+            within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
+            raise SamplingError(f"{name} must be {within}, not {value}", param=name)
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    """Raise SamplingError for a bias that is not within -100 and 100, as OpenAI's API has it."""
+    for token, value in bias.items():
+        if not -_MOST_BIAS <= value <= _MOST_BIAS:
+            raise SamplingError(
+                f"logit_bias of id {token} must be within -{_MOST_BIAS} and {_MOST_BIAS}, not {value}",
+                param="logit_bias",
+            )
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor. Nobody has one who has not imported PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _fits_a_float(value: Real) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """A value as messages show it."""
+    if is_tensor(value):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -31,8 +31,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
 from paceline.engine.engine import Engine, Variant
-from paceline.engine.mixed import MixedRound
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.rounds import MixedRound, TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.host_verifier import HostVerifier
 from paceline.target.verifier import CompiledVerifier

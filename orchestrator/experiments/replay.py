@@ -30,12 +30,10 @@ from paceline.core.types import (
     SamplingTensors,
 )
 from paceline.draft.fallback import shortened_of
-from paceline.engine.adaptive import AdaptiveRound, Stage
-from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import Engine, Variant
-from paceline.engine.queue import ListQueue
+from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
+from paceline.engine.batch import RoundShape
+from paceline.engine.engine import Engine, ListQueue, Variant
 from paceline.engine.request import Request
-from paceline.engine.round_shape import RoundShape
 from paceline.engine.rounds import TwoGraphRound
 from paceline.engine.stopping import Stopping
 from paceline.experiments.definitions import Acceptance

@@ -29,11 +29,10 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.options import MAX_WIDTH
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
-from paceline.generator import SpeculativeGenerator
+from paceline.generator import SpeculativeGenerator, Streamer
 from paceline.huggingface import engine_call, options
 from paceline.huggingface.cache import SlotCache
 from paceline.outputs import Statistics
-from paceline.text.streamers import Streamer
 
 log = logging.getLogger("paceline")
 

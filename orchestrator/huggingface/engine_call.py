@@ -19,10 +19,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from paceline.core.sampling import row_seed
-from paceline.engine.queue import ListQueue
+from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request, SamplingParams
-from paceline.generator import SpeculativeGenerator
-from paceline.text.streamers import Streamer
+from paceline.generator import SpeculativeGenerator, Streamer
 
 _ROW_BY_ROW = (
     hf.RepetitionPenaltyLogitsProcessor,

@@ -34,8 +34,8 @@ from paceline.serving.render.pieces import AnswerWriter
 from paceline.serving.render.responses_writer import ResponsesWriter
 from paceline.serving.router import Accepted, Chunk, Failed, Item, ModelCard, RequestContext
 from paceline.serving.sampling import sampling_params
-from paceline.text.marker_tokens import with_markers
 from paceline.text.stop_strings import StopStringFilter, StopStrings
+from paceline.text.tokenizer import with_markers
 from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call
 from paceline.workers.shared_engine import SharedEngine

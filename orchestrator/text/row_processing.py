@@ -18,7 +18,7 @@ from paceline.core.protocols import Processor
 
 if TYPE_CHECKING:
     from paceline.engine.request import LogitsRules
-    from paceline.text.grammar import GrammarState
+    from paceline.text.structured_output import GrammarState
 
 _FORCED = 1e15
 """For a score of infinity: above any logit, and still a number over the least temperature."""

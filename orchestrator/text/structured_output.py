@@ -1,16 +1,24 @@
-"""What a text must be: the type of `SamplingParams.structured_outputs`, in vLLM's words.
+"""What a text must be, in vLLM's words (`StructuredOutput`), and which tokens may follow: grammars of llguidance.
 
-Not here: what a grammar lets follow (`paceline.text.grammar`).
+Grammars are compiled where a request is made, in the caller's thread, never between rounds. A state is a function of
+the output so far: it is rolled back and forth along drafts, and leaves no trace of those that were refused. Not here:
+what is done to logits (`paceline.text.row_processing`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.core.errors import SamplingError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
 StructuredKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
@@ -84,3 +92,225 @@ class StructuredOutput:
             return json.dumps(self.value)  # in the order given: properties come in the schema's order
         except (TypeError, ValueError, RecursionError) as error:
             raise SamplingError(f"the JSON schema cannot be written as JSON ({error}); give plain values") from None
+
+
+_KEPT = 64
+"""Compiled grammars, and tokenizers, that are kept for requests to come."""
+
+_Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
+"""Of a compiled grammar: identity of the tokenizer, what was asked for, and the eos ids."""
+
+
+class Grammar:
+    """A compiled grammar, shared by all requests that ask for it. ``matcher`` is never moved from its beginning."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Collection[int]) -> None:
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, sorted(eos)
+
+    def state(self) -> GrammarState:
+        """The state of a new text."""
+        return GrammarState(self._matcher.deep_copy(), vocab_size=self._vocab_size, eos=self._eos)
+
+
+class GrammarState:
+    """Where one text is in its grammar. All methods take the output so far, without the prompt."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Sequence[int]) -> None:
+        import torch
+
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, frozenset(eos)
+        self._bits = torch.arange(8, dtype=torch.uint8)
+        self._eos_ids = torch.tensor(list(eos), dtype=torch.int64)
+        self._read: list[int] = []
+
+    def allowed(self, output: Sequence[int]) -> Tensor:
+        """Which tokens may follow: [V] bool. An eos id may exactly where the grammar accepts the text.
+
+        Raises:
+            SamplingError: the grammar is more work than one token may be.
+        """
+        import torch
+
+        if not self._go_to(output):  # a draft that goes on behind an end, or where it must not
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._check(len(output))
+        mask = (packed.unsqueeze(1) >> self._bits & 1).flatten()[: self._vocab_size].bool()
+        mask[self._eos_ids] = self._matcher.is_accepting()
+        return mask
+
+    def accepts(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other; an eos id is the last that may."""
+        if not self._go_to(output):
+            return 0
+        count = len(self._legal(tokens))
+        if count < len(tokens) and tokens[count] in self._eos:
+            self._go_to([*output, *tokens[:count]])
+            count += self._matcher.is_accepting()
+        return count
+
+    def forced(self, output: Sequence[int], limit: int) -> list[int]:
+        """At most ``limit`` tokens that the grammar leaves no choice but to write, as the tokenizer would write them.
+
+        A proposal and no more: the same characters may also be written in other tokens.
+        """
+        if not self._go_to(output):
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:limit] if not self._matcher.is_stopped() else []
+        tokens = tokens[: self.accepts(output, tokens)]
+        self._go_to([*output, *tokens])
+        if len(tokens) < limit and self._matcher.is_stopped():
+            tokens = [*tokens, min(self._eos)]
+        return tokens
+
+    def _go_to(self, output: Sequence[int]) -> bool:
+        """Roll back to where both texts part, and read on as far as the grammar goes. -> whether that is all of it."""
+        read, output = self._read, list(output)
+        same = len(read) if output[: len(read)] == read else _common(read, output)
+        if same < len(read):
+            self._matcher.rollback(len(read) - same)
+        more = self._legal(output[same:])
+        if more:
+            self._matcher.consume_tokens(more)
+        self._read = output[: same + len(more)]
+        self._check(len(output))
+        return len(self._read) == len(output)
+
+    def _legal(self, tokens: Sequence[int]) -> list[int]:
+        """The first of these tokens that may follow, without an eos id."""
+        places = enumerate(tokens)
+        end = next((at for at, token in places if token in self._eos or not 0 <= token < self._vocab_size), len(tokens))
+        return list(tokens[: self._matcher.validate_tokens(list(tokens[:end]))]) if end else []
+
+    def _check(self, length: int) -> None:
+        if self._matcher.is_error():
+            raise SamplingError(
+                f"the grammar cannot go on after {length} tokens of output ({_first_line(self._matcher.get_error())}); "
+                "ask for a simpler one"
+            )
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps the latest. From any thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizers: OrderedDict[int, tuple[object, LLTokenizer]] = OrderedDict()
+        self._grammars: OrderedDict[_Key, Grammar] = OrderedDict()
+
+    def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
+        """The grammar of a request.
+
+        Raises:
+            SamplingError: it is no grammar, uses what is not supported, is too large, or the tokenizer cannot be used.
+        """
+        key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
+        with self._lock:
+            if (known := self._grammars.get(key)) is not None:
+                self._grammars.move_to_end(key)
+                return known
+            words = self._words(tokenizer)
+        grammar = Grammar(_matcher(requested, words, tokenizer), vocab_size=self._vocab_size, eos=eos)
+        with self._lock:
+            self._grammars[key] = grammar
+            if len(self._grammars) > _KEPT:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _words(self, tokenizer: object) -> LLTokenizer:
+        """The tokenizer's words as bytes. It is kept too, so that no other gets its identity."""
+        if (known := self._tokenizers.get(id(tokenizer))) is not None:
+            return known[1]
+        from llguidance import LLTokenizer
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise SamplingError(
+                f"structured_outputs need to know the bytes of every token, and {type(tokenizer).__name__} has no "
+                "backend_tokenizer; pass a fast Hugging Face tokenizer as tokenizer=..."
+            )
+        unpadded = type(backend).from_str(backend.to_str())
+        unpadded.no_padding()
+        unpadded.no_truncation()
+        size = max(self._vocab_size, unpadded.get_vocab_size(with_added_tokens=True))
+        eos = getattr(tokenizer, "eos_token_id", None)
+        words = LLTokenizer(unpadded.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
+        self._tokenizers[id(tokenizer)] = (tokenizer, words)
+        if len(self._tokenizers) > _KEPT:
+            self._tokenizers.popitem(last=False)
+            self._grammars.clear()  # another tokenizer may get its identity now
+        return words
+
+
+def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object) -> LLMatcher:
+    """Compiled, at its beginning."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    source = requested.source
+    try:
+        if requested.kind == "json_schema":
+            grammar = LLMatcher.grammar_from_json_schema(source)
+        elif requested.kind == "json_object":
+            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        elif requested.kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        elif requested.kind == "choice":
+            choices = json.loads(source)
+            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+        else:
+            grammar = LLMatcher.grammar_from_lark(source)
+    except ValueError as error:
+        raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read: {error}") from None
+    if requested.after is not None:
+        grammar = _behind_reasoning(requested.after, grammar, tokenizer)
+    # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
+    # that the same grammar is refused on every machine.
+    limits = LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=10_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(words, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise SamplingError(
+            f"structured_outputs: this {requested.kind} cannot be compiled: {_first_line(matcher.get_error())}; "
+            "docs/structured.md lists what can"
+        )
+    return matcher
+
+
+def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object) -> str:
+    """The grammar with free text before it, and the line breaks that templates write behind a marker."""
+    is_list = grammar.lstrip().startswith("{")  # of grammars, as llguidance makes it of a schema; else it is Lark
+    answer, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
+    special = _special_token(markers.end, tokenizer)
+    text = "/(?s:.*)/"
+    free = f"thought: {text} {special}" if special else f"thought[suffix={json.dumps(markers.end)}]: {text}"
+    opening = _special_token(markers.start, tokenizer) or json.dumps(markers.start)
+    first = f"({opening} thought BREAKS?)?" if markers.start else "thought BREAKS?"
+    lark = f"start: {first} @answer\n{free}\nBREAKS: /\\n{{1,3}}/"
+    grammars = [{"name": "reasoning", "lark_grammar": lark}, {**answer, "name": "answer"}, *others]
+    return json.dumps({"grammars": grammars})
+
+
+def _special_token(marker: str, tokenizer: object) -> str | None:
+    """A marker that is a special token, which is no text, as llguidance writes it; None where it is text."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    added = backend.get_added_tokens_decoder()
+    return next((f"<[{number}]>" for number, one in added.items() if one.special and one.content == marker), None)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _first_line(message: str) -> str:
+    """An error of llguidance without what it shows of its own state."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|")]
+    return " ".join(lines)[:300]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.core.detokenizer import IncrementalDetokenizer, Tokenizer
+from paceline.core.detokenizer import Decodes, IncrementalDetokenizer, Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
+from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.text.quick_tokenizer import quick_tokenizer
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "prompt_ids"]
 
@@ -55,3 +57,117 @@ def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> lis
     if not ids:
         raise PromptError(f"{name} is empty, and this model's tokenizer puts no token before it; give some text")
     return ids
+
+
+_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Names of the class in tokenizer_config.json. Others change what tokenizer.json says."""
+
+_OWN_CLASS = frozenset({None, "qwen2"})
+"""Values of ``model_type`` for which `AutoTokenizer` takes another class, whatever the file says."""
+
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_WITHOUT_EFFECT = frozenset({"tokenizer_class", "backend", "is_local", "chat_template", "model_max_length"})
+"""Keys of tokenizer_config.json that change neither ids nor text."""
+
+
+class QuickTokenizer:
+    """The tokenizer of a folder whose files are all there is to it, without transformers: importing that takes as long
+    as a third of PyTorch, and its `AutoTokenizer` imports PyTorch and code of models besides.
+
+    Ids and text come from the `tokenizers` library (``backend_tokenizer``), as they do in transformers'
+    `PreTrainedTokenizerFast`. Whatever else is asked, such as a chat template, is asked of that class, which is
+    imported then. What is known here of transformers was seen in 4.57 and 5.24.
+    """
+
+    def __init__(self, folder: Path, backend: Any) -> None:
+        self.__dict__.update(_folder=folder, backend_tokenizer=backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
+        """As transformers; no length is warned of."""
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """As transformers."""
+        if clean_up_tokenization_spaces:
+            options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": True}
+            return str(self._full.decode(token_ids, **options))
+        text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    @cached_property
+    def _full(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(self._folder), local_files_only=True)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked by copy, pickle and the like
+            raise AttributeError(name)
+        return getattr(self._full, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._full, name, value)
+
+
+def quick_tokenizer(folder: Path) -> QuickTokenizer | None:
+    """The tokenizer of a folder; None: transformers has to say what it is.
+
+    Raises:
+        Exception: tokenizer.json cannot be read; the library has no other.
+    """
+    try:
+        settings, model = (read_json_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    except CheckpointError:
+        return None
+    unknown = settings.keys() - _WITHOUT_EFFECT - {*_TOKENS, "clean_up_tokenization_spaces"}
+    if settings.get("tokenizer_class") not in _CLASSES or model.get("model_type") in _OWN_CLASS or unknown:
+        return None
+    file, mapped = folder / "tokenizer.json", folder / "special_tokens_map.json"
+    if settings.get("clean_up_tokenization_spaces") or not file.is_file():
+        return None
+    if any((folder / name).exists() for name in ("added_tokens.json", "tekken.json")):
+        return None
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(file))
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    named = [settings.get(name) for name in _TOKENS]
+    if mapped.exists():
+        named += read_json_object(mapped).values()
+    if backend.truncation or backend.padding or any(token is not None and token not in special for token in named):
+        return None  # transformers changes it
+    return QuickTokenizer(folder, backend)
+
+
+class MarkerTokens:
+    """Decodes as its tokenizer does, except that it shows some special tokens where it leaves out the others.
+
+    Hugging Face's tokenizers leave out all special tokens of a text or none. Mistral's [TOOL_CALLS] and [THINK] are
+    special tokens, which parsers of answers look for, and so is the end of the text, which nobody is to see.
+    """
+
+    def __init__(self, tokenizer: Decodes, hidden: frozenset[int]) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        """See `Decodes`."""
+        if options.pop("skip_special_tokens", False):
+            token_ids = [token for token in token_ids if token not in self._hidden]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False, **options)
+
+
+def with_markers(tokenizer: Decodes, markers: Iterable[str]) -> Decodes:
+    """A decoder that shows these markers; the tokenizer itself where none is a special token of it."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number: str(one.content) for number, one in added.items() if one.special}
+    wanted = set(markers)
+    shown = {number for number, text in special.items() if text in wanted}
+    if not shown:
+        return tokenizer
+    return MarkerTokens(tokenizer, frozenset(special.keys() | set(getattr(tokenizer, "all_special_ids", ()))) - shown)

@@ -21,7 +21,7 @@ import torch
 
 from paceline.core.errors import DeadlineError, PacelineError, QueueFullError, RankError
 from paceline.core.sampling import Sampling
-from paceline.engine.queue import ListQueue
+from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
 from paceline.generator import SpeculativeGenerator

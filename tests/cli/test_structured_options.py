@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.text import grammar
+from paceline.text import structured_output
 from tests.cli.test_cli import answer, generate
 
 SCHEMA = {"enum": ["main", "argv", 7]}
@@ -52,8 +52,8 @@ def test_an_answer_fits_its_schema(ending: Path, schema: Path) -> None:
 
 def test_a_grammar_is_compiled_once(ending: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
-    real = grammar._matcher
-    monkeypatch.setattr(grammar, "_matcher", lambda *given: compiled.append(given) or real(*given))
+    real = structured_output._matcher
+    monkeypatch.setattr(structured_output, "_matcher", lambda *given: compiled.append(given) or real(*given))
     answer(ending, "--regex", "once|twice")
     assert len(compiled) == 1, "the check before loading compiles it"
 

@@ -22,7 +22,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, resolve
 from tests.contract.drafters import ROWS, Depth, Home, Row

@@ -19,7 +19,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.fakes import TableDecoder, near, rebuild, table

@@ -73,7 +73,7 @@ def generator(
 
 
 class Arrivals:
-    """A `paceline.engine.queue.RequestQueue` whose last request comes a little after all others but one have ended."""
+    """A `paceline.engine.engine.RequestQueue` whose last request comes a little after all others but one have ended."""
 
     paced = False
 

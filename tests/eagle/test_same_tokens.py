@@ -16,7 +16,7 @@ from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.adaptive import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
 from tests.fakes import misfit

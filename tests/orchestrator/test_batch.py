@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundResult
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
-from paceline.engine.round_shape import RoundShape
 from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import Statistics
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.engine.queue import ListQueue
+from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request, SamplingParams
 from paceline.text.structured_output import StructuredOutput
 from tests.fakes import Checked, TableDecoder, near, table

@@ -9,7 +9,7 @@ import pytest
 from paceline import DRAFT_LENGTHS
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
-from paceline.engine.draft_length import ControllersByFill, DraftLengthController
+from paceline.engine.adaptive import ControllersByFill, DraftLengthController
 
 
 def told(

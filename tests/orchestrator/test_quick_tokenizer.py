@@ -15,8 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from paceline.text.quick_tokenizer import QuickTokenizer, quick_tokenizer
-from paceline.text.tokenizer import load_tokenizer
+from paceline.text.tokenizer import QuickTokenizer, load_tokenizer, quick_tokenizer
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pycode" / "target"
 PIECES = ("a", "<|endoftext|>", "<|pad|>", " ", "  ", "\n", "é", "😀", "def f(x):", "\x00", "1", "'s", "\t", "\ufffd")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.engine.mixed import MixedRound, RowRound
+from paceline.engine.rounds import MixedRound, RowRound
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableDecoder, near, table
 

@@ -10,10 +10,9 @@ from paceline import SpeculativeGenerator
 from paceline.core.protocols import Reading, Round
 from paceline.core.sampling import Sampling, kind_of, kind_of_params, sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
-from paceline.engine.batch import Batch
-from paceline.engine.queue import ListQueue
+from paceline.engine.batch import Batch, RoundShape
+from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
-from paceline.engine.round_shape import RoundShape
 from paceline.engine.stopping import Stopping
 from paceline.outputs import Statistics
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds

@@ -14,7 +14,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from paceline import NgramDrafter, RequestOutput, SpeculativeGenerator
 from paceline.core.errors import DecoderBusyError, SamplingError
-from paceline.engine.queue import ListQueue
+from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table

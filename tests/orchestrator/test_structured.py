@@ -14,8 +14,7 @@ from torch import Tensor
 
 from paceline import ReasoningMarkers, SpeculativeGenerator
 from paceline.core.errors import SamplingError
-from paceline.text.grammar import GrammarCompiler
-from paceline.text.structured_output import MAX_SOURCE_BYTES, StructuredOutput
+from paceline.text.structured_output import MAX_SOURCE_BYTES, GrammarCompiler, StructuredOutput
 from tests.fakes import TableDecoder, near, table
 from tests.orchestrator.json_tokens import BOS, END, EOS, SIZE, VOCABULARY, tokenizer
 from tests.orchestrator.test_trees import Orchard

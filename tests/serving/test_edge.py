@@ -19,7 +19,7 @@ from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.sampling import sampling_params
 from paceline.serving.settings import ApiSettings
-from paceline.text.grammar import GrammarCompiler
+from paceline.text.structured_output import GrammarCompiler
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts
 
 CALLS = (

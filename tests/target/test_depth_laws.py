@@ -11,8 +11,7 @@ from paceline.core.protocols import Drafter, Round, Shortens
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
-from paceline.engine.adaptive import AdaptiveRound, Stage
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table

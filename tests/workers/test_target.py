@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
-from paceline.engine.mixed import MixedRound
 from paceline.engine.request import SamplingParams
-from paceline.engine.rounds import FusedRound, TwoGraphRound
+from paceline.engine.rounds import FusedRound, MixedRound, TwoGraphRound
 from paceline.placement.cluster.roles import CALL_PARAMS, GenerateRequest, maker
 from paceline.placement.planning.footprint import Shape
 from paceline.registry import DRAFTERS
