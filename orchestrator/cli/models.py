@@ -16,7 +16,7 @@ from paceline.cli.options import AsJson
 from paceline.cli.serve import API_KEY
 from paceline.core.errors import WorkerError
 
-_ROUTE = "/admin/models"  # `paceline.serving.admin`
+_ROUTE = "/admin/models"  # `paceline.serving.api`
 _TIMEOUT_S = 900.0  # a model may take minutes to load
 
 app = typer.Typer()

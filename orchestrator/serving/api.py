@@ -7,30 +7,44 @@ requests are (`paceline.serving.openai`), and how answers are written (`paceline
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
-from paceline.serving.admin import ModelAction, PinAction, add_admin, kept
-from paceline.serving.answering import answer
-from paceline.serving.key_counts import KeyCounts
-from paceline.serving.middleware import AccessLog, ApiKeys, BodyLimit, KeyLimit, api_key, refused_response
-from paceline.serving.model_state import Lifecycle
+from paceline.core.errors import PacelineError
+from paceline.serving.lifecycle import Lifecycle, ModelState
+from paceline.serving.middleware import (
+    CLIENT_CLOSED,
+    AccessLog,
+    ApiKeys,
+    BodyLimit,
+    KeyCounts,
+    KeyLimit,
+    api_key,
+    refused_response,
+)
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.fields import ModelField, Strict, read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
-from paceline.serving.reading import read
 from paceline.serving.refused import RefusedError, model_not_found, refusal
-from paceline.serving.router import Item, ModelRouter, RequestContext
-from paceline.serving.schema import post_schema, with_components
-from paceline.serving.settings import ApiSettings
+from paceline.serving.render.pieces import DONE, event
+from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelRouter, RequestContext
+from paceline.serving.settings import ApiSettings, is_loopback
 
 Generates = type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest]
 
@@ -74,9 +88,9 @@ def create_app(
         DetokenizeRequest,
     ]
     if lifecycle is not None:
-        add_admin(app, lifecycle, settings)
+        _add_admin(app, lifecycle, settings)
         bodies += [ModelAction, PinAction]
-    with_components(app, bodies)
+    _with_components(app, bodies)
     return app
 
 
@@ -93,17 +107,17 @@ def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) ->
         items: AsyncIterator[Item] = router.stream(generation_request, context)
         return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
 
-    @app.post("/v1/completions", openapi_extra=post_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_post_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         return await generate(request, CompletionRequest)
 
-    @app.post("/v1/chat/completions", openapi_extra=post_schema(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_post_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await generate(request, ChatRequest)
 
-    @app.post("/v1/responses", openapi_extra=post_schema(ResponsesRequest))
+    @app.post("/v1/responses", openapi_extra=_post_schema(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer, by OpenAI's newer API. Nothing is kept."""
         return await generate(request, ResponsesRequest)
@@ -123,13 +137,13 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
             raise model_not_found(model, list(cards))
         return JSONResponse(cards[model].to_dict())
 
-    @app.post("/tokenize", openapi_extra=post_schema(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_post_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """The ids of a text or a conversation."""
         tokens = await router.tokenize(await read(request, TokenizeRequest))
         return Response(tokens.model_dump_json(), media_type="application/json")
 
-    @app.post("/detokenize", openapi_extra=post_schema(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_post_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         text = await router.detokenize(await read(request, DetokenizeRequest))
@@ -177,3 +191,321 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 async def _error(_: Request, error: Exception) -> Response:
     return refused_response(refusal(error))
+
+
+log = logging.getLogger("paceline")
+
+MODELS = "/admin/models"
+
+ActionT = TypeVar("ActionT", bound="ModelAction")
+
+
+class ModelAction(Strict):
+    """Which model an operator means."""
+
+    model: ModelField
+
+
+class PinAction(ModelAction):
+    """Keep a model in memory, or let it leave again."""
+
+    pinned: Annotated[bool, Field(description="true or false")] = True
+
+
+def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> None:
+    """Add the routes of an operator: which models are in memory, and loading, unloading and pinning them.
+
+    They need an API key, as all routes but health do. Where the service has no keys they answer this machine alone.
+    """
+    is_open = not settings.api_keys
+
+    async def act(request: Request, kind: type[ActionT], do: Callable[[ActionT], Awaitable[ModelState]]) -> Response:
+        _check_caller(request, is_open=is_open)
+        if "content-type" not in request.headers:  # a page elsewhere can leave it out
+            raise RefusedError(415, "say what the body is: Content-Type: application/json")
+        state = await do(await read(request, kind))
+        return JSONResponse(state.to_dict())
+
+    @app.get(MODELS)
+    async def states(request: Request) -> Response:
+        """The models of the service, also those that are not in memory."""
+        _check_caller(request, is_open=is_open)
+        return JSONResponse({"models": [state.to_dict() for state in lifecycle.states()]})
+
+    @app.post(f"{MODELS}/load", openapi_extra=_post_schema(ModelAction))
+    async def load(request: Request) -> Response:
+        """Load a model; answers when it can."""
+        return await act(request, ModelAction, lambda action: lifecycle.load(action.model))
+
+    @app.post(f"{MODELS}/unload", openapi_extra=_post_schema(ModelAction))
+    async def unload(request: Request) -> Response:
+        """Unload a model, after the requests that it has."""
+        return await act(request, ModelAction, lambda action: lifecycle.unload(action.model))
+
+    @app.post(f"{MODELS}/pin", openapi_extra=_post_schema(PinAction))
+    async def pin(request: Request) -> Response:
+        """Keep a model in memory, or let it leave again."""
+        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
+
+
+@asynccontextmanager
+async def kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
+    """While the application runs: idle models are unloaded."""
+    try:
+        await lifecycle.restore()
+    except PacelineError as error:  # it is as the models file says, most likely
+        log.warning("what is loaded could not be found out (%s)", error)
+    watching = asyncio.ensure_future(lifecycle.watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+def _check_caller(request: Request, *, is_open: bool) -> None:
+    """Raise RefusedError (403) for another machine, or a page of another site, where no key is asked for."""
+    if not is_open:
+        return
+    near = request.client is not None and is_loopback(request.client.host)
+    if not near or not is_loopback(request.url.hostname or ""):
+        raise RefusedError(403, "without an API key these routes answer this machine alone; give the server --api-key")
+
+
+_HEAD_WAIT_S = 0.05  # that the head of an answer waits for its first events, with which it is one message
+PING = b": ping\n\n"  # a comment, which clients pass over
+
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class _Gone(Exception):  # noqa: N818 - it is no error of ours
+    """The client did not wait."""
+
+
+class Items:
+    """Items of an answer, while the client is there and the time allows."""
+
+    def __init__(self, items: AsyncIterator[Item], request: Request, deadline: float | None) -> None:
+        self._items, self._deadline = items, deadline
+        self._next: asyncio.Task[Item | None] | None = None
+        self._gone = asyncio.ensure_future(_disconnected(request))
+
+    async def next(self, silence_s: float | None = None) -> Item | None:
+        """The next one; None after ``silence_s`` seconds without one.
+
+        Raises:
+            RefusedError: the deadline is over, or the answer ended without being complete.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(_step(self._items))
+        remaining_s = None if self._deadline is None else self._deadline - time.time()
+        timeouts = [seconds for seconds in (silence_s, remaining_s) if seconds is not None]
+        timeout = max(0.0, min(timeouts)) if timeouts else None
+        await asyncio.wait((self._next, self._gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._next.done():
+            task, self._next = self._next, None
+            item = task.result()
+            if item is None:
+                raise RefusedError(500, "the answer ended before it was complete")
+            return item
+        if self._gone.done():
+            raise _Gone
+        if remaining_s is not None and (silence_s is None or remaining_s <= silence_s):
+            raise RefusedError(504, "the answer was not complete in the time it may take", code="deadline_exceeded")
+        return None
+
+    async def close(self) -> None:
+        """Give up what the answer holds."""
+        tasks = [task for task in (self._next, self._gone) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        close = getattr(self._items, "aclose", None)
+        if close is not None:
+            with suppress(Exception):  # whatever it is, nobody waits for it
+                await close()
+
+
+async def answer(
+    request: Request,
+    generation: GenerationRequest,
+    items: AsyncIterator[Item],
+    *,
+    ping_s: float,
+    context: RequestContext,
+) -> Response:
+    """The HTTP answer to a request that a router was asked. A refusal before the first event has its own status."""
+    source = Items(items, request, context.deadline)
+    about: dict[str, Any] = request.scope["state"]["access"]
+    about["model"] = generation.model
+    try:
+        first = await source.next()
+        if isinstance(first, Failed):
+            raise first.error()
+        assert isinstance(first, Accepted)
+        about["prompt_tokens"] = first.prompt_tokens
+        if generation.stream:
+            stream = EventStream(source, generation, ping_s=ping_s, about=about)
+            source = None  # type: ignore[assignment]  # the stream closes it
+            return stream
+        return await _body(source, about)
+    except _Gone:
+        return Response(status_code=CLIENT_CLOSED)
+    except RefusedError as error:
+        about["error"] = error.code or error.message
+        return refused_response(error)
+    finally:
+        if source is not None:
+            await source.close()
+
+
+async def _body(source: Items, about: dict[str, Any]) -> Response:
+    while True:
+        item = await source.next()
+        if isinstance(item, Failed):
+            raise item.error()
+        if isinstance(item, Chunk):
+            about["completion_tokens"] = sum(item.sent)
+            if item.last:
+                return Response(item.data, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events."""
+
+    def __init__(self, source: Items, generation: GenerationRequest, *, ping_s: float, about: dict[str, Any]) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers(_HEADERS)
+        self._source, self._generation, self._ping_s, self._about = source, generation, ping_s, about
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            item = await self._first()
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if item is None:
+                item = await self._source.next(self._ping_s)
+            while True:
+                if item is None:
+                    await send(_part(PING))
+                elif isinstance(item, Failed):
+                    raise item.error()
+                elif isinstance(item, Chunk):
+                    self._about["completion_tokens"] = sum(item.sent)
+                    if item.data or item.last:  # the end goes with the last piece: each is a message between processes
+                        await send(_part(item.data, more=not item.last))
+                    if item.last:
+                        break
+                item = await self._source.next(self._ping_s)
+        except RefusedError as error:  # the answer has begun, so it is an event
+            self._about["error"] = error.code or error.message
+            await send(_part(_error_event(error, self._generation), more=False))
+        except (_Gone, OSError):
+            self._about["status"] = CLIENT_CLOSED
+        finally:
+            await self._source.close()
+
+    async def _first(self) -> Item | None:
+        """What comes soon enough to go with the head of the answer."""
+        try:
+            return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
+        except RefusedError as error:
+            return Failed.of(error)
+
+
+def _part(data: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _error_event(error: RefusedError, generation: GenerationRequest) -> bytes:
+    if isinstance(generation, ResponsesRequest):
+        fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return event(fields, "error")
+    return event(error.body) + DONE
+
+
+async def _step(items: AsyncIterator[Item]) -> Item | None:
+    return await anext(items, None)
+
+
+async def _disconnected(request: Request) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_LONG_BODY = 32 << 10  # bytes from which JSON is parsed beside the event loop: below, it takes less than a millisecond
+
+
+async def read(request: Request, model: type[ModelT]) -> ModelT:
+    """The request's body, checked.
+
+    Raises:
+        RefusedError: it is no JSON, or not what the endpoint takes.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":  # what a page elsewhere could send without being asked
+        raise RefusedError(415, f"the body is {kind}; send JSON, and say so: Content-Type: application/json")
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:
+        raise RefusedError(CLIENT_CLOSED, "the client disconnected before the end of the body") from error
+    if len(body) < _LONG_BODY:
+        return read_body(model, body)
+    return await asyncio.to_thread(read_body, model, body)
+
+
+_COMPONENTS = "#/components/schemas/"
+_ERRORS = {
+    400: "The request is wrong; the error names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body is too long.",
+    415: "The body is not JSON.",
+    429: "Too many requests wait; Retry-After says when to ask again.",
+    503: "The model cannot answer now.",
+    504: "The answer took longer than it may.",
+}
+
+
+def _post_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """What a POST route says about its body and its answers."""
+    schema = {"$ref": _COMPONENTS + model.__name__}
+    error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {str(status): {"description": text, "content": error} for status, text in _ERRORS.items()},
+    }
+
+
+def _with_components(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Let the application's description hold these models, which its routes name."""
+    plain = app.openapi
+    _, top = models_json_schema([(model, "validation") for model in models], ref_template=_COMPONENTS + "{model}")
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            described = plain()
+            components = described.setdefault("components", {}).setdefault("schemas", {})
+            components.update(top["$defs"])
+            components["Error"] = _ERROR
+        return plain()
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+        }
+    },
+}

@@ -1,5 +1,5 @@
 """From a models file to a Serve application: one deployment for each model, and one for HTTP. Models that are loaded on
-demand are applications of their own, which the HTTP deployment starts (`paceline.serving.serve_loader`).
+demand are applications of their own, which the HTTP deployment starts (`paceline.serving.serve_lifecycle`).
 
 `build` is a builder for `serve deploy`:
 

@@ -1,10 +1,13 @@
-"""A model as a deployment of Ray Serve: its resources, its placement, and how many replicas it has.
+"""A model as a deployment of Ray Serve: its resources, its placement, how many replicas it has, and the routes to them.
 
 A replica is a replica group (`paceline.placement.planning.groups`): the process that runs the target, and its draft if
 that has cores of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig
@@ -15,6 +18,7 @@ from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.logs import SERVE_LOGGING
 from paceline.serving.replica import ModelReplica
+from paceline.serving.serve_router import ModelRoute, ServeRouter
 
 SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
 CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
@@ -70,3 +74,46 @@ def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
         downscale_delay_s=scaling.downscale_delay_s,
         **idle,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The models of one application of Ray Serve, as a process has to know them.
+
+    application  its name
+    groups       of all models, by name
+    """
+
+    application: str
+    groups: Mapping[str, ReplicaGroupPlan]
+    fault_policy: FaultPolicy
+
+    def own_application(self, name: str) -> str:
+        """That of a model which is loaded on demand."""
+        return f"{self.application}-{name}"
+
+    def route(self, name: str) -> ModelRoute:
+        """To a model that is deployed."""
+        own = self.own_application(name) if self.groups[name].is_on_demand else self.application
+        return ModelRoute(serve.get_deployment_handle(deployment_name(name), own))
+
+
+class Routes:
+    """Keeps a router's routes as the owner says: to models on demand while they are loaded."""
+
+    def __init__(self, service: Service, router: ServeRouter) -> None:
+        self._service, self._router = service, router
+        self._loaded: Collection[str] | None = None
+
+    def follow(self, loaded: Collection[str]) -> None:
+        """These are loaded now."""
+        for name, group in self._service.groups.items():
+            before = self._loaded is not None and name in self._loaded
+            if before != (name in loaded):
+                if not group.is_on_demand:
+                    self._router.forget(name)
+                elif before:
+                    self._router.remove(name)
+                else:
+                    self._router.put(name, self._service.route(name))
+        self._loaded = frozenset(loaded)

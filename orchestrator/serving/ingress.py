@@ -15,19 +15,15 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.api import create_app
-from paceline.serving.deployments import SHUTDOWN_S
-from paceline.serving.key_counts import KeyCounts
+from paceline.serving.deployments import SHUTDOWN_S, Routes, Service
 from paceline.serving.listener import receive_socket, serving
 from paceline.serving.logs import write_with_serve
-from paceline.serving.managed import ManagedRouter
-from paceline.serving.middleware import identify
+from paceline.serving.middleware import KeyCounts, identify
+from paceline.serving.ray_guard import WATCHED, UntilTaken, own_name, watch_cluster
 from paceline.serving.serve_lifecycle import RayOwner, actor_name
 from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
-from paceline.serving.service import Routes, Service
 from paceline.serving.settings import ApiSettings
-from paceline.serving.shared_lifecycle import SharedLifecycle
-from paceline.serving.taken import UntilTaken, own_name
-from paceline.serving.watch import WATCHED, watch_cluster
+from paceline.serving.shared_lifecycle import ManagedRouter, SharedLifecycle
 
 
 @serve.ingress()

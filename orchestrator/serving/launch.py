@@ -22,10 +22,10 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving import serve_decisions
 from paceline.serving.app import application
 from paceline.serving.listener import ListeningSocket
-from paceline.serving.serve_controller import running_address
+from paceline.serving.ray_guard import running_address
+from paceline.serving.serve_lifecycle import forget_decisions
 from paceline.serving.settings import ApiSettings
 
 log = logging.getLogger("paceline")
@@ -184,7 +184,7 @@ def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Call
                     serve.shutdown()
                 else:
                     _delete(own)
-                serve_decisions.forget(APPLICATION)
+                forget_decisions(APPLICATION)
 
 
 def _run(app: serve.Application, ready: Callable[[], None]) -> None:

@@ -10,18 +10,209 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
+from typing import Literal, Protocol
 
 from paceline.core.errors import PacelineError, RoomError
 from paceline.placement.planning.residency import Residency
-from paceline.serving.decisions import Decisions
-from paceline.serving.model_state import ANSWERS, ModelState, Report, State, View, first_state, is_awaited
 from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
-from paceline.serving.reports import Reports
+
+State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
+"""``scaled``: Ray Serve loads and unloads it, by its load."""
+
+ANSWERS: tuple[State, ...] = ("loaded", "scaled")
+"""The states in which a request needs nobody's decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What an operator sees of a model.
+
+    awaited  whether a replica should answer now
+    running  requests under way, or that wait for it to be loaded
+    idle_s   since its last request, or since it was loaded
+    """
+
+    name: str
+    state: State
+    load: str
+    pinned: bool
+    awaited: bool
+    running: int
+    idle_s: float
+    idle_ttl_s: float | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "load": self.load,
+            "pinned": self.pinned,
+            "running": self.running,
+            "idle_s": round(self.idle_s, 1),
+            "idle_ttl_s": self.idle_ttl_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a process of HTTP says of itself, to the one that decides.
+
+    running  requests of each model that are under way here, or wait
+    idle_s   seconds since a request of each model ended here
+    keys     requests that count for the limit of each (hashed) API key
+    seen     version of the newest view that this process acts by
+    """
+
+    running: Mapping[str, int] = field(default_factory=dict)
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    keys: Mapping[str, int] = field(default_factory=dict)
+    seen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What that one answers. ``keys``: as in `Report`, of all other processes together."""
+
+    version: int
+    states: Sequence[ModelState]
+    keys: Mapping[str, int] = field(default_factory=dict)
+
+
+class Lifecycle(Protocol):
+    """Which models of a service are in memory, as a process of HTTP asks for it."""
+
+    def states(self) -> list[ModelState]:
+        """Of all models, in the order of the models file."""
+
+    def use(self, name: str) -> AbstractAsyncContextManager[None]:
+        """The model stays in memory for a request; it is loaded first where its residency says so.
+
+        Raises:
+            RefusedError: 404, there is no such model; 503, it is unloaded and stays so, it does not start, or models
+                that may not leave are in its way.
+        """
+
+    async def load(self, name: str) -> ModelState:
+        """Load it, making room where that is needed. Returns when it answers.
+
+        Raises:
+            RefusedError: as `use`; 409 where Ray Serve does it.
+        """
+
+    async def unload(self, name: str) -> ModelState:
+        """Unload it. Requests under way are answered; new ones are refused until it is loaded again, or load it where
+        the models file says ``load: on_demand``.
+
+        Raises:
+            RefusedError: 404; 409, it is pinned, or Ray Serve does it.
+        """
+
+    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+        """Keep it in memory, or let it leave again. It does not load it.
+
+        Raises:
+            RefusedError: 404; 409, Ray Serve loads and unloads it.
+        """
+
+    async def restore(self) -> None:
+        """Find out what is loaded and what an operator decided, where this service ran before.
+
+        Raises:
+            PacelineError: that cannot be found out.
+        """
+
+    async def watch(self) -> None:
+        """Do what has to be done while no request comes, for ever."""
+
+
+def first_state(residency: Residency) -> State:
+    """Of a model when its service starts."""
+    if residency.autoscaling is not None:
+        return "scaled"
+    return "loaded" if residency.load == "eager" else "unloaded"
+
+
+def is_awaited(residency: Residency, state: State) -> bool:
+    """Whether a replica should answer."""
+    scaling = residency.autoscaling
+    return state == "loaded" if scaling is None else scaling.min_replicas > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What an operator decided while a service ran: models by name.
+
+    Those that are as the models file says are in none of these.
+
+    pinned    stay in memory
+    unpinned  may leave, though the file pins them
+    stopped   are unloaded, and no request loads them
+    """
+
+    pinned: Sequence[str] = ()
+    unpinned: Sequence[str] = ()
+    stopped: Sequence[str] = ()
+
+
+PERIOD_S = 0.5  # between the reports of a process
+SILENT_S = 10.0  # after which a process that said nothing is taken for dead: its requests are
+_SETTLE_S = 4 * PERIOD_S  # in which all that live have found a new decider
+_LOOK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    report: Report
+    at: float
+
+
+class Reports:
+    """Reports of the processes of HTTP: the newest of each.
+
+    ``awaited``: whether there are other processes at all, which will report soon.
+    """
+
+    def __init__(self, *, awaited: bool = False) -> None:
+        self._received: dict[str, _Received] = {}
+        self._complete_at = monotonic() + (_SETTLE_S if awaited else 0.0)
+
+    def put(self, process: str, report: Report) -> None:
+        """What a process says now."""
+        self._received[process] = _Received(report, monotonic())
+
+    def running(self, model: str) -> int:
+        """Requests of a model in all processes."""
+        return sum(one.report.running.get(model, 0) for one in self._living().values())
+
+    def used(self, model: str) -> float:
+        """When a request of it ended last, by `monotonic`."""
+        times = [one.at - one.report.idle_s[model] for one in self._received.values() if model in one.report.idle_s]
+        return max(times, default=float("-inf"))
+
+    def keys(self, process: str) -> Mapping[str, int]:
+        """Requests by key of all processes but this one."""
+        total: Counter[str] = Counter()
+        for name, one in self._living().items():
+            if name != process:
+                total.update(one.report.keys)
+        return total
+
+    async def acknowledged(self, version: int) -> None:
+        """Until every process acts by this version, and so has reported what it began before it knew it."""
+        while monotonic() < self._complete_at or any(one.report.seen < version for one in self._living().values()):
+            await asyncio.sleep(_LOOK_S)
+
+    def _living(self) -> Mapping[str, _Received]:
+        now = monotonic()
+        self._received = {name: one for name, one in self._received.items() if now - one.at < SILENT_S}
+        return self._received
+
 
 log = logging.getLogger("paceline")
 
@@ -82,7 +273,7 @@ class _Kept:
 
 
 class ModelLifecycle:
-    """A `paceline.serving.model_state.Lifecycle`, and where others are asked to, `reported` and `demand`.
+    """A `Lifecycle`, and where others are asked to, `reported` and `demand`.
 
     residencies  of every model of the service, by name
     shared       whether other processes use the models too, and report it

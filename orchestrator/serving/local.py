@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.refused import model_not_found
-from paceline.serving.router import Failed, Health, Item, ModelCard, RequestContext
+from paceline.serving.router import Failed, GenerationRequest, Health, Item, ModelCard, RequestContext
 
 
 class LocalRouter:

@@ -7,34 +7,34 @@ sent (``skip``), computes the same tokens and sends the rest.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.core.detokenizer import Decodes, Tokenizer
 from paceline.core.errors import BackendError, PlacementError
-from paceline.engine.request import Request, TargetLimits
-from paceline.serving.openai.chat import ChatRequest, NamedTool
+from paceline.engine.request import Request, SamplingParams, TargetLimits
+from paceline.serving.openai.chat import ChatRequest, Message, NamedTool, Tool
 from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.fields import StructuredOutputs
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.parsers.base import Parser, PlainText
-from paceline.serving.parsers.reasoning import ReasoningParser
-from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser
-from paceline.serving.prompts import ChatFormat, ChatPrompt, Prompts, chat_prompts, chat_text, completion_prompts
+from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
+from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
 from paceline.serving.refused import TOO_LONG, RefusedError, refusal
-from paceline.serving.render.acceptance import Acceptance
-from paceline.serving.render.answer import Answer, AnswerPlan
-from paceline.serving.render.choice import ChoiceRenderer
+from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, ChoiceRenderer
 from paceline.serving.render.openai_writers import ChatWriter, CompletionWriter
 from paceline.serving.render.pieces import AnswerWriter
 from paceline.serving.render.responses_writer import ResponsesWriter
-from paceline.serving.router import Accepted, Chunk, Failed, Item, ModelCard, RequestContext
-from paceline.serving.sampling import sampling_params
+from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelCard, RequestContext
 from paceline.text.stop_strings import StopStringFilter, StopStrings
+from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 from paceline.text.tokenizer import with_markers
 from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call
@@ -124,10 +124,10 @@ class ModelServer:
         if request.messages is None:
             ids = self._tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
         else:
-            prompt = ChatPrompt(
+            prompt = _ChatPrompt(
                 request.messages, request.tools, request.chat_template_kwargs, request.add_generation_prompt
             )
-            ids = self._tokenizer.encode(chat_text(self._tokenizer, prompt, self._format), add_special_tokens=False)
+            ids = self._tokenizer.encode(_chat_text(self._tokenizer, prompt, self._format), add_special_tokens=False)
         texts = [self._token_text(token) for token in ids] if request.return_token_strs else None
         return TokenizeResponse(
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
@@ -142,7 +142,7 @@ class ModelServer:
         if isinstance(chat_request, ChatRequest):
             prompts = chat_prompts(self._tokenizer, chat_request, self._format)
         else:
-            prompts = completion_prompts(self._tokenizer, chat_request)
+            prompts = _completion_prompts(self._tokenizer, chat_request)
         params = sampling_params(chat_request, self._tokenizer, prompts.reasoning)
         rows = [ids for ids in prompts.ids for _ in range(chat_request.candidates)]
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
@@ -220,3 +220,226 @@ def _call(requests: Sequence[Request], context: RequestContext, *, stream: bool)
     deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
     ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if stream else _BODY_S
     return Call(ticket, requests, key=context.client, deadline=deadline, interval_s=interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """What a model's chat template says, and how its answers are read.
+
+    template   its text; empty without one
+    tools      the form of tool calls that it teaches, if it has a place for tools
+    reasoning  its markers of reasoning
+    """
+
+    template: str = ""
+    tools: ToolFormat | None = None
+    reasoning: ReasoningRow | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatFormat:
+        """Of a tokenizer."""
+        templates: Any = getattr(tokenizer, "chat_template", None)
+        if not templates:
+            return cls()
+        # A tokenizer may have several by name; that for tools says most.
+        template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
+        return cls(template, tool_format(template), reasoning_of(template))
+
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Texts that parsers of answers look for, and that may be special tokens. ``tools``: whether calls may come."""
+        marks = self.tools.tokens if tools and self.tools is not None else ()
+        return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of one request.
+
+    ids             of each
+    texts           of each, where they are repeated in the answer
+    in_reasoning    whether the template opened the reasoning of the answer already
+    reasoning       how reasoning is marked that may come before the answer; None: there is none
+    """
+
+    ids: list[list[int]]
+    texts: tuple[str, ...] = ()
+    in_reasoning: bool = False
+    reasoning: ReasoningMarkers | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all together."""
+        return sum(map(len, self.ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatPrompt:
+    """A conversation for a template.
+
+    messages  as the request has them
+    tools     that the model may call
+    kwargs    what else the template reads
+    open      whether the assistant's turn is begun at the end
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    open: bool = True
+
+
+def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Prompts:
+    """The prompts of a completion."""
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+    if not request.echo:
+        return Prompts(ids)
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in request.prompts]
+    return Prompts(ids, tuple(text for text in texts for _ in range(request.n)))
+
+
+def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> Prompts:
+    """The prompt of a chat."""
+    kwargs = dict(request.chat_template_kwargs)
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    text = _chat_text(tokenizer, _ChatPrompt(request.messages, request.tools_offered, kwargs), form)
+    ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
+    if row is None or text.rstrip().endswith(row.end):  # it was closed before it began: the model is not to reason
+        return Prompts(ids)
+    opened = text.rstrip().endswith(row.start)
+    markers = ReasoningMarkers(row.end, "" if opened else row.start)
+    return Prompts(ids, in_reasoning=opened, reasoning=markers)
+
+
+def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> str:
+    """A conversation as the text that the model reads.
+
+    Raises:
+        RefusedError: there is no chat template, it has no place for tools, or it refuses the messages.
+    """
+    chat_tokenizer: Any = tokenizer
+    if not form.template:
+        raise RefusedError(400, "this model has no chat template; ask /v1/completions", param="messages")
+    if prompt.tools and form.tools is None:
+        raise RefusedError(400, "this model's chat template has no place for tools", param="tools")
+    parameters = inspect.signature(chat_tokenizer.apply_chat_template).parameters
+    for name in prompt.kwargs:
+        if name in parameters or name == "messages":
+            raise RefusedError(400, f"{name!r} cannot be given to the template", param="chat_template_kwargs")
+    tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
+    messages = [_for_template(message) for message in prompt.messages]
+    try:
+        return str(
+            chat_tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt.open, **prompt.kwargs
+            )
+        )
+    except Exception as error:  # templates are programs that raise what they like
+        raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message as templates read it: a text, and calls whose arguments are objects.
+
+    Raises:
+        RefusedError: the arguments of a call are no JSON.
+    """
+    entry: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        entry["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        calls = []
+        for call in message.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                name = call.function.name
+                raise RefusedError(400, f"the arguments of {name!r} are no JSON ({error})", param="messages") from error
+            function = {"name": call.function.name, "arguments": arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        entry["tool_calls"] = calls
+    return entry
+
+
+def sampling_params(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, reasoning: ReasoningMarkers | None = None
+) -> SamplingParams:
+    """What the engine is asked for. A greedy request has all values too, so that one out of range is always refused.
+
+    ``reasoning``: how text is marked that may come before a structured answer.
+
+    Raises:
+        SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
+    """
+    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    best_of, structured = request.candidates > request.n, _structured(request)
+    return SamplingParams(
+        max_new_tokens=request.max_new_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        seed=request.seed,
+        do_sample=request.temperature != 0,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=0 if request.top_k == -1 else request.top_k,
+        min_p=request.min_p,
+        stop_strings=StopStrings(stops, scope="output") if stops else None,
+        repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
+        logprobs=0 if best_of and request.top_logprobs_wanted is None else request.top_logprobs_wanted,
+        structured_outputs=None if structured is None else replace(structured, after=reasoning),
+        prediction=request.prediction.text if request.prediction is not None else None,
+        use_speculation=not request.speculative.is_off,
+        max_draft_tokens=request.speculative.k or None,
+        tokenizer=tokenizer,
+    )
+
+
+def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | None:
+    """What the text must be: as the request says, or the calls that it demands."""
+    if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
+        return StructuredOutput("json_schema", calls)
+    return None if request.structured is None else _structured_output(request.structured)
+
+
+def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
+    if constraint.json_object is not None:
+        return StructuredOutput("json_object") if constraint.json_object else None
+    if constraint.json_schema is not None:
+        schema = constraint.json_schema
+        return StructuredOutput("json_schema", str(schema).lower() if isinstance(schema, bool) else schema)
+    if constraint.regex is not None:
+        return StructuredOutput("regex", constraint.regex)
+    if constraint.choice is not None:
+        return StructuredOutput("choice", constraint.choice)
+    return StructuredOutput("grammar", constraint.grammar)
+
+
+def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
+    """The schema of what `parsers.tools` reads: arguments of one function, or a list of calls of any."""
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        return next(_arguments(tool) for tool in request.tools if tool.function.name == choice.function.name)
+    if choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": _arguments(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in request.tools
+    ]
+    most = {} if request.parallel_tool_calls else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object"}

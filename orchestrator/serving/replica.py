@@ -27,10 +27,8 @@ from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.logs import write_with_serve
 from paceline.serving.metrics import MetricSet, timed
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.openai.union import GenerationRequest
-from paceline.serving.router import Accepted, Item, ModelCard, PlacedModel, RequestContext
-from paceline.serving.taken import Readers
-from paceline.serving.watch import watch_cluster
+from paceline.serving.ray_guard import Readers, watch_cluster
+from paceline.serving.router import Accepted, GenerationRequest, Item, ModelCard, PlacedModel, RequestContext
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.replica_group import ReplicaGroup

@@ -14,15 +14,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.serving.openai.tokens import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
-from paceline.serving.openai.union import GenerationRequest
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
+
+GenerationRequest = CompletionRequest | ChatRequest | ResponsesRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class RequestContext:
     spec_metrics  what the answer says about acceptance, unless the request says it
     max_sequence  tokens of a prompt and its answer together; None: as many as the model has positions
     interval_s    between the messages of a stream, at least; see `paceline.workers.calls.Call`
-    reader        who takes the answer from a server in another process; see `paceline.serving.taken`
+    reader        who takes the answer from a server in another process; see `paceline.serving.ray_guard`
     """
 
     id: str

@@ -20,9 +20,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from paceline.serving.metrics import merged
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
-from paceline.serving.router import Accepted, Chunk, Failed, Health, Item, ModelCard, RequestContext
+from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Health, Item, ModelCard, RequestContext
 
 log = logging.getLogger("paceline")
 
@@ -58,7 +57,7 @@ class ServeRouter:
 
     recovery_s  how long a request of which nothing was answered yet waits for a replica
     resume_s    how long an answer that has begun waits for one: as long as a model may take to be loaded
-    reader      this process, as replicas know it; see `paceline.serving.taken`
+    reader      this process, as replicas know it; see `paceline.serving.ray_guard`
     """
 
     def __init__(

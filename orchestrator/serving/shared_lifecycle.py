@@ -11,17 +11,18 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Protocol
 
 from paceline.core.errors import PacelineError
 from paceline.placement.planning.residency import Residency
-from paceline.serving.key_counts import KeyCounts
-from paceline.serving.model_state import ANSWERS, ModelState, Report, View, first_state, is_awaited
-from paceline.serving.refused import model_not_found
-from paceline.serving.reports import PERIOD_S
+from paceline.serving.lifecycle import ANSWERS, PERIOD_S, Lifecycle, ModelState, Report, View, first_state, is_awaited
+from paceline.serving.middleware import KeyCounts
+from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.refused import RefusedError, model_not_found, refusal
+from paceline.serving.router import Failed, GenerationRequest, Health, Item, ModelCard, ModelRouter, RequestContext
 
 log = logging.getLogger("paceline")
 
@@ -50,7 +51,7 @@ class Owner(Protocol):
 
 
 class SharedLifecycle:
-    """A `paceline.serving.model_state.Lifecycle`.
+    """A `paceline.serving.lifecycle.Lifecycle`.
 
     owner        the process that decides
     residencies  of every model of the service, by name
@@ -147,3 +148,47 @@ def _as_in_the_file(name: str, residency: Residency) -> ModelState:
     state = first_state(residency)
     awaited = is_awaited(residency, state)
     return ModelState(name, state, residency.load, residency.pinned, awaited, 0, 0.0, residency.idle_ttl_s)
+
+
+class ManagedRouter:
+    """A `ModelRouter` over another one. ``lifecycle``: knows every model of it."""
+
+    def __init__(self, router: ModelRouter, lifecycle: Lifecycle) -> None:
+        self._router, self.lifecycle = router, lifecycle
+
+    async def models(self) -> Sequence[ModelCard]:
+        """See `ModelRouter`."""
+        return await self._router.models()
+
+    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
+        """See `ModelRouter`."""
+        try:
+            async with self.lifecycle.use(request.model):
+                async for item in self._router.stream(request, context):
+                    yield item
+        except (RefusedError, PacelineError) as error:
+            yield Failed.of(refusal(error))
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """See `ModelRouter`."""
+        async with self.lifecycle.use(request.model):
+            return await self._router.tokenize(request)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """See `ModelRouter`."""
+        async with self.lifecycle.use(request.model):
+            return await self._router.detokenize(request)
+
+    async def health(self) -> Health:
+        """See `ModelRouter`. A model that is not in memory, as it should be, is no reason not to be ready."""
+        models = (await self._router.health()).models
+        words = {
+            one.name: models.get(one.name, "loading") if one.state in ("loaded", "scaled") else one.state
+            for one in self.lifecycle.states()
+        }
+        awaited = [one.name for one in self.lifecycle.states() if one.awaited]
+        return Health(all(words[name] == "ready" for name in awaited), words)
+
+    async def metrics(self) -> bytes:
+        """See `ModelRouter`."""
+        return await self._router.metrics()

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 
 from starlette.requests import Request
 
-from paceline.serving.answering import EventStream, answer
+from paceline.serving.api import EventStream, answer
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.router import Accepted, Chunk, Item, RequestContext
 

@@ -15,9 +15,8 @@ import pytest
 from paceline.engine.request import TargetLimits
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import ModelServer, sampling_params
 from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.sampling import sampling_params
 from paceline.serving.settings import ApiSettings
 from paceline.text.structured_output import GrammarCompiler
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts

@@ -15,16 +15,13 @@ from paceline import SpeculativeGenerator
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import ChatFormat, ModelServer, Prompts, chat_prompts, sampling_params
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.union import GenerationRequest
-from paceline.serving.prompts import ChatFormat, Prompts, chat_prompts
 from paceline.serving.replica import messages
-from paceline.serving.router import Accepted, Chunk, Failed, RequestContext
-from paceline.serving.sampling import sampling_params
+from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, RequestContext
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.fakes import TableDecoder, near, table

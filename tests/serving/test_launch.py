@@ -77,7 +77,7 @@ def serve(
     monkeypatch.setattr(module, "serve", serving)
     monkeypatch.setattr(module, "running_address", played.address)
     monkeypatch.setattr(module, "application", lambda *_, **__: None)
-    monkeypatch.setattr(module.serve_decisions, "forget", played.forgotten.append)
+    monkeypatch.setattr(module, "forget_decisions", played.forgotten.append)
     before = [signal.getsignal(number) for number in ENDS]
     try:
         group = ReplicaGroupPlan("m", 1, Plan(INSTANCES["inf2.48xlarge"], ()))

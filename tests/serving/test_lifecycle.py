@@ -26,12 +26,11 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
 from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving.api import create_app
-from paceline.serving.decisions import Decisions
-from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.lifecycle import Decisions, ModelLifecycle
 from paceline.serving.local import LocalRouter
-from paceline.serving.managed import ManagedRouter
 from paceline.serving.model_server import ModelServer
 from paceline.serving.settings import ApiSettings
+from paceline.serving.shared_lifecycle import ManagedRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, running
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from paceline.serving.parsers.base import Delta, Parser, PlainText
-from paceline.serving.parsers.mistral import MistralParser
-from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser
 from paceline.serving.parsers.reasoning import REASONING, ReasoningParser
 from paceline.serving.parsers.tools import (
     HermesParser,
     JsonListParser,
     LlamaJsonParser,
+    MistralParser,
     NamedCallParser,
     PythonicParser,
+    Qwen3CoderParser,
     tool_format,
 )
 from paceline.serving.render.pieces import ChoiceText, Step

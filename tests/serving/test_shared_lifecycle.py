@@ -19,13 +19,12 @@ from paceline.core.errors import WorkerError
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving import reports, serve_lifecycle
-from paceline.serving.key_counts import KeyCounts
-from paceline.serving.lifecycle import ModelLifecycle
-from paceline.serving.model_state import ModelState, Report, View
+from paceline.serving import lifecycle, serve_lifecycle
+from paceline.serving.deployments import Service
+from paceline.serving.lifecycle import ModelLifecycle, ModelState, Report, View
+from paceline.serving.middleware import KeyCounts
 from paceline.serving.refused import RefusedError
 from paceline.serving.serve_lifecycle import RayOwner
-from paceline.serving.service import Service
 from paceline.serving.shared_lifecycle import SharedLifecycle
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE, PlannedLoader
@@ -78,7 +77,7 @@ def home(workshop: Workshop) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(lifecycle, "_SETTLE_S", 0.1)
     monkeypatch.setattr("paceline.serving.shared_lifecycle.PERIOD_S", 0.02)
 
 
@@ -179,7 +178,7 @@ def test_requests_that_begin_before_their_process_is_told_keep_the_model(home: P
 
 
 def test_a_process_that_is_gone_is_not_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "SILENT_S", 0.2)
+    monkeypatch.setattr(lifecycle, "SILENT_S", 0.2)
     owner = owner_of(home, {"name": "a"}, {"name": "c", "load": "on_demand"})
 
     async def gone() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.serving.taken import Readers, UntilTaken
+from paceline.serving.ray_guard import Readers, UntilTaken
 
 BODY: Message = {"type": "http.response.body", "body": b"x"}
 GONE: Message = {"type": "http.disconnect"}

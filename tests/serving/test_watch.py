@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from paceline.serving.watch import Watch, pause_s
+from paceline.serving.ray_guard import Watch, pause_s
 
 
 class Actor:

@@ -7,13 +7,302 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from paceline.serving.parsers.base import CallParser, Delta, ToolCallDelta, overlap
-from paceline.serving.parsers.json_call import JsonCall, JsonValue, ended, grown
-from paceline.serving.parsers.mistral import START, MistralParser
-from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser, Schemas
+from paceline.serving.parsers.base import CallParser, Delta, StateParser, ToolCallDelta, overlap
+
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class _JsonValue:
+    """How far one JSON object or array of a growing text reaches."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def end(self, text: str) -> int | None:
+        """The place behind the value's last character in more text; None: it goes on."""
+        for place, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return None
+
+
+class _JsonCall:
+    """One call written as JSON, {"name": ..., "arguments": {...}}, while it grows. ``name`` is known before the first
+    piece of the arguments is handed out.
+
+    The arguments are handed out as they are written. Where they stand before the name, or the text is no such call, all
+    of it is known at its end only.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.name: str | None = None
+        self._value: _JsonValue | None = None
+        self._done = False
+
+    def push(self, text: str) -> str:
+        """More text; more of the arguments."""
+        self.text += text
+        if self._done:
+            return ""
+        if self._value is None:
+            head = _HEAD.match(self.text)
+            if head is None:
+                return ""
+            try:
+                self.name = json.loads(head[1])
+            except ValueError:
+                return ""
+            self._value = _JsonValue()
+            text = self.text[head.end() :]
+        end = self._value.end(text)
+        self._done = end is not None
+        return text[:end]
+
+    def rest(self) -> tuple[str, str] | None:
+        """At its end: its name and arguments, if it is a call of which nothing was handed out."""
+        if self.name is not None:
+            return None
+        return parse_call(self.text)
+
+
+def parse_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments (as JSON) of a whole call; None: it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def grown(call: _JsonCall, text: str, index: int) -> Delta:
+    """What a call gains by more text."""
+    before = call.name
+    arguments = call.push(text)
+    if not arguments:
+        return Delta()
+    return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))
+
+
+def ended(call: _JsonCall, index: int) -> Delta | None:
+    """What a call gains by its end: nothing if it was handed out, or all of it at once; None: it is no call."""
+    if call.name is not None:
+        return Delta()
+    rest = call.rest()
+    return None if rest is None else Delta(tool_calls=(ToolCallDelta(index, *rest),))
+
+
+START = "[TOOL_CALLS]"
+_HEAD_END = ("[CALL_ID]", "[ARGS]")
+_NAME = re.compile(r"[\w.\-]+")
+
+
+class MistralParser(StateParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}, any number of the latter.
+
+    The first form is that of tokenizers up to version 7, the second that of version 11 and later, where version 11 has
+    [CALL_ID] and an id before [ARGS]. Text may come before and between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._text)
+        self._call: _JsonCall | None = None
+        self._value = _JsonValue()
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        held, self._held = self._held, ""
+        if self._state == self._text:
+            return Delta(held)
+        if self._state == self._head:
+            return Delta(START + held)
+        return self._finish() if self._call is not None else Delta()
+
+    def _text(self) -> Delta:
+        """Outside of calls."""
+        place = self._held.find(START)
+        certain = place if place >= 0 else len(self._held) - overlap(self._held, START)
+        piece, self._held = self._held[:certain], self._held[certain:]
+        if place >= 0:
+            self._held, self._state = self._held[len(START) :], self._head
+        return Delta(piece if piece.strip() or not self.calls else "")
+
+    def _head(self) -> Delta:
+        """Behind the marker: a list, or a name."""
+        begun = self._held.lstrip()
+        if not begun:
+            return Delta()
+        if begun.startswith("[") and not any(marker.startswith(begun[: len(marker)]) for marker in _HEAD_END):
+            self._held, self._state = begun[1:], self._list
+            return Delta()
+        place = self._held.find("{")
+        if place < 0:
+            return Delta()
+        head = self._held[:place].strip()
+        for marker in _HEAD_END:
+            head = head.partition(marker)[0].strip()
+        if not _NAME.fullmatch(head):  # no call after all
+            text, self._held, self._state = START + self._held[:place], self._held[place:], self._text
+            return Delta(text)
+        self._held, self._state, self._value = self._held[place:], self._arguments, _JsonValue()
+        return Delta(tool_calls=(ToolCallDelta(self.calls, head, ""),))
+
+    def _arguments(self) -> Delta:
+        """Inside the arguments of a call whose name is known."""
+        end = self._value.end(self._held)
+        piece, self._held = self._held[:end], "" if end is None else self._held[end:]
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        if end is not None:
+            self.calls, self._state = self.calls + 1, self._text
+        return delta
+
+    def _list(self) -> Delta:
+        """Inside a list of calls."""
+        if self._call is None:
+            begun = self._held.lstrip(" \n\t,")
+            if begun.startswith("]"):
+                self._held, self._state = begun[1:], self._text
+                return Delta()
+            self._held = begun if begun.startswith("{") or not begun else begun[1:]
+            if not begun.startswith("{"):
+                return Delta()
+            self._call, self._value = _JsonCall(), _JsonValue()
+        end = self._value.end(self._held)
+        piece, self._held = self._held[:end], "" if end is None else self._held[end:]
+        delta = grown(self._call, piece, self.calls)
+        return delta if end is None else delta + self._finish()
+
+    def _finish(self) -> Delta:
+        call, self._call = self._call, None
+        assert call is not None
+        if (delta := ended(call, self.calls)) is None:
+            return Delta(call.text)
+        self.calls += 1
+        return delta
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_PARAMETER_END, _FUNCTION_END = "</parameter>", "</function>"
+
+_Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each function, by the function's name."""
+
+
+class Qwen3CoderParser(StateParser):
+    """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>, any number, with text around.
+
+    A value is written as it is, without quotes: the function's schema says whether it is a text, else it is JSON.
+    Models sometimes leave the outer tags out. A parameter is handed out when it is complete.
+    """
+
+    def __init__(self, schemas: _Schemas) -> None:
+        super().__init__(self._text)
+        self._schemas = schemas
+        self._properties: Mapping[str, Any] = {}
+        self._parameters = 0
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        held, self._held = self._held, ""
+        return Delta(held) if self._state == self._text else Delta()
+
+    def _text(self) -> Delta:
+        """Outside of calls."""
+        places = [(place, tag) for tag in (_OPEN, _FUNCTION) if (place := self._held.find(tag)) >= 0]
+        place, tag = min(places, default=(len(self._held) - self._uncertain(), ""))
+        piece, self._held = self._held[:place], self._held[place:]
+        delta = Delta(piece if piece.strip() or not self.calls else "")
+        inner = self._held[len(_OPEN) :].lstrip() if tag == _OPEN else self._held
+        if tag and not inner.startswith(_FUNCTION):
+            if _FUNCTION.startswith(inner):
+                return delta  # it may become a call
+            self._held = self._held[len(_OPEN) :]
+            return delta + Delta(_OPEN)
+        if not tag or (end := inner.find(">")) < 0:
+            return delta
+        name = inner[len(_FUNCTION) : end].strip()
+        self._properties = self._schemas.get(name, {}).get("properties", {})
+        self._held, self._state, self._parameters = inner[end + 1 :], self._function, 0
+        return delta + Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
+
+    def _uncertain(self) -> int:
+        """How many characters at the end may begin a tag."""
+        return max(overlap(self._held, tag) for tag in (_OPEN, _FUNCTION))
+
+    def _function(self) -> Delta:
+        """Inside a call, between its parameters."""
+        begun = self._held.lstrip()
+        if begun.startswith(_FUNCTION_END):
+            self._held, self._state, self.calls = begun[len(_FUNCTION_END) :], self._behind, self.calls + 1
+            return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
+        if not begun.startswith(_PARAMETER):
+            if begun and not _PARAMETER.startswith(begun) and not _FUNCTION_END.startswith(begun):
+                self._held = begun[1:]  # nothing that belongs here
+            return Delta()
+        name, closed, value = begun[len(_PARAMETER) :].partition(">")
+        value, ended, rest = value.partition(_PARAMETER_END)
+        if not closed or not ended:
+            return Delta()
+        name, self._held, self._parameters = name.strip(), rest, self._parameters + 1
+        written = _json(value.removeprefix("\n").removesuffix("\n"), self._properties.get(name, {}))
+        text = f"{', ' if self._parameters > 1 else ''}{json.dumps(name, ensure_ascii=False)}: {written}"
+        return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
+
+    def _behind(self) -> Delta:
+        """Behind a call: its outer tag may be closed."""
+        begun = self._held.lstrip()
+        if begun.startswith(_CLOSE):
+            self._held, self._state = begun[len(_CLOSE) :], self._text
+        elif not _CLOSE.startswith(begun):
+            self._state = self._text
+        return Delta()
+
+
+def _json(value: str, schema: Mapping[str, Any]) -> str:
+    """A value as JSON: the text itself where the schema takes texts or says nothing, or where it is no JSON."""
+    kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "$ref"} else ())
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        kinds |= {other["type"]} if isinstance(other.get("type"), str) else set()
+    text = json.dumps(value, ensure_ascii=False)
+    if value.strip().lower() in ("null", "none") and "null" in kinds:
+        return "null"
+    if "string" in kinds:
+        return text
+    if "boolean" in kinds and value.strip().lower() in ("true", "false"):
+        return value.strip().lower()
+    try:
+        json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return value.strip()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 class HermesParser:
@@ -24,7 +313,7 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._held, self.calls = "", 0
-        self._call: JsonCall | None = None
+        self._call: _JsonCall | None = None
 
     def push(self, text: str) -> Delta:
         """See `Parser`."""
@@ -43,7 +332,7 @@ class HermesParser:
                 return delta
             self._held = self._held[len(marker) :]
             if self._call is None:
-                self._call = JsonCall()
+                self._call = _JsonCall()
             else:
                 delta += self._finish()
 
@@ -71,8 +360,8 @@ class LlamaJsonParser:
     def __init__(self) -> None:
         self._text, self.calls = "", 0
         self._plain = False
-        self._call: JsonCall | None = None
-        self._value: JsonValue | None = None
+        self._call: _JsonCall | None = None
+        self._value: _JsonValue | None = None
 
     def push(self, text: str) -> Delta:
         """See `Parser`."""
@@ -89,7 +378,7 @@ class LlamaJsonParser:
                 if not begun.startswith("{"):
                     self._text = text
                     return delta
-                self._call, self._value, text = JsonCall(), JsonValue(), begun
+                self._call, self._value, text = _JsonCall(), _JsonValue(), begun
             assert self._value is not None
             end = self._value.end(text)
             delta += grown(self._call, text[:end], self.calls)
@@ -149,8 +438,8 @@ class JsonListParser:
 
     def __init__(self) -> None:
         self._text, self.calls = "", 0
-        self._call: JsonCall | None = None
-        self._value: JsonValue | None = None
+        self._call: _JsonCall | None = None
+        self._value: _JsonValue | None = None
 
     def push(self, text: str) -> Delta:
         """See `Parser`."""
@@ -160,7 +449,7 @@ class JsonListParser:
                 place = text.find("{")
                 if place < 0:
                     return delta
-                self._call, self._value, text = JsonCall(), JsonValue(), text[place:]
+                self._call, self._value, text = _JsonCall(), _JsonValue(), text[place:]
             assert self._value is not None
             end = self._value.end(text)
             delta += grown(self._call, text[:end], self.calls)
@@ -230,7 +519,7 @@ class ToolFormat:
     """
 
     name: str
-    make: Callable[[Schemas], CallParser]
+    make: Callable[[_Schemas], CallParser]
     markers: tuple[str, ...]
     tokens: tuple[str, ...] = ()
 

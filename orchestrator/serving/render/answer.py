@@ -2,14 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from paceline.outputs import RequestOutput
-from paceline.serving.render.acceptance import Acceptance
-from paceline.serving.render.choice import ChoiceRenderer
-from paceline.serving.render.pieces import AnswerWriter, ChoiceText, Usage, encode
+from paceline.serving.parsers.base import Delta, Parser
+from paceline.serving.render.pieces import AnswerWriter, ChoiceText, Origin, Step, TokenPiece, Usage, encode
 from paceline.serving.settings import SpecMetrics
+from paceline.text.stop_strings import StopStringFilter
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """``metrics.speculative_decoding`` of an answer, in vLLM 0.32's schema: counts of one request, over verification
+    steps in which something was drafted. Definitions:
+    https://docs.vllm.ai/en/v0.32.0/features/speculative_decoding/acceptance_metrics/
+
+    ``num_spec_tokens``: most drafted tokens of a step, as the server is set.
+    """
+
+    num_spec_tokens: int
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """One verification step; steps without a draft are left out."""
+        if drafted:
+            self.drafted.append(drafted)
+            self.accepted.append(accepted)
+
+    def report(self, level: SpecMetrics) -> Mapping[str, object] | None:
+        """The value of ``metrics``, or None where nothing is to be said."""
+        if level == "none" or not self.num_spec_tokens:
+            return None
+        longest = max([self.num_spec_tokens, *self.drafted])
+        histogram = [0] * (longest + 1)
+        by_length: dict[int, list[int]] = {}
+        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
+            histogram[accepted] += 1
+            by_length.setdefault(drafted, [0] * (drafted + 1))[accepted] += 1
+        steps, stood, proposed = len(self.drafted), sum(self.accepted), sum(self.drafted)
+        report: dict[str, object] = {
+            "mean_acceptance_length": 1 + stood / steps if steps else 1.0,
+            "draft_acceptance_rate": stood / proposed if proposed else 0.0,
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": {str(k): by_length[k] for k in sorted(by_length)},
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": stood,
+            "num_draft_tokens": proposed,
+            "num_spec_tokens": longest,
+        }
+        if level == "detailed":
+            report |= {"per_step_accepted": list(self.accepted), "per_step_drafted": list(self.drafted)}
+        return {"speculative_decoding": report}
+
+
+class ChoiceRenderer:
+    """One choice of an answer: turns rounds into steps, token by token, so that the steps add up to the same
+    wherever rounds begin and end.
+
+    skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
+    by_token  a step for every token
+    ended    whether its last step was handed out; tokens that come later are not part of the answer
+    """
+
+    def __init__(
+        self, index: int, text: StopStringFilter, parser: Parser, *, skip: int = 0, by_token: bool = False
+    ) -> None:
+        self._index, self._text, self._parser = index, text, parser
+        self._skip, self._by_token = skip, by_token
+        self.tokens = 0
+        self.called = self.ended = False
+
+    def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
+        """The steps of a round, and whether each is new to the client.
+
+        Raises:
+            RequestError: the round ended the request with it.
+        """
+        if self.ended:
+            return
+        if output.error is not None:
+            raise output.error
+        pieces: list[TokenPiece] = []
+        delta, first = Delta(), not self.tokens
+        for place, token in enumerate(output.tokens):
+            text = self._text.push(token)
+            delta += self._parser.push(text) if text else Delta()
+            pieces.append(_piece(output, place, text))
+            self.tokens += 1
+            if self._parser.ended:
+                self.ended = True
+                yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
+                return
+            last = place == len(output.tokens) - 1
+            if not last and (self._by_token or self.tokens == self._skip):
+                yield self._step(delta, pieces, first=first), self.tokens > self._skip
+                pieces, delta, first = [], Delta(), False
+        reason = output.finish_reason
+        if reason is not None:
+            self.ended = True
+            rest = self._text.flush()
+            delta += (self._parser.push(rest) if rest else Delta()) + self._parser.flush()
+            if rest and pieces:
+                last_piece = pieces[-1]
+                pieces[-1] = TokenPiece(
+                    last_piece.token, last_piece.text + rest, last_piece.origin, last_piece.logprob, last_piece.top
+                )
+        step = self._step(delta, pieces, first=first, reason=reason)
+        # Who was sent the last token was sent the reason with it.
+        yield step, self.tokens > self._skip or not output.tokens
+
+    def _step(self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None) -> Step:
+        self.called = self.called or bool(delta.tool_calls)
+        finish = None if reason is None else "length" if reason == "length" else "stop"
+        if finish == "stop" and self.called:
+            finish = "tool_calls"
+        return Step(self._index, delta, tuple(pieces), first, finish)
+
+
+def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
+    origin: Origin = "target"
+    if place < output.accepted:
+        origin = "draft"
+    elif output.accepted < output.drafted and place == output.accepted:
+        origin = "corrected"
+    if output.token_logprobs is None:
+        return TokenPiece(output.tokens[place], text, origin)
+    logprobs = output.token_logprobs[place]
+    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top)
 
 
 @dataclass(frozen=True, slots=True)
