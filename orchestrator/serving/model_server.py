@@ -36,9 +36,8 @@ from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, 
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 from paceline.text.tokenizer import with_markers
-from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call
-from paceline.workers.shared_engine import SharedEngine
+from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 
 log = logging.getLogger("paceline")
 

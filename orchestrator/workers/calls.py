@@ -1,19 +1,19 @@
 """Calls to a shared engine: what a caller asks, what it hears, and the state of a call between the two.
 
-Not here: whose turn it is (`workers.turns`), and the thread that runs rounds (`workers.shared_engine`).
+Not here: whose turn it is, and the thread that runs rounds (`workers.shared_engine`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
 from paceline.core.detokenizer import Decodes
-from paceline.core.errors import CheckpointError
-from paceline.engine.request import Request
+from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
 
 
@@ -190,3 +190,21 @@ class CallState:
         own_outputs = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
         update = CallUpdate(self.call.ticket, own_outputs, tuple(finished), ended=not self.unfinished)
         return update, urgent or bool(finished)
+
+
+def call_params(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:
+    """``params`` with some fields replaced, for a target in another process: checked here, so that no worker sees what
+    it could not do.
+
+    Raises:
+        SamplingError: a keyword that does not exist, or a wrong value.
+        ConfigurationError: a field holds an object that cannot be sent to another process.
+    """
+    merged = SamplingParams.merge(params, overrides)
+    for name in sorted(SamplingParams.in_process_fields()):
+        if getattr(merged, name) is not None:
+            raise ConfigurationError(
+                f"{name} holds objects of this process, and the target runs in another one; leave it out (the target "
+                "has its own tokenizer for stop_strings), or decode in this process with SpeculativeGenerator"
+            )
+    return merged

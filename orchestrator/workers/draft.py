@@ -11,12 +11,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline import vocab_compat
+from paceline.core import probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import PAD, Commit, RoundLimits
+from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
+from paceline.decoder import steps
 from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
@@ -26,7 +29,6 @@ from paceline.engine import warmup
 from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.config import WorkerConfig
-from paceline.workers.second_choices import SecondChoices
 
 
 class DraftPool:
@@ -128,3 +130,53 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
                 drafter.propose(commit, replace(greedy, kind=kind), replace(limits, used_slots=used))
             if rereads:
                 SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)
+
+
+_CANDIDATES = 64  # noise for every id of a large vocabulary would take longer than the model
+
+
+class SecondChoices:
+    """A `paceline.placement.lookahead.drafter.SecondChoiceModel` over a draft model: reads rows of it again, to repair
+    its cache, or for second choices.
+
+    Both are one pass over a window of the draft's own cache, where a proposal takes a pass for every token. The graphs
+    that draft are not changed.
+
+    ``vocabulary``: maps between the target's ids and the draft's.
+    """
+
+    def __init__(self, decoder: CompiledDecoder, vocabulary: VocabMap) -> None:
+        self._decoder, self._vocabulary = decoder, vocabulary
+
+    def reread(self, commit: Commit, rows: int) -> None:
+        """See the protocol."""
+        self._window(commit.tokens, commit.first_row, rows)
+
+    def seconds(
+        self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """See the protocol. drafts [B, k] int32.
+
+        Scores are the draft's logits; where a slot samples, over temperature and with the noise of their position,
+        which is the target's noise too. Only the most likely tokens are considered, and of the filters only top-k.
+        """
+        end = commit.first_row + commit.count
+        root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))
+        logits = probs.apply_temperature(self._window(torch.cat((root, drafts[:, :-1]), 1), end - 1, rows), sampling)
+        first = drafts.clamp(min=0).to(torch.int64).unsqueeze(-1)
+        likely, ids = logits.topk(min(_CANDIDATES, logits.shape[-1]))
+        top_k = sampling.params[:, 1].view(-1, 1, 1)
+        excluded = (ids == first) | ((top_k > 0) & (torch.arange(ids.shape[-1]) >= top_k))
+        scores, ids = torch.cat((logits.gather(-1, first), likely), -1), torch.cat((first, ids), -1).to(torch.int32)
+        if bool((sampling.params[:, 0] > 0).any()):
+            positions = end.unsqueeze(1) + torch.arange(drafts.shape[1], dtype=torch.int32)
+            scores = probs.add_gumbel(scores, positions, sampling, ids=ids)
+        second = torch.where(excluded, reduce.NEGATIVE, scores[..., 1:]).max(-1)
+        gaps = scores[..., 0] - second.values
+        return ids[..., 1:].gather(-1, second.indices.unsqueeze(-1)).squeeze(-1).tolist(), gaps.tolist()
+
+    def _window(self, tokens: Tensor, row: Tensor, rows: int) -> Tensor:
+        """tokens [B, T] and row [B] of the first one -> logits [B, T, V] over the target's ids."""
+        kv_bucket = self._decoder.bucket_for(rows + tokens.shape[1])
+        logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=kv_bucket)
+        return self._vocabulary.logits(logits)

@@ -1,25 +1,26 @@
-"""`SharedEngine`: calls of many callers share the rounds of one generator.
+"""`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its face for an event loop.
 
-Requests take free slots between rounds, in turns (`workers.turns`), and leave when they are finished or aborted. A
-call that needs rounds of another ``verify_width`` waits until the slots are empty, and calls whose turn is later
-wait for it. Not here: what a request is (`engine.request`), rounds (`engine.engine`), event loops
-(`workers.async_engine`), processes and sockets.
+Requests take free slots between rounds, in turns, and leave when they are finished or aborted. A call that needs rounds
+of another ``verify_width`` waits until the slots are empty, and calls whose turn is later wait for it. Not here: what a
+request is (`engine.request`), rounds (`engine.engine`), processes and sockets.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from queue import SimpleQueue
 from time import monotonic
 
 import torch
 
-from paceline.core.errors import DeadlineError, PacelineError, QueueFullError, RankError
+from paceline.core.errors import DeadlineError, EventLoopError, PacelineError, QueueFullError, RankError
 from paceline.core.sampling import Sampling
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
@@ -28,9 +29,7 @@ from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
 from paceline.workers.engine_figures import EngineFigures, Totals
-from paceline.workers.holding import Holding
 from paceline.workers.replay import Replay
-from paceline.workers.turns import Turns
 
 log = logging.getLogger("paceline")
 
@@ -271,3 +270,198 @@ class SharedEngine:
         request = Request(0, prompt, Sampling(), Stopping(min(4, self._generator.limits.n_positions)))
         for _ in self._generator.steps(ListQueue([request])):
             self.heartbeat += 1
+
+
+class AsyncEngine:
+    """Calls of one event loop to a shared engine. Made in that loop, and used in it alone.
+
+    The engine's thread calls `loop.call_soon_threadsafe` once a step, with the updates of all calls of this loop; a
+    slow consumer holds back nobody, for what it has not taken yet is kept for it.
+    """
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self.engine, self._loop = engine, asyncio.get_running_loop()
+        self._streams: dict[str, _Stream] = {}  # by ticket
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its loop is closed, so that nobody can use it any more."""
+        return self._loop.is_closed()
+
+    def check_loop(self) -> None:
+        """Raise EventLoopError in any other loop than its own: updates would never arrive there."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EventLoopError(
+                "this engine's streams are bound to another event loop that still runs; use one loop for all calls, "
+                "or make another AsyncEngine (or ModelServer) in this one"
+            )
+
+    async def generate(self, call: Call) -> AsyncGenerator[CallUpdate, None]:
+        """Updates of a call, at most one for every step of the engine, or several joined where the consumer is slow.
+
+        To give up, close the generator or cancel the task: the call's slots are free after the step that runs then.
+
+        Raises:
+            EventLoopError: another loop than its own runs.
+            QueueFullError: too many requests wait. At the first step of the generator, before anything is computed.
+            DeadlineError, SamplingError, ...: the call could not be served to its end.
+        """
+        self.check_loop()
+        stream = self._streams[call.ticket] = _Stream()
+        try:
+            self.engine.submit(call, self._from_engine)
+            while True:
+                update = await stream.take()
+                if update.outputs:
+                    yield update
+                if update.error is not None:
+                    raise update.error
+                if update.ended:
+                    return
+        finally:
+            self._streams.pop(call.ticket, None)
+            self.engine.end(call.ticket)
+
+    def leave(self, ticket: str, *indices: int) -> None:
+        """See `SharedEngine.leave`."""
+        if indices:
+            self.engine.leave(ticket, indices)
+
+    def _from_engine(self, updates: list[CallUpdate]) -> None:
+        """The sink of all calls, in the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    def _deliver(self, updates: list[CallUpdate]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.ticket)
+            if stream is not None:
+                stream.put(update)
+
+
+class _Stream:
+    """Updates that one consumer has not taken yet."""
+
+    def __init__(self) -> None:
+        self._updates: deque[CallUpdate] = deque()
+        self._came = asyncio.Event()
+
+    def put(self, update: CallUpdate) -> None:
+        self._updates.append(update)
+        self._came.set()
+
+    async def take(self) -> CallUpdate:
+        """All that came since the last time, as one."""
+        await self._came.wait()
+        self._came.clear()
+        taken, self._updates = self._updates, deque()
+        return CallUpdate.joined(taken)
+
+
+CROWD = 8
+"""Calls that hear every ``Call.interval_s``; where more are in slots, the interval grows with their number, so that
+they all together get as many messages a second.
+"""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of one call: what waits, and when something was last handed over."""
+
+    state: CallState
+    sent_s: float = float("-inf")
+    updates: list[CallUpdate] = field(default_factory=list)
+
+
+class Holding:
+    """Updates that wait for those of the next rounds and go with them: several rounds, one hand-over to the event loop.
+    Of one engine; used under its lock. ``clock``: seconds.
+
+    A message to a client passes four processes, the client's included, and costs each of them as much whatever is in
+    it; on a quick engine that is more than a round. No timer: the engine's own thread looks at the clock after every
+    step, so an update waits no longer than its interval, a call of the rounds and a chunk of a prompt.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._lines: dict[str, _Line] = {}  # by ticket
+        self._urgent: set[str] = set()
+
+    def add(self, state: CallState, update: CallUpdate, *, urgent: bool) -> None:
+        """``urgent``: it goes, with all that waits of its call, with the next `due`."""
+        line = self._lines.get(update.ticket)
+        if line is None:
+            line = self._lines[update.ticket] = _Line(state)
+        line.updates.append(update)
+        if urgent or not state.call.interval_s:
+            self._urgent.add(update.ticket)
+
+    def due(self) -> dict[Sink, list[CallUpdate]]:
+        """What is to be handed over now. As soon as one call has waited for its interval all others go too: their
+        reader is woken once for all of them.
+        """
+        now = self._clock()
+        crowd = max(1.0, len(self._lines) / CROWD)
+        waiting = {ticket: line for ticket, line in self._lines.items() if line.updates}
+        urgent = {ticket: waiting.pop(ticket) for ticket in self._urgent}
+        is_time = any(now - line.sent_s >= crowd * line.state.call.interval_s for line in waiting.values())
+        chosen = [*urgent.values(), *(waiting.values() if is_time else ())]
+        self._urgent.clear()
+        told: dict[Sink, list[CallUpdate]] = {}
+        for line in chosen:
+            update = CallUpdate.joined(line.updates)
+            line.updates, line.sent_s = [], now
+            told.setdefault(line.state.sink, []).append(update)
+            if update.ended:
+                del self._lines[update.ticket]
+        return told
+
+    def end(self, ticket: str) -> list[CallUpdate]:
+        """The call takes part in no further round. -> what waits of it"""
+        line = self._lines.pop(ticket, None)
+        self._urgent.discard(ticket)
+        return [] if line is None else line.updates
+
+
+class Turns:
+    """Calls with waiting requests, in the order of their turns: keys take turns, and so do the calls of a key, one
+    request a turn. So a call of a thousand prompts does not keep others waiting, nor does a key with many calls.
+    """
+
+    def __init__(self) -> None:
+        self._keys: deque[str] = deque()
+        self._calls: dict[str, deque[CallState]] = {}  # of every key in `_keys`
+
+    def add(self, state: CallState) -> None:
+        """A call has arrived: its turn is after those of its key, and a new key's after the other keys'."""
+        key = state.call.key
+        if key not in self._calls:
+            self._calls[key] = deque()
+            self._keys.append(key)
+        self._calls[key].append(state)
+
+    def first(self) -> CallState | None:
+        """The call whose turn it is."""
+        return self._calls[self._keys[0]][0] if self._keys else None
+
+    def took(self) -> None:
+        """The first call took its turn, and goes behind the others if it has more requests that wait."""
+        key = self._keys.popleft()
+        calls = self._calls[key]
+        state = calls.popleft()
+        if state.waiting:
+            calls.append(state)
+        if calls:
+            self._keys.append(key)
+        else:
+            del self._calls[key]
+
+    def remove(self, state: CallState) -> None:
+        """The call is over."""
+        calls = self._calls.get(state.call.key)
+        if calls is None or state not in calls:
+            return
+        calls.remove(state)
+        if not calls:
+            del self._calls[state.call.key]
+            self._keys.remove(state.call.key)

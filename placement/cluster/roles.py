@@ -26,7 +26,7 @@ MAKERS: dict[str, str] = {
 """The default for each role."""
 
 
-CALL_PARAMS = "paceline.workers.params:call_params"
+CALL_PARAMS = "paceline.workers.calls:call_params"
 """Makes the parameters of a call from a value and keywords, and refuses what cannot be sent to another process."""
 
 

@@ -116,7 +116,7 @@ def prepare_new_cluster() -> None:
     load before a replica is asked anything, the engine and tokenizers have threads of their own, and whether a replica
     is healthy is asked in the loop of our code in any case. In one loop an item is taken when Ray is done with the one
     before, so that several rounds of a stream come as one item where Ray is behind
-    (`paceline.workers.async_engine`). Handles stay as they are (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): their
+    (`paceline.workers.shared_engine`). Handles stay as they are (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): their
     loop has no part in items, and without it a request that is given up while it is assigned may not be cancelled.
     """
     os.environ.setdefault(FORCE_STOP, "1")

@@ -13,10 +13,8 @@ import pytest
 
 from paceline.core.errors import DeadlineError, EventLoopError, QueueFullError
 from paceline.engine.request import Request, SamplingParams
-from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call, CallState, CallUpdate
-from paceline.workers.shared_engine import EngineLimits, SharedEngine
-from paceline.workers.turns import Turns
+from paceline.workers.shared_engine import AsyncEngine, EngineLimits, SharedEngine, Turns
 from tests.fakes import TableDecoder
 from tests.workers.test_shared_engine import PROMPTS, Gate, shared, wanted
 

@@ -10,9 +10,8 @@ import pytest
 
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call, CallState, CallUpdate
-from paceline.workers.holding import CROWD, Holding
+from paceline.workers.shared_engine import CROWD, AsyncEngine, Holding
 from tests.fakes import TableDecoder
 from tests.workers.test_async_engine import call, made_for, run, text, until, wanted
 from tests.workers.test_shared_engine import PROMPTS, TARGET
