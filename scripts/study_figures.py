@@ -16,12 +16,11 @@ from paceline.core.errors import TraceError
 from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
-from paceline.experiments.provenance import provenance
-from paceline.experiments.regret import chain_policies, regret
+from paceline.experiments.runner import provenance
 from paceline.experiments.statistics import length_interval
 from paceline.experiments.store import CellResult, read_results
 from paceline.experiments.trace import Trace, load_trace
-from paceline.experiments.whatif import Answer, Policy, ask
+from paceline.experiments.whatif import Answer, Policy, ask, chain_policies, regret
 
 DEPTH = 4
 DEPTHS = (1, 2, 4, 6)

@@ -55,7 +55,7 @@ def run(
             raise typer.BadParameter("say where the results go", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
-        from paceline.experiments import record_traces, report, round_times, tables
+        from paceline.experiments import record_traces, report, round_times
 
         _show_warnings(planned, store)
         if dry_run or store is None:
@@ -70,11 +70,11 @@ def run(
             deadline = math.inf if minutes is None else monotonic() + 60 * minutes
             results = runner.run(planned, store, reached, deadline=deadline)
             if config.runs:
-                tables.write_rows(store.folder, results)
+                report.write_rows(store.folder, results)
                 store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
                 report.write_reports(store, config.name, results)
             traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
-        summaries = [tables.summary(result) for result in results]
+        summaries = [report.summary(result) for result in results]
         failed = runner.failed(results)
         missing = (len(planned.cells) - len(results)) * config.runs, record_traces.count(planned) - len(traces)
     if as_json:

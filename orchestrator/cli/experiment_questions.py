@@ -70,7 +70,7 @@ def whatif(
     """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
     with console.refusals():
         from paceline.experiments import whatif as questions
-        from paceline.experiments.cells import fingerprint
+        from paceline.experiments.config import fingerprint
         from paceline.experiments.round_times import load_times
         from paceline.experiments.trace import check_target, load_trace
 
@@ -115,8 +115,8 @@ def regret(
 ) -> None:
     """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
     with console.refusals():
-        from paceline.experiments.regret import regret as asked
         from paceline.experiments.trace import load_trace
+        from paceline.experiments.whatif import regret as asked
 
         found = asked(load_trace(trace), drafter or (), k=k)
     if as_json:

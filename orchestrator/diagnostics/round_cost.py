@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import DraftShape
 from paceline.decoder.backends.neuron import engines
 from paceline.decoder.compile.step_work import Work, step_work
 from paceline.decoder.parallel import sharding
-from paceline.diagnostics.round_graphs import RoundSetup, fused_round, memory_of
+from paceline.diagnostics.round_graphs import RoundSetup, body_of, fused_round, memory_of
 from paceline.placement.planning.instances import Instance
+from paceline.target.steps import VerifyStep
 
 REST = "embedding, head and sampler"
 
@@ -30,13 +36,13 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
     Raises:
         ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
     """
-    check_instance(setup.degree, instance)
+    _check_instance(setup.degree, instance)
     parts = _parts(setup)
     rest = parts[REST]
     total = Work(rest.rows)
     for part in parts.values():
         total = total.plus(part)
-    times = {name: times_of(work, instance) for name, work in parts.items()}
+    times = {name: _times_of(work, instance) for name, work in parts.items()}
     sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
@@ -84,7 +90,7 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
     }
 
 
-def check_instance(degree: int, instance: Instance) -> None:
+def _check_instance(degree: int, instance: Instance) -> None:
     """Raise ConfigurationError unless the chip's figures are known and models can be divided like that on it."""
     if not instance.name.startswith(engines.CORE_V2):
         known = ", ".join(engines.CORE_V2)
@@ -111,11 +117,11 @@ _FIGURES = (
 
 def expected_seconds(work: Work, instance: Instance) -> float:
     """Of one call: engines one after the other, collectives, and the host."""
-    busy = sum(times_of(work, instance).values())
+    busy = sum(_times_of(work, instance).values())
     return busy + sum(work.collectives.values()) * engines.COLLECTIVE.value + engines.LAUNCH.value
 
 
-def times_of(work: Work, instance: Instance) -> dict[str, float]:
+def _times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
     return {
@@ -178,3 +184,96 @@ def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Wo
 def to_json(found: Mapping[str, object]) -> str:
     """One line."""
     return json.dumps(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """Seconds of one part of a round on the device, without the host's launch.
+
+    ideal     memory or tensor engine alone, at the full bandwidth, and no collective
+    expected  all engines one after the other, with collectives as they are assumed
+    worst     the same with the slowest collectives that published figures allow
+    """
+
+    ideal: float
+    expected: float
+    worst: float
+
+    def plus(self, other: PartTime, times: float = 1.0) -> PartTime:
+        """Both, the other one so many times."""
+        return PartTime(
+            self.ideal + times * other.ideal,
+            self.expected + times * other.expected,
+            self.worst + times * other.worst,
+        )
+
+
+class PartTimes:
+    """Times of one part of a round at one degree: drafting, or verification, by itself.
+
+    For any depth and number of slots: linear between and beyond the corners, so that a grid needs these alone. A part
+    is counted with one and with two layers, as a round is.
+    """
+
+    def __init__(
+        self, setup: RoundSetup, instance: Instance, *, drafts: bool, depths: Sequence[int], slots: int
+    ) -> None:
+        _check_instance(setup.degree, instance)
+        self._depths = (depths[0], max(depths[-1], depths[0] + 1))
+        self._slots = (1, slots) if slots > 1 else (1,)
+        self._corners: Mapping[tuple[int, int], PartTime] = {
+            (k, size): _part(replace(setup, k=k, slots=size), instance, drafts=drafts)
+            for k, size in product(self._depths, self._slots)
+        }
+
+    def at(self, k: int, slots: int) -> PartTime:
+        """At a depth and a number of slots."""
+        low, high = self._depths
+        x, most = (k - low) / (high - low), self._slots[-1]
+        y = (slots - 1) / (most - 1) if most > 1 else 0.0
+        found = PartTime(0.0, 0.0, 0.0)
+        for (depth, size), time in self._corners.items():
+            across = (y if size == most else 1 - y) if most > 1 else 1.0
+            found = found.plus(time, (x if depth == high else 1 - x) * across)
+        return found
+
+
+def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
+    """Whether weights and caches of these models fit on each core."""
+    needed = memory_of(setup.target, setup) if target else 0
+    return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
+
+
+def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
+    one, two = (_work(setup, layers, drafts=drafts) for layers in (1, 2))
+    layers = setup.draft.layers if drafts else setup.target.num_layers
+    total = one.plus(two.plus(one, -1), layers - 1)
+    times, collectives = _times_of(total, instance), sum(total.collectives.values())
+    busy = sum(times.values())
+    return PartTime(
+        max(times["memory"] * engines.BANDWIDTH_SHARE.value, times["tensor"]),
+        busy + collectives * engines.COLLECTIVE.value,
+        busy + collectives * engines.COLLECTIVE_SLOW.value,
+    )
+
+
+def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        body = body_of(setup.target, 1 if drafts else layers, setup)
+        if drafts:
+            step: nn.Module = setup.draft.step(body, setup, layers)
+        else:
+            shape = DraftShape.chain(setup.k)
+            step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)
+    width = -(-setup.target.vocab_size // setup.degree)
+    return step_work(step, _inputs(setup, drafts=drafts), width, tile=int(engines.TILE.value))
+
+
+def _inputs(setup: RoundSetup, *, drafts: bool) -> tuple[Tensor, ...]:
+    one = torch.ones(setup.slots, dtype=torch.int32)
+    tokens = torch.ones(setup.slots, setup.k + 1, dtype=torch.int32)
+    sampling = (torch.zeros(setup.slots, 4), torch.zeros(setup.slots, 4, dtype=torch.int32))
+    if drafts:
+        return (tokens, one, one, *sampling)
+    drafted = (torch.ones(setup.slots, setup.k, dtype=torch.int32),) if setup.k else ()
+    return (tokens, one, one, one, *sampling, *drafted)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -23,11 +24,17 @@ from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
 from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
+from paceline.decoder.backends.neuron import engines
+from paceline.decoder.backends.neuron.sdk import instance_family
 from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.compile.step_work import step_work
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.diagnostics import doctor, graph_times
+from paceline.diagnostics import doctor
+from paceline.diagnostics.round_cost import expected_seconds
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult
+from paceline.placement.planning.instances import INSTANCES, Instance
 
 VOCABULARY, POSITIONS = 512, 256
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]
@@ -146,7 +153,7 @@ def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool
     decoder = _load(backend, target, "f32")
     pair = SpeculativeGenerator(_load(backend, draft, "f32"), decoder, k=K, fused=fused)
     passed, seen = _against_eager(pair, decoder, target=target, amp="f32")
-    times = graph_times.measure(decoder, graph_times.this_instance())
+    times = graph_times(decoder, this_instance())
     return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round; {'; '.join(map(str, times))}"
 
 
@@ -184,3 +191,53 @@ def _load(backend: str, folder: Path, amp: str) -> SamplingDecoder:
 
 def _quiet(_line: str) -> None:
     """Compilations are part of the time a check takes, and not announced."""
+
+
+CALLS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTime:
+    """One graph.
+
+    name      its key
+    seconds   of a call, inputs and outputs included: the median of some
+    expected  by arithmetic; None where the chip's figures are not known
+    """
+
+    name: str
+    seconds: float
+    expected: float | None
+
+    def __str__(self) -> str:
+        beside = "" if self.expected is None else f" ({self.expected * 1e3:.2f} by arithmetic)"
+        return f"{self.name} {self.seconds * 1e3:.2f} ms{beside}"
+
+
+def this_instance() -> Instance | None:
+    """The machine, if it has a chip whose engines have figures."""
+    found = INSTANCES.get(instance_family())
+    return found if found is not None and found.name.startswith(engines.CORE_V2) else None
+
+
+def graph_times(
+    decoder: CompiledDecoder, instance: Instance | None, *, clock: Callable[[], float] = perf_counter
+) -> list[GraphTime]:
+    """How long each graph of a decoder takes on this machine, beside what arithmetic expects of it: every one that it
+    has made is called on inputs of its shapes. What its caches hold is lost.
+    """
+    found = []
+    width = -(-decoder.config.vocab_size // decoder.options.layout.degree)
+    for graph, step in decoder.graphs():
+        step(*graph.example)  # a first call may load something
+        seconds = []
+        for _ in range(CALLS):
+            begin = clock()
+            step(*graph.example)
+            seconds.append(clock() - begin)
+        expected = None
+        if instance is not None:
+            work = step_work(graph.module, graph.example, width, tile=int(engines.TILE.value))
+            expected = expected_seconds(work, instance)
+        found.append(GraphTime(graph.name, median(seconds), expected))
+    return found

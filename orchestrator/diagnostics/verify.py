@@ -2,25 +2,44 @@
 
 Everything is tried through the public generator, so drafters, rules, processors and caches of the user's own are
 verified like ours. What a test would have found is said beside what it found. Not here: whether a backend computes what
-another one does (`paceline selftest`).
+another one does (`paceline selftest`), and tests of distributions (`verify_distribution`).
+
+Tests of tokens: where a backend does not promise that a row's bits do not depend on the width of its graph, a token
+that differs is looked at: if the two nearly tie in the target's own scores, the difference is counted and no failure.
+Tests of drafting: tokens do not depend on a drafter, so a drafter with a wrong cache is no wrong text; it is slow, and
+nothing else says so.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from paceline.core.acceptance.base import keeps_tokens
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError
+from paceline.core.sampling import Sampling, row_seed
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.diagnostics import verify_distribution, verify_drafter, verify_tokens
-from paceline.diagnostics.findings import Finding, Report
-from paceline.diagnostics.verify_subject import Budget, Subject, own_prompts
+from paceline.diagnostics import verify_distribution
+from paceline.diagnostics.verify_subject import (
+    Budget,
+    Finding,
+    Report,
+    Status,
+    Subject,
+    Texts,
+    detected_share,
+    own_prompts,
+)
 from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
 
@@ -133,14 +152,313 @@ def verify(
 
 def _tests(settings: VerifySettings) -> dict[str, _Test]:
     return {
-        "greedy": verify_tokens.greedy,
-        "sampled": verify_tokens.sampled,
-        "ends": partial(verify_tokens.ends, tokenizer=settings.tokenizer),
-        "neighbours": verify_tokens.neighbours,
-        "repeats": verify_tokens.repeats,
-        "processors": partial(verify_tokens.processed, processors=settings.logits_processor),
-        "self-draft": verify_drafter.self_draft,
-        "memory": verify_drafter.read_anew,
+        "greedy": _greedy,
+        "sampled": _sampled,
+        "ends": partial(_ends, tokenizer=settings.tokenizer),
+        "neighbours": _neighbours,
+        "repeats": _repeats,
+        "processors": partial(_processed, processors=settings.logits_processor),
+        "self-draft": _self_draft,
+        "memory": _read_anew,
         "first-tokens": partial(verify_distribution.first_tokens, least=settings.min_samples),
         "along-texts": partial(verify_distribution.along_texts, least=settings.min_samples),
     }
+
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.0},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
+)
+
+_NEAR = {"f32": 1e-3}
+_NEAR_16_BITS = 0.15
+"""How far apart two tokens nearly tie, in logits: several times what widths were seen to change."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Texts beside those they should be. ``strict``: of the same graphs, so that no near-tie may be decided otherwise.
+
+    ``ties``: texts that part at one.
+    """
+
+    strict: bool = False
+    tokens: int = 0
+    calls: int = 0
+    accepted: int = 0
+    ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, subject: Subject, ours: Texts, theirs: Texts, *, sampling: Sequence[Sampling] | None = None) -> None:
+        """Compare texts, and why they ended. ``sampling``: of every text, to see near-ties; None = they are unknown."""
+        self.calls += 1
+        self.accepted += ours.statistics.num_accepted_tokens
+        rows = zip(ours.texts, theirs.texts, ours.reasons, theirs.reasons, strict=True)
+        for row, (text, known, reason, known_reason) in enumerate(rows):
+            at = next((i for i, pair in enumerate(zip_longest(text, known)) if pair[0] != pair[1]), None)
+            self.tokens += len(known) if at is None else at
+            if at is None:
+                if reason != known_reason:
+                    self.wrong.append(f"text {row} ends by {reason!r} in place of {known_reason!r}")
+                continue
+            one = None if sampling is None else sampling[row]
+            if at < min(len(text), len(known)) and self._nearly_tie(subject, text, known, at=at, one=one):
+                self.ties += 1
+            else:
+                got, wanted = (one[at] if at < len(one) else "the end" for one in (text, known))
+                self.wrong.append(f"text {row} has {got} at place {at} in place of {wanted}")
+
+    def _nearly_tie(
+        self,
+        subject: Subject,
+        text: list[int],
+        known: list[int],
+        *,
+        at: int,
+        one: Sampling | None,
+    ) -> bool:
+        if self.strict or subject.invariant:
+            return False
+        if one is None:
+            return True  # judged by how many there are
+        near = _NEAR.get(subject.target.options.amp, _NEAR_16_BITS)
+        gap = subject.gap(text[:at], (text[at], known[at]), one)
+        return gap < near / (one.temperature or 1.0)
+
+    def finding(self, name: str, subject: Subject, *, tried: str, begin: float, lossy: bool = False) -> Finding:
+        """What came of all comparisons. ``lossy``: differences are what the rule says of itself."""
+        wrong = list(self.wrong)
+        if self.ties > max(3, subject.tolerated(self.tokens)):
+            wrong.append(f"{self.ties} texts part at near-ties, which is too often for these")
+        status: Status = "ok" if not wrong else "lossy" if lossy else "FAILED"
+        seen = "all are those of plain decoding" if not wrong else f"{len(wrong)} differ: {'; '.join(wrong[:3])}"
+        if self.ties:
+            seen += f"; {self.ties} texts part at a near-tie, which this backend may decide by a graph's width"
+        what = f"{self.tokens} tokens in {self.calls} calls, {self.accepted} of them drafted and accepted; {tried}"
+        return Finding(name, status, what, seen, detected_share(self.tokens), perf_counter() - begin)
+
+
+def _greedy(subject: Subject, budget: Budget) -> Finding:
+    """Texts at temperature 0: for every lossless rule those of plain decoding."""
+    return _equal(subject, budget, name="greedy tokens", asked=({},), lossy=not subject.rule.lossless)
+
+
+def _sampled(subject: Subject, budget: Budget) -> Finding:
+    """Texts with the same seed; under rules that keep a distribution only, there is nothing to compare."""
+    name = "sampled tokens"
+    if not keeps_tokens(subject.rule):
+        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} does not promise tokens")
+    return _equal(subject, budget, name=name, asked=SAMPLED, lossy=False)
+
+
+def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[str, Any]], lossy: bool) -> Finding:
+    begin, tally, number = perf_counter(), Tally(), 0
+    sizes = (1, subject.slots, 2 * subject.slots + 1)
+    while budget.left(number, len(sizes)):
+        sampling, size = asked[number % len(asked)], sizes[(number + number // len(asked)) % len(sizes)]
+        seeds = [row_seed(subject.seed + number, row) for row in range(size)]
+        options = {**sampling, "do_sample": bool(sampling), "seed": seeds}
+        group = subject.group(number, size)
+        ours, theirs = (subject.texts(source, group, **options) for source in (subject.generator, subject.plain))
+        tally.add(
+            subject, ours, theirs, sampling=[Sampling(**{"temperature": 0.0, **sampling}, seed=seed) for seed in seeds]
+        )
+        number += 1
+        if len(tally.wrong) > 20:
+            break
+    tried = f"calls of {', '.join(map(str, sorted(set(sizes))))} prompts in {subject.slots} slots"
+    return tally.finding(name, subject, tried=tried, begin=begin, lossy=lossy)
+
+
+class _IdText:
+    """A tokenizer for who brings none: every id is its number."""
+
+    def decode(self, token_ids: Any, **_: object) -> str:
+        return "".join(f"<{int(token)}>" for token in token_ids)
+
+
+def _ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Finding:
+    """Texts end where plain decoding ends them: at an id, a stop string, a limit, by a criterion, in a draft or not."""
+    begin, tally, number = perf_counter(), Tally(), 0
+    decoder = tokenizer or _IdText()
+    draws = subject.sampled and keeps_tokens(subject.rule)
+    while budget.left(number, 2):
+        group = subject.group(number, 1)
+        drawing: dict[str, Any] = {"do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        text = subject.texts(subject.plain, group, eos_token_id=[], **drawing).texts[0][len(group[0]) :]
+        one = Sampling(temperature=1.0 if drawing["do_sample"] else 0.0, seed=drawing["seed"])
+        for stop in _stops(text, decoder, number, prompt=len(group[0])):
+            ours, theirs = (subject.texts(s, group, **drawing, **stop) for s in (subject.generator, subject.plain))
+            tally.add(subject, ours, theirs, sampling=[one])
+        number += 1
+        if len(tally.wrong) > 20:
+            break
+    tried = "ids, stop strings that end inside of a token, limits of length, criteria"
+    return tally.finding("ends of texts", subject, tried=tried, begin=begin, lossy=not subject.rule.lossless)
+
+
+def _stops(text: Sequence[int], decoder: Decodes, number: int, *, prompt: int) -> list[dict[str, Any]]:
+    """Ways to end a text that plain decoding gives."""
+    places = [place for place in (1 + number % 3, 4 + number % 2, 7, 12) if place + 1 < len(text)]
+    stops: list[dict[str, Any]] = [{"max_new_tokens": limit} for limit in (1, 2, 3 + number % 5)]
+    for place in places:
+        stops.append({"eos_token_id": text[place]})
+        stops.append({"eos_token_id": [], "stopping_criteria_list": [partial(_long, length=prompt + place)]})
+        own, after = decoder.decode([text[place]]), decoder.decode([text[place + 1]])
+        string = own[-2:] + after[:1]
+        if string.strip() and "\ufffd" not in string:
+            stops.append({"eos_token_id": [], "stop_strings": [string], "tokenizer": decoder})
+    return stops
+
+
+def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
+    return bool(ids.shape[1] >= length)
+
+
+def _neighbours(subject: Subject, budget: Budget) -> Finding:
+    """A text is the same alone and beside others, under every rule."""
+    name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
+    if subject.slots == 1:
+        return Finding(name, "skipped", "nothing", "there is one slot; load with a larger batch_size")
+    while budget.left(number, 2):
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
+        seeds = [row_seed(subject.seed + number, row) for row in range(subject.slots + 1)]
+        group = subject.group(number, subject.slots + 1)
+        together = subject.texts(subject.generator, group, **drawing, seed=seeds)
+        place = number % len(group)
+        alone = subject.texts(subject.generator, group[place : place + 1], **drawing, seed=seeds[place : place + 1])
+        beside = Texts(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
+        one = Sampling(temperature=0.9 if drawing["do_sample"] else 0.0, seed=seeds[place])
+        tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
+        number += 1
+    tried = f"texts beside {subject.slots} others in {subject.slots} slots, and alone"
+    finding = tally.finding(name, subject, tried=tried, begin=begin)
+    return _said(finding, "all are those of the texts alone")
+
+
+def _repeats(subject: Subject, budget: Budget) -> Finding:
+    """The same call gives the same texts again: nothing of a request is left for the next one."""
+    begin, tally, number = perf_counter(), Tally(strict=True), 0
+    while budget.left(number, 1):
+        drawing: dict[str, Any] = {"do_sample": subject.sampled, "seed": subject.seed + number}
+        group = subject.group(number, subject.slots)
+        first, again = (subject.texts(subject.generator, group, **drawing) for _ in range(2))
+        tally.add(subject, again, first)
+        number += 1
+    finding = tally.finding("repeated calls", subject, tried="each call twice", begin=begin)
+    if finding.status == "FAILED" and not keeps_tokens(subject.rule):
+        why = "a drafter that learns from texts changes them under a rule that keeps the distribution alone"
+        return Finding(finding.name, "note", finding.tried, f"{finding.seen}; {why}", finding.detects, finding.seconds)
+    return _said(finding, "all are those of the first call")
+
+
+def _processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
+    """Under logits processors, the tokens of plain decoding, and processors see the prefixes that it shows them."""
+    name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
+    if not subject.rule.on_host:
+        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} decides on the device, without processors")
+    draws = subject.sampled and keeps_tokens(subject.rule)
+    kinds: list[tuple[dict[str, Any], list[Callable[..., Tensor]]]] = [({"repetition_penalty": 1.3}, [])]
+    kinds += [({}, list(processors))] if processors else []
+    while budget.left(number, len(kinds)):
+        options, own = kinds[number % len(kinds)]
+        drawing = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        group = subject.group(number, 1)
+        watches = (_Watching(), _Watching())
+        ours, theirs = (
+            subject.texts(source, group, **drawing, logits_processor=[*copy.deepcopy(own), watch])
+            for source, watch in zip((subject.generator, subject.plain), watches, strict=True)
+        )
+        tally.add(subject, ours, theirs)
+        if keeps_tokens(subject.rule) and ours.texts == theirs.texts and watches[0].seen != watches[1].seen:
+            tally.wrong.append("processors are called with other prefixes than by plain decoding")
+        number += 1
+    names = ["a repetition penalty", *(type(one).__name__ for one in processors)]
+    return tally.finding(name, subject, tried=f"{', '.join(names)}, and one that notes its calls", begin=begin)
+
+
+class _Watching:
+    """A processor that changes nothing and notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(hash(tuple(torch.as_tensor(input_ids)[0].tolist())))
+        return scores
+
+
+def _said(found: Finding, ok: str) -> Finding:
+    """The same, in words of its own where all is well."""
+    if found.status != "ok":
+        return found
+    seen = found.seen.replace("all are those of plain decoding", ok)
+    return Finding(found.name, found.status, found.tried, seen, found.detects, found.seconds)
+
+
+_WIDTHS_CHANGE = 0.02
+"""Share of its own drafts that a target may refuse where bits depend on the width of a graph."""
+
+
+def _self_draft(subject: Subject, budget: Budget) -> Finding:
+    """The target drafts for itself: all of it is accepted, at every depth, or a row of a cache is wrong."""
+    name, begin = "self-draft", perf_counter()
+    try:
+        twin = subject.target.sibling()
+    except ConfigurationError as error:
+        return Finding(name, "skipped", "nothing", str(error))
+    rule = subject.rule.name if subject.rule.name in ("match", "reject") else "match"
+    depths = sorted({1, max(2, subject.depth)})
+    drafted = accepted = number = 0
+    generators = [SpeculativeGenerator(twin, subject.target, k=k, acceptor=rule) for k in depths]
+    while budget.left(number, len(generators)):
+        generator = generators[number % len(generators)]
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 4 > 1, "seed": subject.seed + number}
+        group = subject.group(number, subject.slots)
+        statistics = subject.texts(generator, group, eos_token_id=[], **drawing).statistics
+        drafted, accepted = drafted + statistics.num_draft_tokens, accepted + statistics.num_accepted_tokens
+        number += 1
+    refused = drafted - accepted
+    allowed = 0 if subject.invariant and rule == "match" else int(drafted * _WIDTHS_CHANGE)
+    status: Status = "ok" if refused <= allowed and drafted else "FAILED"
+    tried = f"{drafted} tokens in {number} calls, depths {', '.join(map(str, depths))}, acceptor {rule}"
+    seen = f"{accepted} of {drafted} drafted tokens were accepted"
+    return Finding(name, status, tried, seen, detected_share(drafted), perf_counter() - begin)
+
+
+def _read_anew(subject: Subject, budget: Budget) -> Finding:
+    """Rounds in the middle of a text against rounds behind the same text as a prompt: the same is drafted."""
+    name, begin = "drafter's memory", perf_counter()
+    if not keeps_tokens(subject.rule) or not subject.depth:
+        return Finding(
+            name, "skipped", "nothing", "a text must not depend on its drafts, and something must be drafted"
+        )
+    compared = number = 0
+    other: list[str] = []
+    while budget.left(number, 1):
+        prompt = subject.group(number, 1)[0]
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 1, "seed": subject.seed + number}
+        longest = len(prompt) + min(subject.new, subject.room(prompt))
+        drawing["sequence_length"] = longest
+        outputs = list(subject.generator.stream([prompt], eos_token_id=[], **drawing))
+        text, rounds = [*prompt], []
+        for output in outputs:
+            rounds.append((len(text), output.drafted, output.accepted))
+            text += output.tokens
+        for length, drafted, accepted in rounds[1 :: max(1, len(rounds) // 4)]:
+            if length >= longest - 1:
+                continue
+            first, *rest = subject.generator.stream([text[: length - 1]], eos_token_id=[], **drawing)
+            if tuple(first.tokens) != (text[length - 1],) or not rest:
+                continue  # reading decides a near-tie another way
+            compared += 1
+            if (rest[0].drafted, rest[0].accepted) != (drafted, accepted):
+                other.append(f"behind {length} tokens {rest[0].accepted} of {rest[0].drafted} are accepted")
+                other[-1] += f", in the course of the text {accepted} of {drafted}"
+        number += 1
+    seen = f"{len(other)} of {compared} rounds draft other tokens once the text is read anew"
+    if other:
+        seen += f": {'; '.join(other[:2])}. Either the drafter learns from texts, or its cache is not that of the text"
+    tried = f"rounds of {number} texts"
+    return Finding(name, "note" if other else "ok", tried, seen, detected_share(compared), perf_counter() - begin)

@@ -4,7 +4,7 @@ The probabilities come from reading a prompt, or from decoding one token at a ti
 verify drafts. Two tests complement each other. The first tokens of many texts of one prompt are counted against their
 exact joint distribution, which shows any deviation there. Along long texts, every token is placed on the target's
 cumulative distribution of its own prefix; these places are independent and uniform if the texts are right, whatever the
-prefixes are (Rosenblatt 1952), so that every token of every text counts. Not here: tests of tokens (`verify_tokens`).
+prefixes are (Rosenblatt 1952), so that every token of every text counts. Not here: tests of tokens (`verify`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from paceline.core import probs
 from paceline.core.sampling import Sampling, row_seed, sampling_tensors
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.diagnostics.findings import FALSE_ALARM, Finding, Status, chi_square, detected_variation
-from paceline.diagnostics.verify_subject import Budget, Subject
+from paceline.diagnostics.verify_subject import (
+    FALSE_ALARM,
+    Budget,
+    Finding,
+    Status,
+    Subject,
+    chi_square,
+    detected_variation,
+)
 
 FIRST, CHOICES = 3, 4
 """Tokens of the joint distribution, and the top-k that keeps it small enough to be known exactly."""

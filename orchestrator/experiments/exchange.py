@@ -5,7 +5,7 @@
     aiperf      the SpecDecodeAcceptanceRecord of AIPerf (ai-dynamo/aiperf, spec_decode_models.py), one a request
     vllm        vLLM's counters of speculative decoding, as its /metrics names them
 
-Not here: our own files (`store.py`, `tables.py`).
+Not here: our own files (`store.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.experiments.definitions import Acceptance, Draft
+from paceline.experiments.report import acceptance_of
 from paceline.experiments.store import CellResult, read_config, read_results
-from paceline.experiments.tables import acceptance_of
 from paceline.text.tokenizer import load_tokenizer
 
 

@@ -21,8 +21,7 @@ from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
-from paceline.experiments.cells import Cell, learns_from_texts
-from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.config import Cell, ExperimentConfig, learns_from_texts
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.prompts import Prompt, Prompts
 from paceline.experiments.store import Row

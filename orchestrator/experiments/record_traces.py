@@ -1,7 +1,11 @@
 """The traces of an experiment: one for every target, sampling and prompt set, with all its drafters that need a model.
 
-Each drafter is recorded as deep as the experiment asks for it. Lists are not: what-if puts them together.
-Not here: how a drafter is recorded (`record.py`), and the file (`trace.py`).
+The target decodes alone, one token a round, and every drafter says what it would propose. Each gets the limits of a
+round of its own, so that it proposes as far as it can, and none of its tokens is accepted; so it is asked at every
+position. Once the texts are known, a drafter that reads nothing but tokens is asked along them without the target. Each
+drafter is recorded as deep as the experiment asks for it. Drafters that look at the text alone and are cheap (n-grams,
+suffixes) are not recorded: what-if runs them again; nor are lists, which what-if puts together. Not here: the file
+(`trace.py`), and what is made of it (`replay.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +14,29 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, PacelineError, TraceError
+from paceline.core.protocols import Drafter, Reading, ReportsConfidence, Verifier
+from paceline.core.reading import finish
+from paceline.core.sampling import sampling_tensors
+from paceline.core.types import PAD, Commit, PrefillResult, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_spec import parse_draft
-from paceline.experiments.cells import Cell, cell_key, model_paths
-from paceline.experiments.config import DrafterEntry
+from paceline.engine.request import Request, SamplingParams, TargetLimits
+from paceline.engine.stopping import StopChecker
+from paceline.experiments.config import Cell, DrafterEntry, cell_key, model_paths
 from paceline.experiments.measure import Bench
-from paceline.experiments.provenance import provenance
-from paceline.experiments.record import Recorded, joined, prompted, record_along, record_drafter, recorded_drafter
-from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report
+from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report, provenance
 from paceline.experiments.store import Store
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText, load_trace, save_trace
+from paceline.outputs import FinishReason
 from paceline.registry import DRAFTERS
 from paceline.target.verifier import CompiledVerifier
 
@@ -186,3 +197,269 @@ class _Group:
             "kv_buckets": target.kv_buckets,
             "vocab_size": target.config.vocab_size,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is recorded of a text, beside the text: the proposals of its drafter at every position.
+
+    confidences  as in `RecordedDrafter`, empty for drafters that have none
+    """
+
+    text: TraceText
+    proposals: tuple[tuple[int, ...], ...]
+    confidences: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A prompt to record: its name, and its request, which has its own seed and limits."""
+
+    key: str
+    category: str
+    request: Request
+
+
+def prompted(
+    rows: Sequence[tuple[str, str, Sequence[int]]], params: SamplingParams, limits: TargetLimits
+) -> list[Prompted]:
+    """Prompts as (key, category, ids), checked.
+
+    Raises:
+        PromptError, SamplingError: one cannot be served.
+    """
+    requests = Request.batch([list(ids) for _, _, ids in rows], params, limits)
+    return [Prompted(key, category, one) for (key, category, _), one in zip(rows, requests, strict=True)]
+
+
+def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[Recorded]:
+    """The texts of some prompts, and what a drafter proposes along them; as many at a time as the target has slots.
+
+    verifier  for the drafter's own shape, of the rule ``match``
+
+    Raises:
+        ConfigurationError: its proposals were drawn from probabilities, so that texts depend on them.
+    """
+    slots = verifier.decoder.batch_size
+    groups = [prompts[first : first + slots] for first in range(0, len(prompts), slots)]
+    return [one for group in groups for one in _Recording(drafter, verifier, group, decoder=verifier.decoder).run()]
+
+
+def record_along(
+    drafter: Drafter, decoder: CompiledDecoder, prompts: Sequence[Prompted], *, texts: Sequence[TraceText]
+) -> list[Recorded]:
+    """What a drafter that reads nothing but tokens proposes along texts that are known: the target does not run.
+
+    decoder  the target, for how many slots it has and how long its caches are
+    texts    of the prompts
+
+    Raises:
+        ConfigurationError: it reads the target's features; or as of `record_drafter`.
+    """
+    if drafter.reads is not None:
+        raise ConfigurationError("a drafter that reads the target's features is recorded beside the target")
+    found: list[Recorded] = []
+    for first in range(0, len(prompts), decoder.batch_size):
+        some = slice(first, first + decoder.batch_size)
+        found += _Recording(drafter, _KnownTexts(texts[some]), prompts[some], decoder=decoder).run()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTexts:
+    """Commits the texts that are known, each in the slot of its place. A `paceline.core.protocols.Verifier`."""
+
+    texts: Sequence[TraceText]
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        yield from ()  # nothing is read
+        return PrefillResult(self.texts[slot].tokens[0])
+
+    def finish_request(self, slot: int) -> None:
+        """Nothing was kept."""
+
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
+    ) -> Commit:
+        first_row = commit.first_row + commit.count
+        tokens = torch.full_like(commit.tokens, PAD)
+        tokens[:, 0] = 0
+        for slot, text in enumerate(self.texts):
+            place = int(first_row[slot]) - len(text.prompt)
+            if 0 <= place < len(text.tokens):  # texts that have ended compute on, as idle slots do
+                tokens[slot, 0] = text.tokens[place]
+        return Commit(tokens, torch.ones_like(commit.count), first_row)
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text while it is recorded. ``reason``: why it ended; None: it goes on."""
+
+    prompted: Prompted
+    checker: StopChecker
+    reason: FinishReason | None = None
+    proposals: list[tuple[int, ...]] = field(default_factory=list)
+    confidences: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.checker.text)
+
+    def recorded(self) -> Recorded:
+        request, reason = self.prompted.request, self.reason
+        assert reason is not None, "it has ended"
+        text = TraceText(
+            self.prompted.key,
+            self.prompted.category,
+            request.prompt,
+            tuple(self.checker.text[len(request.prompt) :]),
+            request.sampling.seed,
+            request.stopping.max_length,
+            reason,
+        )
+        return Recorded(text, tuple(self.proposals), tuple(self.confidences))
+
+
+class _Recording:
+    """Some texts at the same time, one for every slot, until the last of them has ended; nothing is accepted."""
+
+    def __init__(
+        self, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompted], *, decoder: CompiledDecoder
+    ) -> None:
+        self._drafter, self._verifier, self._kv_buckets = drafter, verifier, decoder.kv_buckets
+        self._texts = [_Text(one, StopChecker(one.request.stopping, one.request.prompt)) for one in prompts]
+        self._slots, self._width = decoder.batch_size, drafter.draft_shape.depth + 1
+        last = [prompts[-1].request.sampling] * (self._slots - len(prompts))
+        self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
+        self._nothing = torch.zeros(self._slots, dtype=torch.int32)
+
+    def run(self) -> list[Recorded]:
+        """Decode, and ask at every position."""
+        try:
+            commit = self._begin()
+            while any(one.reason is None for one in self._texts):
+                self._drafter.update(commit)
+                self._ask(commit)
+                limits = RoundLimits(self._nothing, max(text.length for _, text in self._open()))
+                commit = self._verifier(commit, None, self._sampling, limits)
+                for slot, text in self._open():
+                    self._extend(slot, text, int(commit.tokens[slot, 0]))
+                self._idle(commit)
+        finally:
+            for slot, _ in self._open():
+                self._finish(slot)
+        return [one.recorded() for one in self._texts]
+
+    def _open(self) -> list[tuple[int, _Text]]:
+        return [(slot, text) for slot, text in enumerate(self._texts) if text.reason is None]
+
+    def _begin(self) -> Commit:
+        """Read the prompts. -> the first token of every text, and what predicted it"""
+        tokens = torch.full((self._slots, self._width), PAD, dtype=torch.int32)
+        tokens[:, 0] = 0
+        rows = torch.zeros(self._slots, dtype=torch.int32)
+        features: torch.Tensor | None = None
+        for slot, text in enumerate(self._texts):
+            request = text.prompted.request
+            first = finish(self._verifier.prefill(slot, request.prompt, sampling_tensors([request.sampling])))
+            self._drafter.add_request(slot, request.prompt, first.features)
+            tokens[slot, 0], rows[slot] = first.token, len(request.prompt)
+            if first.features is not None:
+                if features is None:
+                    features = first.features.new_zeros(self._slots, self._width, first.features.shape[-1])
+                features[slot, 0] = first.features[-1]
+            self._extend(slot, text, first.token)
+        commit = Commit(tokens, torch.ones(self._slots, dtype=torch.int32), rows, features)
+        self._idle(commit)
+        return commit
+
+    def _extend(self, slot: int, text: _Text, token: int) -> None:
+        _, text.reason = text.checker.extend([token])
+        if text.reason is not None:
+            self._finish(slot)
+
+    def _finish(self, slot: int) -> None:
+        self._drafter.finish_request(slot)
+        self._verifier.finish_request(slot)
+
+    def _idle(self, commit: Commit) -> None:
+        """Slots without a text, and those whose text has ended, stay at row 0."""
+        idle = [slot for slot in range(self._slots) if slot >= len(self._texts) or self._texts[slot].reason is not None]
+        commit.first_row[idle] = 0
+
+    def _ask(self, commit: Commit) -> None:
+        """Note what is proposed behind every text."""
+        limits = torch.zeros(self._slots, dtype=torch.int32)
+        for slot, text in self._open():
+            limits[slot] = _room(self._drafter, text.length, self._kv_buckets)
+        longest = max(text.length for _, text in self._open())
+        asked = None
+        if int(limits.max()):
+            asked = _proposed(self._drafter, commit, self._sampling, limits=RoundLimits(limits, longest))
+        for slot, text in self._open():
+            nodes, sure = asked(slot) if asked is not None and int(limits[slot]) else ((), ())
+            text.proposals.append(nodes)
+            text.confidences.append(sure)
+
+
+def _proposed(
+    drafter: Drafter, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits
+) -> Callable[[int], tuple[tuple[int, ...], tuple[float, ...]]]:
+    """-> from a slot to its nodes, and how sure the drafter is of each, if it says so"""
+    if not isinstance(drafter, ReportsConfidence):
+        proposal = drafter.propose(commit, sampling, limits)
+        return lambda slot: (_nodes(proposal, slot), ())
+    proposal, confidence = drafter.propose_with_confidence(commit, sampling, limits)
+    return lambda slot: (_nodes(proposal, slot), tuple(confidence[slot].tolist()))
+
+
+def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
+    """How deep it may propose behind a text of this length, whatever its limit of new tokens.
+
+    The borders of smaller caches do not count: beside a longer text in the batch they do not hold either.
+    """
+    deep = min(drafter.draft_shape.depth, kv_buckets[-1] - length)
+    if drafter.max_positions is not None:
+        deep = min(deep, drafter.max_positions - length + 1)
+    return max(0, deep)
+
+
+def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
+    """One slot of a proposal: tokens of the nodes, and parents where they are its own."""
+    if proposal.draft_probs is not None:
+        raise ConfigurationError("a drafter that draws from probabilities cannot be recorded; use acceptor: match")
+    tokens = tuple(proposal.tokens[slot].tolist())
+    own = proposal.parents
+    return tokens if not isinstance(own, torch.Tensor) else (*tokens, *own[slot].tolist())
+
+
+def recorded_drafter(
+    name: str, drafter: Drafter, rows: Sequence[Recorded], *, draft: str, prefixes: bool, key: str = ""
+) -> RecordedDrafter:
+    """What a trace keeps of a drafter. ``key``: as in `RecordedDrafter`."""
+    shape = drafter.draft_shape
+    reports = isinstance(drafter, ReportsConfidence)
+    return RecordedDrafter(
+        name,
+        draft,
+        shape.depth,
+        shape.parents,
+        shape.dynamic,
+        drafter.max_positions,
+        prefixes and not shape.dynamic,
+        tuple(row.proposals for row in rows),
+        drafter.confidence_threshold if isinstance(drafter, ReportsConfidence) else 0.0,
+        tuple(row.confidences for row in rows) if reports else None,
+        key,
+    )
+
+
+def joined(
+    target: Mapping[str, Any],
+    texts: Sequence[TraceText],
+    drafters: Sequence[RecordedDrafter],
+    *,
+    source: Mapping[str, object],
+) -> Trace:
+    """A trace of texts and drafters. ``target``: the fields of `Trace` before its texts."""
+    return Trace(**target, texts=tuple(texts), drafters=tuple(drafters), provenance=source)

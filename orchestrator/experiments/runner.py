@@ -6,23 +6,37 @@ fails is a row that says why, and the next one runs. Not here: what a cell does 
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import math
+import os
+import platform
+import socket
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import paceline
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.experiments.cells import Cell, cell_key, cells, check_models, checkpoint_bytes, model_paths
-from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.config import (
+    Cell,
+    ExperimentConfig,
+    cell_key,
+    cells,
+    check_models,
+    checkpoint_bytes,
+    model_paths,
+)
 from paceline.experiments.prompts import Prompts, load_prompts
-from paceline.experiments.provenance import program, provenance
 from paceline.experiments.store import CellResult, Store
 from paceline.text.tokenizer import load_tokenizer
 
@@ -155,9 +169,7 @@ def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: floa
     done, total = len(planned.cells) - len(left), len(planned.cells)
     results = _in_turn(planned.config, left, report, done=done, deadline=deadline)
     if planned.config.ray is not None and left:
-        from paceline.experiments.parallel_cells import run_parallel
-
-        results = run_parallel(planned.config, left, address=planned.config.ray)
+        results = _run_parallel(planned.config, left, address=planned.config.ray)
     for index, result in results:
         store.save(result)
         found[result.key] = result
@@ -178,10 +190,10 @@ def _in_turn(
             if monotonic() > deadline:
                 return
             report(one.cell.title(), done + index, done + len(cells))
-            yield index, run_cell(one, bench)
+            yield index, _run_cell(one, bench)
 
 
-def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
+def _run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
     """Run one cell; what goes wrong in it becomes part of its result.
 
     Raises:
@@ -201,3 +213,99 @@ def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
 def failed(results: Sequence[CellResult]) -> list[CellResult]:
     """Those that failed."""
     return [result for result in results if result.error is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _MakeBench:
+    """Makes what runs cells in a worker. ``folder``: to which the paths of the experiment are relative."""
+
+    config: ExperimentConfig
+    folder: str
+
+    def __call__(self) -> Callable[[PlannedCell], CellResult]:
+        from paceline.experiments.measure import Bench
+
+        os.chdir(self.folder)
+        return partial(_run_cell, bench=Bench(self.config))
+
+
+def _run_parallel(
+    config: ExperimentConfig, cells: Sequence[PlannedCell], *, address: str
+) -> Iterator[tuple[int, CellResult]]:
+    """Run cells on a Ray cluster: each worker has cores of its own and keeps its decoders from cell to cell. Results
+    are written by the process that asks, as they come, so that a run that is killed keeps what is finished.
+
+    -> (place in ``cells``, result), as they are finished; failed ones have their error
+
+    address  as of `paceline.placement.cluster.jobs.JobWorkers`
+
+    Raises:
+        PlanError: no node has room for a cell.
+        WorkerError: the cluster is not there.
+    """
+    from paceline.placement.cluster.jobs import JobWorkers
+
+    make = _MakeBench(config, str(Path.cwd()))
+    count = min(len(cells), config.cells_at_once or len(cells))
+    with JobWorkers(make, address=address, degree=config.cores_per_cell, count=count) as workers:
+        for outcome in workers.run(cells):
+            one = cells[outcome.index]
+            lost = CellResult(one.key, one.cell.names(), provenance=provenance(), error=outcome.error)
+            yield outcome.index, lost if outcome.error is not None else outcome.result
+
+
+_PROGRAM = {"paceline_version": "paceline", "git_commit": "commit", "torch": "torch", "transformers": "transformers"}
+
+
+def provenance() -> dict[str, object]:
+    """Plain values: who measured this, with what."""
+    import torch
+
+    return {
+        "paceline_version": paceline.__version__,
+        "git_commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "machine": socket.gethostname(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def program(source: Mapping[str, object]) -> str:
+    """Of a provenance, what says by which program figures were made: figures of two programs may differ for that."""
+    return ", ".join(f"{name} {source[key]}" for key, name in _PROGRAM.items() if source.get(key))
+
+
+@cache
+def commit() -> str:
+    """The commit of the sources, marked where they were changed since; "" for an installed package."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return ""
+    return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+@cache
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -33,7 +33,7 @@ class CellResult:
     """A cell that was run.
 
     key         its file's name
-    names       what tells it from others (`paceline.experiments.cells.Cell.names`)
+    names       what tells it from others (`paceline.experiments.config.Cell.names`)
     rows        one for every prompt
     totals      figures of the whole cell
     provenance  of the run

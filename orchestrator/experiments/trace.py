@@ -2,7 +2,7 @@
 
 With the rule ``match`` the text does not depend on who drafts, or on how much: so the proposals along one text answer
 every question about depths, trees, lists and choices of drafters (`paceline.experiments.whatif`). Not here: how they
-are recorded (`record.py`).
+are recorded (`record_traces.py`).
 
 A trace is one file: a header (JSON) and arrays (int32), gzip-compressed, with a checksum over all of it. It holds no
 code and nothing that is run when it is read.
@@ -61,7 +61,7 @@ class RecordedDrafter:
     confidence_threshold  the drafter's own, which a replay applies; proposals are recorded without it
     confidences    for every proposal the largest probability at each of its places, float32, which a threshold is
                    compared with; None = of another kind of drafter
-    key            the cell that asked for it (`paceline.experiments.cells.cell_key`): with other files of the drafter
+    key            the cell that asked for it (`paceline.experiments.config.cell_key`): with other files of the drafter
                    or other options it is another one
     """
 

@@ -17,8 +17,15 @@ from typing import Any
 
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
-from paceline.experiments.cells import Cell, fingerprint
-from paceline.experiments.config import DrafterEntry, ExperimentConfig, PromptSet, SamplingEntry, TargetEntry
+from paceline.experiments.config import (
+    Cell,
+    DrafterEntry,
+    ExperimentConfig,
+    PromptSet,
+    SamplingEntry,
+    TargetEntry,
+    fingerprint,
+)
 from paceline.experiments.prompts import load_prompts
 from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, policy_name, reads_text_alone
 from paceline.experiments.store import CellResult

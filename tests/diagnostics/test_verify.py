@@ -11,9 +11,16 @@ from scipy import stats
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling
-from paceline.diagnostics import findings, verify_distribution
-from paceline.diagnostics.findings import Report, chi_square, detected_share, detected_variation
+from paceline.diagnostics import verify_distribution
 from paceline.diagnostics.verify import TESTS, VerifySettings, verify
+from paceline.diagnostics.verify_subject import (
+    FALSE_ALARM,
+    POWER,
+    Report,
+    chi_square,
+    detected_share,
+    detected_variation,
+)
 from paceline.draft.model import ModelHead
 from paceline.engine.stopping import StopChecker
 from paceline.outputs import FinishReason
@@ -150,16 +157,16 @@ def test_the_power_that_is_said_is_that_of_the_tests() -> None:
         assert chi_square(counts, expected) == pytest.approx(stats.chisquare(counts, expected).pvalue), p
     samples, cells = 2000, 16
     size = detected_variation(samples, cells)
-    critical = stats.chi2.isf(findings.FALSE_ALARM, cells - 1)
-    assert stats.ncx2.sf(critical, cells - 1, 4 * samples * size**2) == pytest.approx(findings.POWER, abs=1e-4)
+    critical = stats.chi2.isf(FALSE_ALARM, cells - 1)
+    assert stats.ncx2.sf(critical, cells - 1, 4 * samples * size**2) == pytest.approx(POWER, abs=1e-4)
     # Half of the cells gain, half lose: the deviation that is the hardest to find.
     distribution = np.full(cells, 1 / cells) + size * np.repeat([1, -1], cells // 2) * 2 / cells
     dice = np.random.default_rng(0)
     found = [
-        chi_square(dice.multinomial(samples, distribution).tolist(), [samples / cells] * cells) < findings.FALSE_ALARM
+        chi_square(dice.multinomial(samples, distribution).tolist(), [samples / cells] * cells) < FALSE_ALARM
         for _ in range(400)
     ]
-    assert np.mean(found) == pytest.approx(findings.POWER, abs=0.04)
+    assert np.mean(found) == pytest.approx(POWER, abs=0.04)
     assert detected_share(100) == pytest.approx(1 - 0.05 ** (1 / 100))
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from paceline.core.errors import ConfigurationError
-from paceline.experiments.cells import cells
+from paceline.experiments.config import cells
 from paceline.experiments.exchange import read_records
 from paceline.experiments.measure import Bench
 from paceline.experiments.statistics import compare_rows, length_interval, ratio_interval

@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from paceline.core.errors import CheckpointError, ConfigurationError, ContextError, PromptError, StorageError
-from paceline.experiments import runner, tables
+from paceline.experiments import report, runner
 from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
 from paceline.experiments.prompts import load_prompts, read_prompts
-from paceline.experiments.provenance import provenance
 from paceline.experiments.record_traces import record_traces
+from paceline.experiments.runner import provenance
 from paceline.experiments.store import CellResult, Store, read_results
 from paceline.experiments.trace import load_trace
 from paceline.experiments.whatif import Policy, ask
@@ -60,7 +60,7 @@ def test_a_grid_has_every_cell_with_provenance_and_the_tokens_of_plain_decoding(
         size: [row["tokens"] for r in results if r.names["batch_size"] == size for row in r.rows] for size in (1, 2)
     }
     assert by_batch[1] == by_batch[2]  # a prompt's seed does not depend on the batch size
-    tables.write_rows(tmp_path, results)
+    report.write_rows(tmp_path, results)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 4 and all(line["torch"] and line["time"] and line["machine"] for line in lines)
     parquet = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "results.parquet").to_pylist()

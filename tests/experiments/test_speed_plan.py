@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.decoder.backends.neuron import engines
-from paceline.diagnostics.part_cost import PartTimes
-from paceline.diagnostics.round_cost import round_cost
+from paceline.diagnostics.round_cost import PartTimes, round_cost
 from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens, from_rates, ranked
 from paceline.placement.planning.instances import instance

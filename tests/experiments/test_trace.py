@@ -15,7 +15,7 @@ from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import SamplingParams
-from paceline.experiments.record import joined, prompted, record_drafter, recorded_drafter
+from paceline.experiments.record_traces import joined, prompted, record_drafter, recorded_drafter
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.trace import Trace, check_target, load_trace, save_trace

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnostics import graph_times
+from paceline.diagnostics import selftest
 from paceline.placement.planning.instances import instance
 from tests.decoder.tiny import Workshop, fresh
 
@@ -17,16 +17,16 @@ def test_each_graph_is_timed_and_expected(workshop: Workshop, install: Any, monk
     decoder = fresh(workshop.checkpoint(), backend="neuron", batch_size=2)
     decoder.on_graph = lambda _event: None
     decoder.sample([[3, 1, 4]], max_new_tokens=1)
-    monkeypatch.setattr(graph_times, "CALLS", 3)
+    monkeypatch.setattr(selftest, "CALLS", 3)
     ticks = count()
-    found = graph_times.measure(decoder, instance("inf2.48xlarge"), clock=lambda: 0.001 * next(ticks))
+    found = selftest.graph_times(decoder, instance("inf2.48xlarge"), clock=lambda: 0.001 * next(ticks))
     assert [one.name for one in found] == [graph.name for graph, _ in decoder.graphs()] and found
     for one in found:
         assert one.seconds == pytest.approx(0.001) and one.expected is not None
         assert 437e-6 < one.expected < 0.01, "the host's call, and a tiny model"
     assert str(found[0]).endswith("by arithmetic)") and " 1.00 ms (" in str(found[0])
-    assert [one.expected for one in graph_times.measure(decoder, None)] == [None] * len(found)
-    assert graph_times.this_instance() is None
-    monkeypatch.setattr(graph_times, "instance_family", lambda: "inf2.xlarge")
-    chip = graph_times.this_instance()
+    assert [one.expected for one in selftest.graph_times(decoder, None)] == [None] * len(found)
+    assert selftest.this_instance() is None
+    monkeypatch.setattr(selftest, "instance_family", lambda: "inf2.xlarge")
+    chip = selftest.this_instance()
     assert chip is not None and chip.name == "inf2.xlarge"

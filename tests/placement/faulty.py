@@ -23,7 +23,7 @@ from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
-from paceline.workers.second_choices import SecondChoices
+from paceline.workers.draft import SecondChoices
 from tests.fakes import TableDecoder, near, table
 
 V = 24

@@ -18,7 +18,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.lookahead.outcomes import DraftedSlot
-from paceline.workers.second_choices import SecondChoices
+from paceline.workers.draft import SecondChoices
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, TARGET, drafter, working_ahead
