@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import Statistics
-from paceline.cli.console import acceptance_by_position, err, say
-from paceline.cli.progress import bar
+from paceline.cli.console import acceptance_by_position, bar, err, say
 from paceline.generator import Sampler
 from paceline.outputs import GenerationResult
 

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from paceline import AutoDecoder, PacelineError, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.cli.console import TextView, err, out, say
-from paceline.cli.progress import loading
+from paceline.cli.console import TextView, err, loading, out, say
 from paceline.core.errors import DownloadError
 from paceline.decoder.native import build
 from paceline.fetch import fetch_model

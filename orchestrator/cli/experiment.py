@@ -1,23 +1,32 @@
-"""`paceline experiment`: grids of targets, drafters, depths and prompts. The work is in `paceline.experiments`."""
+"""`paceline experiment` and `plan-speed`: grids of targets, drafters, depths and prompts, and questions to results.
+
+The work is in `paceline.experiments`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli import console, progress
-from paceline.cli.options import AsJson
+from paceline.cli import console
+from paceline.cli.options import AsJson, command
+from paceline.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from paceline.experiments.runner import ExperimentPlan
+    from paceline.experiments.speed_plan import LoadPlan
     from paceline.experiments.store import Store
+    from paceline.experiments.whatif import Policy
 
 _GO_ON = 75
 """Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -61,7 +70,7 @@ def run(
         if dry_run or store is None:
             _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)
             return
-        with progress.bar(console.err(), config.name, len(planned.cells)) as shown:
+        with console.bar(console.err(), config.name, len(planned.cells)) as shown:
 
             def reached(label: str, done: int, total: int) -> None:
                 shown.step(label)
@@ -133,3 +142,435 @@ def _show_cells(summaries: list[dict[str, object]]) -> None:
         cells = [row.get(name) for name in (*shown, *figures)]
         table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     console.out().print(table)
+
+
+ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What is asked about."""
+
+    drafter: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
+    ] = ()
+    k: Annotated[
+        str | None,
+        typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
+    ] = None
+    confidence: Annotated[
+        str | None, typer.Option(help="Thresholds of confidence of draft models: 0.2,0.4. Default: their own.")
+    ] = None
+    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
+
+
+def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
+    """Every drafter, depth and threshold that is asked about; without a drafter, all that were recorded."""
+    from paceline.experiments.whatif import Policy, parse_depths, parse_thresholds
+
+    k = asked.k
+    ladder = () if k is None or not k.startswith("[") else tuple(sorted(parse_depths(k.strip("[]"))))
+    depths = [None] if k is None or ladder else list(parse_depths(k))
+    nodes = None if asked.tree is None else parse_depths(asked.tree, "--tree")
+    thresholds = [None] if asked.confidence is None else list(parse_thresholds(asked.confidence))
+    for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
+        yield replace(Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold)
+
+
+@command(app, "whatif")
+def whatif(
+    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    asked: PolicyOptions,
+    *,
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
+    times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
+    target: Annotated[Path | None, typer.Option(help="Refuse the trace unless it is of this model.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
+    with console.refusals():
+        from paceline.experiments import whatif as questions
+        from paceline.experiments.config import fingerprint
+        from paceline.experiments.round_times import load_times
+        from paceline.experiments.trace import check_target, load_trace
+
+        loaded = load_trace(trace)
+        recorded = tuple(one.name for one in loaded.drafters)
+        if target is not None:
+            check_target(loaded, fingerprint(str(target)), str(target))
+        if batch_size < 1:
+            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+        measured = None if times is None else load_times(times).of(loaded)
+        answers: list[dict[str, Any]] = []
+        refused: list[tuple[str, ConfigurationError]] = []
+        for policy in _policies(asked, recorded):
+            try:
+                answers.append(questions.ask(loaded, policy, batch_size=batch_size, times=measured).to_dict())
+            except ConfigurationError as error:
+                refused.append((policy.label, error))
+        if refused and (asked.drafter or not answers):
+            raise refused[0][1]
+    for label, reason in refused:  # nobody asked for these by name
+        console.say(console.err(), f"left out: {label}: {reason}", style="yellow")
+    if as_json:
+        typer.echo(json.dumps(answers))
+        return
+    table = Table("policy", "mean acceptance length", "tokens per round", "accepted of drafted", "tokens/s")
+    for row in answers:
+        speed = row["tokens_per_second"]
+        cells = [f"{row[name]:.3f}" for name in ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate")]
+        table.add_row(Text(str(row["policy"])), *cells, "-" if speed is None else f"{speed:.1f}")
+    console.out().print(table)
+
+
+@app.command()
+def regret(
+    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    *,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="To choose among. Default: all that draft chains, ngram and suffix.")
+    ] = None,
+    k: Annotated[int, typer.Option(help="Drafted tokens a round.", min=1)] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
+    with console.refusals():
+        from paceline.experiments.trace import load_trace
+        from paceline.experiments.whatif import regret as asked
+
+        found = asked(load_trace(trace), drafter or (), k=k)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    table = Table("drafter", "rounds", "best for so many texts", "the choice against it")
+    rows = [(name, one.acceptance.num_rounds, found.best_of.count(name)) for name, one in found.fixed.items()]
+    for name, rounds, texts in [*rows, ("the best for every text", found.perfect.num_rounds, len(found.best_of))]:
+        table.add_row(Text(name), str(rounds), str(texts), f"{found.against(rounds):+.1%}")
+    console.out().print(table)
+    typer.echo(f"the choice: {found.choice.acceptance.num_rounds} rounds; best fixed drafter: {found.best}")
+
+
+@app.command()
+def tune(
+    folder: ResultFolder,
+    trace: Annotated[Path, typer.Argument(help="A file below its traces/.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
+    max_depth: Annotated[int, typer.Option(help="Deepest draft to try.")] = 8,
+    trials: Annotated[int, typer.Option(help="Thresholds of confidence to try; 0: none.", min=0)] = 30,
+    check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.
+
+    A run that fails ends it before anything is written.
+    """
+    with console.refusals():
+        from paceline.decoder.weights.atomic_write import save_bytes
+        from paceline.experiments import round_times, runner, store, tune
+        from paceline.experiments.trace import load_trace
+
+        if batch_size < 1:
+            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+        config, loaded = store.read_config(folder), load_trace(trace)
+        times = round_times.load_times(folder / "round_times.json").of(loaded)
+        answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
+        answers = tune.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
+        best, run = answers[0], None
+        own = tune.verifying(config, loaded, best.policy, batch_size=batch_size)
+        planned = runner.plan(own, None)
+        cell = planned.cells[0].cell
+        if check:
+            with console.bar(console.err(), "verify", len(planned.cells)) as shown:
+                results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
+            run = tune.checked(loaded, times, best.policy, result=results[0])
+        save_bytes(out, [tune.models_file(config, best.policy, cell).encode()])
+    answers_json = [answer.to_dict() for answer in answers]
+    if as_json:
+        found = {"best": answers_json[0], "run": None if run is None else run.to_dict(), "all": answers_json}
+        typer.echo(json.dumps(found))
+        return
+    for row in answers_json[:10]:
+        speed, length = row["tokens_per_second"], row["mean_acceptance_length"]
+        typer.echo(f"{speed:8.1f} tokens/s predicted, length {length:.2f}: {row['policy']}")
+    if run is not None:
+        typer.echo(f"run: {run.predicted:.1f} tokens/s predicted, {run.measured:.1f} measured, plain {run.plain:.1f}")
+    if run is not None and run.speedup < 1:
+        said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding beside it. Run it again on a "
+        console.say(console.err(), said + "quiet machine, and serve without a draft if it stays so", style="yellow")
+    typer.echo(f"written: {out}")
+
+
+@app.command()
+def compare(
+    first: ResultFolder,
+    second: ResultFolder,
+    *,
+    figure: Annotated[
+        str, typer.Option(help="tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds.")
+    ] = "mean_acceptance_length",
+    as_json: AsJson = False,
+) -> None:
+    """Compare the cells that two runs share, prompt by prompt, with a paired test."""
+    with console.refusals():
+        from paceline.experiments.statistics import compare_rows
+        from paceline.experiments.store import read_results
+
+        figures = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds")
+        if figure not in figures:
+            raise ConfigurationError(f"--figure {figure!r} is unknown; use one of {', '.join(figures)}")
+        ours, theirs = (
+            {json.dumps(dict(one.names), sort_keys=True): one for one in read_results(folder) if one.error is None}
+            for folder in (first, second)
+        )
+        shared = [name for name in ours if name in theirs]
+        if not shared:
+            raise ConfigurationError("the two runs share no cell: none has the same names (target, drafter, k, ...)")
+        rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
+    if as_json:
+        comparisons = [
+            {
+                **names,
+                "figure": figure,
+                "prompts": one.prompts,
+                "units": one.units,
+                "first": one.first,
+                "second": one.second,
+                "difference": one.difference.value,
+                "low": one.difference.low,
+                "high": one.difference.high,
+                "p_value": one.p_value,
+            }
+            for names, one in rows
+        ]
+        typer.echo(json.dumps(comparisons))
+        return
+    table = Table("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
+    for names, one in rows:
+        where = [Text(str(names[name])) for name in ("drafter", "k", "sampling", "batch_size")]
+        values = [str(one.prompts), f"{one.first:.3f}", f"{one.second:.3f}", str(one.difference), f"{one.p_value:.4f}"]
+        table.add_row(*where, *(Text(value) for value in values))
+    console.out().print(table)
+    if alone := len(ours) + len(theirs) - 2 * len(shared):
+        console.say(console.err(), f"{alone} cells are in one of the runs alone, and are left out", style="yellow")
+
+
+@app.command("import")
+def import_records(
+    files: Annotated[list[Path], typer.Argument(help="JSON lines: vLLM's responses or AIPerf's records.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.
+
+    Records need the arrays of every step (vLLM: --per-request-spec-decode-metrics detailed).
+    """
+    with console.refusals():
+        from paceline.experiments.definitions import Acceptance
+        from paceline.experiments.exchange import read_records
+
+        found = [(file, [one for _, one in read_records(file)]) for file in files]
+    rows = [{"file": str(file), "requests": len(ones), **Acceptance.pooled(ones).to_dict()} for file, ones in found]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    shown = ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate", "conditional_acceptance_rate")
+    table = Table("file", "requests", *(name.replace("_", " ") for name in shown), "acceptance by position")
+    for row in rows:
+        figures = [f"{row[name]:.3f}" for name in shown]
+        places = "  ".join(f"{place:.0%}" for place in row["acceptance_by_position"])
+        table.add_row(Text(row["file"]), str(row["requests"]), *figures, places)
+    console.out().print(table)
+
+
+@app.command()
+def report(folder: ResultFolder) -> None:
+    """Make report.md and report.html of a folder again."""
+    with console.refusals():
+        from paceline.experiments.report import write_reports
+        from paceline.experiments.store import Store, read_results
+
+        for path in write_reports(Store(folder), folder.name, read_results(folder)):
+            typer.echo(str(path))
+
+
+@app.command()
+def export(
+    folder: ResultFolder,
+    layout: Annotated[str, typer.Argument(help="spec-bench, aiperf or vllm.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for one file of every cell.")],
+) -> None:
+    """Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics."""
+    with console.refusals():
+        from paceline.experiments.exchange import write_exports
+
+        for path in write_exports(out, folder, layout):
+            typer.echo(str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOptions:
+    """Where measured times and acceptance come from."""
+
+    experiment: Annotated[
+        Path | None, typer.Option(help="Folder of `paceline experiment run`: its measured times of rounds.")
+    ] = None
+    trace: Annotated[Path | None, typer.Option(help="A trace below its traces/, for exact acceptance.")] = None
+    drafter: Annotated[str | None, typer.Option(help="With --acceptance: the timed drafter that it is of.")] = None
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Run the best of every load beside plain decoding. Needs --trace.")
+    ] = False
+    time_error: Annotated[float, typer.Option(help="Relative error of a predicted time to allow for.")] = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareOptions:
+    """A Neuron chip, by arithmetic."""
+
+    target: Annotated[Path | None, typer.Option(help="config.json of the target, or a folder with one.")] = None
+    draft: Annotated[Path | None, typer.Option(help="config.json of the draft, or a folder with one.")] = None
+    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge"
+    tp: Annotated[tuple[int, ...] | None, typer.Option(help="Degree to try; repeatable. Default: all.")] = None
+    acceptance_error: Annotated[float, typer.Option(help="How far the acceptance may be off.")] = 0.05
+
+
+@command(app, "plan-speed")
+def plan_speed(
+    measured: MeasuredOptions,
+    hardware: HardwareOptions,
+    *,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Conditional acceptance rate, or rates by position: 0.8 or 0.8,0.7,0.6.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Loads: requests decoded at the same time.")] = "1",
+    max_depth: Annotated[int, typer.Option(min=1, help="Deepest draft to look at.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.
+
+    From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance).
+    """
+    with console.refusals():
+        from paceline.experiments.whatif import parse_depths
+
+        sizes = parse_depths(batch_sizes, "--batch-sizes")
+        if min(sizes) < 1:
+            raise ConfigurationError(f"--batch-sizes {batch_sizes!r}: a batch has at least one request")
+        if (measured.experiment is None) == (hardware.target is None):
+            raise ConfigurationError("give --experiment for measured times, or --target and --draft for a Neuron chip")
+        if measured.verify and measured.experiment is None:
+            raise ConfigurationError("--verify runs what was measured before; it needs --experiment and --trace")
+        if measured.experiment is not None:
+            plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
+        else:
+            plans = _hardware(hardware, acceptance, sizes=sizes, max_depth=max_depth)
+        checks = _verified(measured, plans) if measured.verify else []
+    if as_json:
+        source = "measured" if measured.experiment is not None else "arithmetic, not measured"
+        typer.echo(json.dumps({"times": source, "loads": [one.to_dict() for one in plans], "verified": checks}))
+        return
+    for plan in plans:
+        _show(plan)
+    for check in checks:
+        console.say(
+            console.out(),
+            f"batch {check['batch_size']}, {check['label']}: {check['predicted']:.1f} tokens/s predicted, "
+            f"{check['measured']:.1f} measured ({check['error']:+.1%})",
+        )
+
+
+def _measured(
+    options: MeasuredOptions, folder: Path, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
+) -> list[LoadPlan]:
+    from paceline.experiments import speed_plan
+    from paceline.experiments.round_times import PLAIN, load_times
+    from paceline.experiments.trace import load_trace
+
+    timed = load_times(folder / "round_times.json")
+    error = options.time_error
+    if (options.trace is None) == (acceptance is None):
+        raise ConfigurationError("acceptance comes from --trace, or from --acceptance; give one of them")
+    if options.trace is not None:
+        trace = load_trace(options.trace)
+        times = timed.of(trace)
+        return [
+            speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
+        ]
+    if options.verify:
+        raise ConfigurationError("--verify runs the prompts of a trace; give --trace")
+    times = timed.alone()
+    if options.drafter is None:
+        names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
+        raise ConfigurationError(f"say with --drafter whose acceptance this is; {names} were timed")
+    rates = speed_plan.parse_rates(acceptance or "")
+    return [
+        speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
+        for size in sizes
+    ]
+
+
+def _hardware(
+    options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
+) -> list[LoadPlan]:
+    from paceline.diagnostics.round_graphs import read_config
+    from paceline.experiments.speed_plan import HardwareQuestion, from_hardware, parse_rates
+    from paceline.placement.planning.detect import instance_named
+
+    if options.target is None or options.draft is None or acceptance is None:
+        raise ConfigurationError("a plan by arithmetic needs --target, --draft and --acceptance")
+    question = HardwareQuestion(
+        read_config(options.target),
+        read_config(options.draft),
+        instance_named(options.instance),
+        parse_rates(acceptance),
+        options.acceptance_error,
+        max_depth,
+        options.tp or (),
+    )
+    return from_hardware(question, sizes)
+
+
+def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
+    """Run the fastest drafter and plain decoding at every load; predicted against measured."""
+    from paceline.experiments import runner, speed_plan, store, tune
+    from paceline.experiments.round_times import load_times
+    from paceline.experiments.trace import load_trace
+    from paceline.experiments.whatif import Policy
+
+    assert options.experiment is not None and options.trace is not None
+    trace = load_trace(options.trace)
+    times = load_times(options.experiment / "round_times.json").of(trace)
+    config, found = store.read_config(options.experiment), list[dict[str, Any]]()
+    for plan in plans:
+        drafting = next((one for one in plan.candidates if not one.plain), None)
+        if drafting is None:
+            continue
+        policy = speed_plan.policy_of(drafting)
+        planned = runner.plan(tune.verifying(config, trace, policy, batch_size=plan.batch_size), None)
+        with console.bar(console.err(), "verify", len(planned.cells)) as shown:
+            (result,) = runner.run(
+                planned, store.Store(options.experiment / "verify"), lambda text, *_, to=shown: to.step(text)
+            )
+        run = tune.checked(trace, times, policy, result=result)
+        plain = tune.checked(trace, times, Policy(()), result=result)
+        for label, predicted, seen in (
+            (drafting.label, run.predicted, run.measured),
+            ("plain", plain.predicted, run.plain),
+        ):
+            figures = {"predicted": predicted, "measured": seen, "error": predicted / seen - 1}
+            found.append({"batch_size": plan.batch_size, "label": label, **figures})
+    return found
+
+
+def _show(plan: LoadPlan) -> None:
+    table = Table(
+        "way", "tokens a round", "ms a round", "tokens/s", "speed-up", "interval", title=f"batch size {plan.batch_size}"
+    )
+    for one in plan.candidates[:8]:
+        figures = f"{one.tokens_per_round:.2f}", f"{one.round_seconds * 1e3:.2f}", f"{one.tokens_per_second:.1f}"
+        table.add_row(Text(one.label), *figures, f"{one.speedup:.2f}", f"{one.low:.2f} to {one.high:.2f}")
+    console.out().print(table)
+    console.say(console.out(), plan.verdict)

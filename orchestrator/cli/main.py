@@ -1,7 +1,7 @@
 """The command line, `paceline`: the names of all commands, each imported when it is called.
 
-Results go to stdout, the rest to stderr. Shared options are in `paceline.cli.options`, what is shown in
-`paceline.cli.console`, progress in `paceline.cli.progress`.
+Results go to stdout, the rest to stderr. Shared options are in `paceline.cli.options`, what is shown, and progress, in
+`paceline.cli.console`.
 """
 
 from __future__ import annotations
@@ -23,66 +23,66 @@ from typer.main import get_group
 import paceline
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("generate", "Continue a text: plainly, or with any drafter (`paceline list` shows them)."),
-    "chat": ("chat", "Talk to a chat model: a line is a question, /help lists the commands."),
+    "generate": ("decode", "Continue a text: plainly, or with any drafter (`paceline list` shows them)."),
+    "chat": ("decode", "Talk to a chat model: a line is a question, /help lists the commands."),
     "compile": (
-        "compile",
+        "neuron",
         "Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).",
     ),
     "bench": (
-        "bench",
+        "decode",
         "Measure plain and speculative decoding in one run. The last line of stdout is a JSON object.",
     ),
     "plan": (
-        "plan",
+        "serve",
         "Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan.",
     ),
     "plan-speed": (
-        "plan_speed",
+        "experiment",
         "Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.",
     ),
     "cost": (
-        "cost",
+        "neuron",
         "Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed.",
     ),
     "export-hlo": (
-        "export_hlo",
+        "neuron",
         "Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.",
     ),
     "serve": (
         "serve",
         "Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C.",
     ),
-    "fetch": ("fetch", "Fetch a published model and print its folder."),
+    "fetch": ("catalog", "Fetch a published model and print its folder."),
     "list": (
-        "tables",
+        "catalog",
         "List drafters and acceptance rules with their options, model families, models to fetch, and backends.",
     ),
     "doctor": (
-        "diagnostics",
+        "checks",
         "Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken.",
     ),
     "selftest": (
-        "diagnostics",
+        "checks",
         "Run a tiny random model on a backend and compare every token with plain PyTorch. Exit code 1 if one differs.",
     ),
     "verify": (
-        "verify",
+        "checks",
         (
             "Test that a target with your draft writes what plain decoding writes, on your models. Exit code 1 on a "
             "failure."
         ),
     ),
     "medusa-tree": (
-        "medusa_tree",
+        "train",
         "Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.",
     ),
     "convert-medusa": (
-        "medusa_tree",
+        "train",
         "Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference.",
     ),
     "convert-eagle": (
-        "train_eagle",
+        "train",
         "Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'.",
     ),
 }
@@ -94,7 +94,7 @@ TRAIN: dict[str, tuple[str, str]] = {
         "Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies.",
     ),
     "eagle": (
-        "train_eagle",
+        "train",
         "Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance.",
     ),
 }
@@ -105,41 +105,41 @@ EXPERIMENT: dict[str, tuple[str, str]] = {
         "Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.",
     ),
     "whatif": (
-        "experiment_questions",
+        "experiment",
         "Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model.",
     ),
     "regret": (
-        "experiment_questions",
+        "experiment",
         "Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts.",
     ),
     "tune": (
-        "experiment_questions",
+        "experiment",
         "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.",
     ),
     "compare": (
-        "experiment_questions",
+        "experiment",
         "Compare the cells that two runs share, prompt by prompt, with a paired test.",
     ),
     "import": (
-        "experiment_questions",
+        "experiment",
         "Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.",
     ),
-    "report": ("experiment_questions", "Make report.md and report.html of a folder again."),
+    "report": ("experiment", "Make report.md and report.html of a folder again."),
     "export": (
-        "experiment_questions",
+        "experiment",
         "Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics.",
     ),
 }
 
 MODELS: dict[str, tuple[str, str]] = {
-    "list": ("models", "All models of the service, and whether they are in memory."),
+    "list": ("serve", "All models of the service, and whether they are in memory."),
     "load": (
-        "models",
+        "serve",
         "Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer.",
     ),
-    "unload": ("models", "Unload a model, after the requests that it has."),
-    "pin": ("models", "Keep a model in memory."),
-    "unpin": ("models", "Let a model leave again."),
+    "unload": ("serve", "Unload a model, after the requests that it has."),
+    "pin": ("serve", "Keep a model in memory."),
+    "unpin": ("serve", "Let a model leave again."),
 }
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})

@@ -1,21 +1,43 @@
-"""Configuration types of the command line, and options that several commands share.
+"""Configuration types of the command line, options that several commands share, and what these load.
 
-`paceline.cli.config_options` makes options of the fields. Who drafts is `paceline.config.SpeculativeConfig`.
+A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
+so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
+dataclass field's metadata ``help``). A field annotated with ``typer.Option`` keeps that. Tuples are repeatable options;
+what typer has no type for is taken as text, which the configuration type parses. Who drafts is
+`paceline.config.SpeculativeConfig`.
+
+Everything that configurations and options say is checked by `checked`, before PyTorch is imported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import BaseModel
+from typer.models import ParameterInfo
 
-from paceline.cli import prompt_files
+from paceline.cli import console
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import PromptError, SamplingError
 from paceline.decoder.backends.registry import BACKENDS
+from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
+from paceline.loadable import Loadable, loadable
 from paceline.text.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from paceline.auto import SamplingDecoder
+    from paceline.decoder.decoder import CompiledDecoder
+    from paceline.generator import SpeculativeGenerator
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 InstanceName = Annotated[
@@ -125,7 +147,7 @@ class SamplingOptions:
         if self.json_schema is not None and self.regex is not None:
             raise SamplingError("an answer fits --json-schema or --regex; give one of them")
         if self.json_schema is not None:
-            return StructuredOutput("json_schema", prompt_files.text(self.json_schema))
+            return StructuredOutput("json_schema", _file_text(self.json_schema))
         return None if self.regex is None else StructuredOutput("regex", self.regex)
 
 
@@ -151,8 +173,8 @@ class PromptOptions:
         if (self.prompt is None) == (self.prompt_file is None):
             raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
         if self.prompt_file is None:
-            return prompt_files.checked(self.prompt or "", "--prompt")
-        return prompt_files.text(self.prompt_file).removesuffix("\n")
+            return _checked_text(self.prompt or "", "--prompt")
+        return _file_text(self.prompt_file).removesuffix("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +183,190 @@ class OutputOptions:
 
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False
     as_json: AsJson = False
+
+
+def checked(target: Path, options: LoaderOptions, config: SpeculativeConfig | None = None) -> Loadable:
+    """The target of a command, which can be loaded, with the drafters that are asked for; errors as `prepared`."""
+    found = loadable(target, **asdict(options))
+    if config is not None:
+        prepared(config, found)
+    return found
+
+
+def load(found: Loadable) -> SamplingDecoder:
+    """`paceline.auto.load` with a bar."""
+    from paceline import auto
+
+    assert found.folder is not None, "of a file"
+    with console.loading(console.err(), found.folder) as report:
+        return auto.load(found, report)
+
+
+def load_decoder(path: str | Path, **options: Any) -> SamplingDecoder:
+    """`AutoDecoder.from_pretrained` with a bar."""
+    return load(loadable(path, **options))
+
+
+def load_generator(
+    target: Loadable, config: SpeculativeConfig
+) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
+    """A generator, and its decoders by the names to show.
+
+    Without a draft and without ``k`` every plain step is a graph of its own.
+    """
+    return load_draft(load(target), config)
+
+
+def load_draft(
+    decoder: SamplingDecoder, config: SpeculativeConfig
+) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
+    """The same of a target that is there."""
+    from paceline.auto_drafter import load_draft_models
+    from paceline.generator import SpeculativeGenerator
+
+    config = load_draft_models(config, decoder, load)
+    if not config.draft and config.k is None:
+        config = config.model_copy(update={"k": 0})
+    generator = SpeculativeGenerator(target=decoder, **dict(config))
+    drafts = generator.decoders[1:]
+    names = ["draft"] if len(drafts) == 1 else [f"draft {number}" for number in range(1, len(drafts) + 1)]
+    return generator, {"target": decoder, **dict(zip(names, drafts, strict=True))}
+
+
+Result = TypeVar("Result")
+
+_SIMPLE = (str, int, float, bool, Path)
+_REQUIRED = inspect.Parameter.empty
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Add a command to ``app``, as ``app.command(name)`` does, with options for its configuration types."""
+
+    def add(function: Callable[..., Result]) -> Callable[..., Result]:
+        app.command(name=name)(expand(function))
+        return function
+
+    return add
+
+
+def expand(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The same command with every field of its configuration types as a parameter.
+
+    Values that a configuration type refuses are shown as an error of the command line.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        kind = hints[parameter.name]
+        if not _is_config(kind):
+            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
+            continue
+        fields = _fields(kind)
+        groups[parameter.name] = (kind, [field.name for field in fields])
+        parameters += fields
+
+    @wraps(function)
+    def run(**values: Any) -> Result:
+        with console.refusals():
+            for name, (kind, fields) in groups.items():
+                options = {field: values.pop(field) for field in fields}
+                values[name] = kind(**{field: _value(value) for field, value in options.items() if value is not None})
+        return function(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _is_config(kind: object) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel))
+
+
+def _fields(kind: Any) -> list[inspect.Parameter]:
+    if issubclass(kind, BaseModel):
+        return [
+            _parameter(name, field.annotation, default=field.get_default(), description=field.description)
+            for name, field in kind.model_fields.items()
+        ]
+    hints = get_type_hints(kind, include_extras=True)
+    fields = []
+    for field in dataclasses.fields(kind):
+        default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
+        fields.append(
+            _parameter(field.name, hints[field.name], default=default, description=field.metadata.get("help"))
+        )
+    return fields
+
+
+def _parameter(name: str, annotation: Any, *, default: Any, description: str | None) -> inspect.Parameter:
+    """The keyword that typer makes an option of."""
+    kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    option = next((part for part in extra if isinstance(part, ParameterInfo)), typer.Option(help=description))
+    kind, default = _typer_type(kind, default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _typer_type(kind: Any, default: Any) -> tuple[Any, Any]:
+    """A type that typer knows, and a default of that type."""
+    variants = [one for one in (get_args(kind) if _is_union(kind) else (kind,)) if one is not type(None)]
+    if len(variants) == 1 and get_origin(variants[0]) is tuple:
+        element = get_args(variants[0])[0]
+        return list[element if element in _SIMPLE else str] | None, list(default) or None if default else None  # type: ignore[misc]
+    text: Any = variants[0] if len(variants) == 1 and variants[0] in _SIMPLE else str
+    if default is None:
+        return text | None, None
+    return text, default if text is not str or default is _REQUIRED else str(default)
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _file_text(file: Path) -> str:
+    """What is in a file, or on stdin ('-'); the mark that some editors put before UTF-8 is no part of it.
+
+    Raises:
+        PromptError: it cannot be read, or is no text.
+    """
+    try:
+        return _checked_text(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read {file}: {error}") from error
+
+
+def _checked_text(text: str, where: str) -> str:
+    """A text from ``where``, as it is.
+
+    Raises:
+        PromptError: it cannot be written as UTF-8: JSON, and bytes of a command line that are none, may make such.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{where} holds half a surrogate pair, which is no character; give UTF-8") from error
+    return text
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompt of every line.
+
+    Raises:
+        PromptError: it cannot be read, or a line is no JSON object with a "prompt" that is a text.
+    """
+    # Not `splitlines`: JSON leaves Unicode's line ends as they are.
+    return [_prompt(line, file) for line in _file_text(file).split("\n") if line.strip()]
+
+
+def _prompt(line: str, file: Path) -> str:
+    try:
+        prompt, reason = json.loads(line)["prompt"], "a prompt must be a text"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        prompt, reason = None, str(error)
+    if not isinstance(prompt, str):
+        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({reason})')
+    return _checked_text(prompt, str(file))

@@ -1,27 +1,33 @@
-"""`paceline serve`: models behind OpenAI's API, on this machine's loopback by default."""
+"""`paceline serve`, `plan` and `models`: models behind OpenAI's API, on which cores, and what is in memory.
+
+On this machine's loopback by default.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import typer
+from rich.table import Table
 
 from paceline.cli import console
-from paceline.cli.config_options import command
-from paceline.cli.options import InstanceName
-from paceline.cli.plan import plan_table
-from paceline.core.errors import BackendError, ConfigurationError
+from paceline.cli.options import AsJson, InstanceName, ModelsFile, command
+from paceline.core.errors import BackendError, ConfigurationError, WorkerError
 from paceline.draft_checks import prepared
 from paceline.loadable import loadable
-from paceline.placement import FaultPolicy, ModelSpec, read_fault_policy, read_models
+from paceline.placement import FaultPolicy, ModelSpec, Plan, plan, read_fault_policy, read_models
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
+from paceline.placement.planning.render_plan import marks, render_plan
 from paceline.placement.planning.room import fit_together
 from paceline.serving.settings import (
     DEFAULT_MAX_BODY,
@@ -189,7 +195,7 @@ def serve_models(
             typer.echo(yaml.safe_dump(config, sort_keys=False), nl=False)
             return
         for group in groups:
-            console.err().print(plan_table(group.plan))
+            console.err().print(_plan_table(group.plan))
             if group.undrafted:
                 console.say(console.err(), f"{group.name} decodes without its draft: {group.undrafted}", style="yellow")
         url = f"http://{options.host}:{options.port}/v1"
@@ -231,3 +237,124 @@ def _read(source: Path | Sequence[Mapping[str, object]]) -> tuple[tuple[ModelSpe
     if isinstance(source, Path):
         return read_models(source), read_fault_policy(source)
     return models_of(source, folder=Path(), where="the command line"), FaultPolicy()
+
+
+_MIB = 1 << 20
+
+
+@app.command(name="plan")
+def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJson = False) -> None:
+    """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
+    with console.refusals():
+        planned = plan(read_models(models), instance_named(instance))
+        read_fault_policy(models)  # nothing is started here, but errors in the file show now
+    if as_json:
+        typer.echo(json.dumps(planned.to_dict()))
+        return
+    console.out().print(_plan_table(planned))
+    console.say(console.out(), render_plan(planned))
+    left = planned.fragmentation
+    runs = ", ".join(f"{count} of {degree}" for degree, count in left.runs if count)
+    console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))
+
+
+def _plan_table(planned: Plan) -> Table:
+    """One line for each process."""
+    table = Table(title=f"plan for {planned.instance.name}", title_justify="left")
+    for column in ("", "model", "role", "cores", "tp", "MiB/core", "of", "CPUs"):
+        table.add_column(column, justify="right" if column in ("tp", "MiB/core", "of") else "left")
+    letters = marks(planned)
+    for item in planned.placements:
+        role = item.role if not item.drafts_for else "drafts for " + ", ".join(name for name, _ in item.drafts_for)
+        size, limit = item.footprint.total / _MIB, planned.instance.memory / _MIB
+        table.add_row(
+            letters[item.label], item.label, role, str(item.cores), str(len(item.cores)),
+            f"{size:.0f}", f"{limit:.0f}", "-".join(map(str, item.affinity)),
+        )  # fmt: skip
+    return table
+
+
+_ROUTE = "/admin/models"  # `paceline.serving.api`
+_TIMEOUT_S = 900.0  # a model may take minutes to load
+
+
+Url = Annotated[str, typer.Option(help="Of the service.")]
+Key = Annotated[str | None, typer.Option(envvar=API_KEY, help="Its API key.")]
+Name = Annotated[str, typer.Argument(help="Of the model, as requests call it.")]
+
+_HERE = "http://127.0.0.1:8000"
+
+
+@app.command(name="list")
+def list_models(url: Url = _HERE, api_key: Key = None, as_json: AsJson = False) -> None:
+    """All models of the service, and whether they are in memory."""
+    with console.refusals():
+        models = _ask(url, api_key)["models"]
+    if as_json:
+        typer.echo(json.dumps(models))
+        return
+    table = Table()
+    for column in ("model", "state", "load", "pinned", "running", "idle, s", "unloaded after, s"):
+        table.add_column(column)
+    for one in models:
+        after = "" if one["idle_ttl_s"] is None else f"{one['idle_ttl_s']:g}"
+        pinned = "yes" if one["pinned"] else ""
+        table.add_row(
+            one["name"], one["state"], one["load"], pinned, str(one["running"]), f"{one['idle_s']:.0f}", after
+        )
+    console.out().print(table)
+
+
+@app.command()
+def load(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
+    """Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer."""
+    _act("load", {"model": name}, url=url, api_key=api_key)
+
+
+@app.command()
+def unload(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
+    """Unload a model, after the requests that it has."""
+    _act("unload", {"model": name}, url=url, api_key=api_key)
+
+
+@app.command()
+def pin(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
+    """Keep a model in memory."""
+    _act("pin", {"model": name, "pinned": True}, url=url, api_key=api_key)
+
+
+@app.command()
+def unpin(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
+    """Let a model leave again."""
+    _act("pin", {"model": name, "pinned": False}, url=url, api_key=api_key)
+
+
+def _act(action: str, body: Mapping[str, object], *, url: str, api_key: str | None) -> None:
+    with console.refusals():
+        state = _ask(url, api_key, action, body=body)
+    console.say(console.out(), f"{state['name']}: {state['state']}" + (", pinned" if state["pinned"] else ""))
+
+
+def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, object] | None = None) -> Any:
+    """What the service answers.
+
+    Raises:
+        WorkerError: nobody answers, or the service refuses.
+    """
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    address = url.rstrip("/").removesuffix("/v1") + _ROUTE + (f"/{action}" if action else "")
+    try:
+        request = Request(address, None if body is None else json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        raise WorkerError(_message(error)) from error
+    except (URLError, OSError, ValueError) as error:
+        raise WorkerError(f"no service answers at {url} ({error}); give --url, or start one: paceline serve") from error
+
+
+def _message(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answers with status {error.code}; is it paceline's?"

@@ -10,8 +10,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from paceline.cli.console import Bar
 from paceline.cli.main import app
-from paceline.cli.progress import Bar
 
 
 def call(*arguments: object) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.chat import Modes
+from paceline.cli.decode import Modes
 from paceline.cli.main import app
 from paceline.core.errors import PromptError, RequestError
 from paceline.generator import SpeculativeGenerator

@@ -12,8 +12,8 @@ from click.testing import Result
 from rich.console import Console
 
 import paceline
-from paceline.cli import prompt_files
 from paceline.cli.console import TextView
+from paceline.cli.options import read_prompts
 from paceline.core.errors import PromptError
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.outputs import RequestOutput
@@ -218,7 +218,7 @@ def test_prompts_of_json_lines_are_those_that_were_written(tmp_path: Path) -> No
     file = tmp_path / "prompts.jsonl"
     texts = ["a\u2028b\u0085c", "d\n e", "na\u00efve"]
     file.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts) + "\n\n", "utf-8")
-    assert prompt_files.prompts(file) == texts
+    assert read_prompts(file) == texts
 
 
 @pytest.mark.parametrize("line", ['{"prompt": null}', '{"prompt": 5}', '{"prompt": ["a"]}', '["prompt"]', "{", "{}"])
@@ -226,7 +226,7 @@ def test_lines_without_a_text_are_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(PromptError, match="must hold JSON lines"):
-        prompt_files.prompts(file)
+        read_prompts(file)
 
 
 def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a\\ud800"}\n')
     with pytest.raises(PromptError, match="half a surrogate pair"):
-        prompt_files.prompts(file)
+        read_prompts(file)
     done = generate(home, "--prompt", "a\udcff")
     assert done.exit_code == 2 and "half a surrogate pair" in done.stderr and "Traceback" not in done.stderr
 
@@ -268,7 +268,7 @@ def test_bench_names_the_prompt_that_is_empty(home: Path, tmp_path: Path) -> Non
 
 def test_the_mark_before_utf_8_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
-    assert prompt_files.prompts(tmp_path / "file") == ["a"]
+    assert read_prompts(tmp_path / "file") == ["a"]
 
 
 def test_version() -> None:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline.cli.config_options import command, expand
+from paceline.cli.options import command, expand
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 

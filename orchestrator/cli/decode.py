@@ -1,33 +1,154 @@
-"""`paceline chat`: a conversation on the terminal. How text looks is in `paceline.cli.console`."""
+"""`paceline generate`, `chat` and `bench`: texts continued, conversations, and the speed of a pair in every mode.
+
+How text looks is in `paceline.cli.console`; what is measured, in `paceline.experiments.bench`.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli import console, progress
-from paceline.cli.config_options import command
-from paceline.cli.load import checked, load, load_draft
-from paceline.cli.options import LoaderOptions, SamplingOptions, TargetFolder
+from paceline.cli import console
+from paceline.cli.options import (
+    LoaderOptions,
+    OutputOptions,
+    PromptOptions,
+    SamplingOptions,
+    TargetFolder,
+    checked,
+    command,
+    load,
+    load_decoder,
+    load_draft,
+    load_generator,
+    read_prompts,
+)
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, PromptError, SamplingError
+from paceline.core.types import TokenLogprobs
 from paceline.decoder.backends.registry import BACKENDS
+from paceline.draft_checks import make_rule
 from paceline.draft_spec import parse_draft
-from paceline.engine.request import SamplingParams
-from paceline.outputs import Statistics
-from paceline.text.chat import Conversation
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.engine.request import Request, SamplingParams
+from paceline.loadable import request_limits
+from paceline.outputs import FinishReason, RequestOutput, Statistics
+from paceline.text.chat import Conversation, chat_ids
+from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 if TYPE_CHECKING:
     from paceline.auto import SamplingDecoder
     from paceline.generator import SpeculativeGenerator
 
 app = typer.Typer()
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A finished text: without its prompt, as text and as ids, and why it ended; and log-probabilities, if wanted."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@command(app)
+def generate(
+    target: TargetFolder,
+    prompt: PromptOptions,
+    config: SpeculativeConfig,
+    *,
+    sampling: SamplingOptions,
+    loader: LoaderOptions,
+    output: OutputOptions,
+) -> None:
+    """Continue a text: plainly, or with any drafter (`paceline list` shows them)."""
+    with console.refusals():
+        text = prompt.text()
+        if sampling.ignores_filters:
+            console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
+        params, found = sampling.params(), checked(target, loader, config)
+        tokenizer = load_tokenizer(target)
+        ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
+        params = replace(params, tokenizer=tokenizer)
+        Request.batch([ids], params, request_limits(found, make_rule(config)))
+        generator, decoders = load_generator(found, config)
+        if BACKENDS[loader.backend].compiles:
+            console.compiling(console.err(), decoders, [generator.compile])
+        stream = generator.stream([ids], params=params)
+        warning = console.acceptance_warning(generator.statistics)
+        begin = perf_counter()
+        if output.as_json:
+            continuation = _quiet(stream, tokenizer, ids, total=sampling.max_new_tokens)
+            typer.echo(json.dumps(_json_object(text, continuation, generator.statistics, warning=warning)))
+        else:
+            continuation = _shown(stream, tokenizer, ids, prompt=text, warning=warning)
+        if output.stats:
+            console.err().print(console.statistics_table(generator.statistics, perf_counter() - begin))
+
+
+def _json_object(
+    prompt: str, continuation: Continuation, statistics: Statistics, *, warning: str | None
+) -> dict[str, object]:
+    """What is printed as JSON. The warning comes first, where nobody misses it."""
+    first = {} if warning is None else {"warning": warning}
+    fields = asdict(continuation)
+    if continuation.logprobs is None:
+        del fields["logprobs"]
+    return {**first, "prompt": prompt, **fields, "statistics": statistics.to_dict()}
+
+
+def _shown(
+    stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, prompt: str, warning: str | None
+) -> Continuation:
+    """Write the text while it grows. A warning stands above it, on stdout too: it must not get lost in a pipe."""
+    view = console.TextView(console.out(), tokenizer, ids)
+    if warning is not None:
+        console.say(console.out(), warning, style="bold red")
+    if console.out().is_terminal:
+        console.err().print(view.legend())
+        view.prompt(prompt)
+    continuation = _collected(stream, view.show)
+    typer.echo()
+    return continuation
+
+
+def _quiet(stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, total: int) -> Continuation:
+    """Show only how far it is."""
+    text = IncrementalDetokenizer(tokenizer, ids)
+    with console.bar(console.err(), "generating", total) as bar:
+
+        def piece(output: RequestOutput) -> str:
+            bar.advance(len(output.tokens))
+            return "".join(map(text.push, output.tokens)) + (text.flush() if output.finish_reason else "")
+
+        return _collected(stream, piece)
+
+
+def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput], str]) -> Continuation:
+    pieces: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    reason: FinishReason = "length"
+    for output in stream:
+        if output.error is not None:
+            raise output.error
+        if output.token_logprobs is not None:
+            logprobs = [*(logprobs or ()), *output.token_logprobs]
+        pieces.append(piece(output))
+        tokens += output.tokens
+        reason = output.finish_reason or reason
+    return Continuation("".join(pieces), tokens, reason, logprobs)
+
 
 PLAIN = "plain"
 _OF_DRAFTS = ("acceptor", "synthetic_acceptance", "fused")
@@ -85,7 +206,7 @@ class Modes:
             config = self.config if draft is None else _of_mode(self.config, draft)
             generator, decoders = load_draft(self.target, config)
             if self.compiled:
-                progress.compiling(console.err(), decoders, [generator.compile])
+                console.compiling(console.err(), decoders, [generator.compile])
             self.generators[draft] = generator
         self.current = draft
 
@@ -198,3 +319,32 @@ class Session:
         else:
             console.say(err, HELP)
         return False
+
+
+@command(app)
+def bench(
+    target: TargetFolder,
+    draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
+    prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
+    *,
+    loader: LoaderOptions,
+    k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 6.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 128,
+    count: Annotated[int, typer.Option(help="How many of the prompts, from the first on.")] = 6,
+) -> None:
+    """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
+    with console.refusals():
+        texts = read_prompts(prompts)[: max(0, count)]
+        if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
+            raise SamplingError(f"--max-new-tokens must be at least 2, not {max_new_tokens}")
+        if not texts:
+            raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
+        lengths = tuple(k or (2, 4, 6))
+        for length in lengths:
+            checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
+        from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
+
+        load = partial(load_decoder, **asdict(loader))
+        figures = bench_pair(target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=load)
+    console.err().print(console.values_table("bench", figures))
+    typer.echo(json.dumps(figures))

