@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.application import DecoderApplication
-    from paceline.auto import AutoDecoder
-    from paceline.auto_drafter import AutoDrafter
-    from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
-    from paceline.core.acceptance.synthetic import SyntheticAcceptance
-    from paceline.core.acceptance.typical import Typical
-    from paceline.core.errors import PacelineError
-    from paceline.decoder.parallel.sharding import GQA
-    from paceline.decoder.weights.save_quantized import save_quantized
-    from paceline.draft.function import FunctionDrafter
-    from paceline.draft.ngram import NgramDrafter
-    from paceline.draft.retokenizing import TokenizerPair
-    from paceline.eagle.drafter import EagleDrafter
-    from paceline.eagle.tree import Chain, DynamicTree, StaticTree
-    from paceline.engine.request import SamplingParams
-    from paceline.for_sampling import (
+    from paceline.auto import (
+        AutoDecoder,
         BloomForSampling,
         Gemma2ForSampling,
         Gemma3ForSampling,
@@ -41,6 +28,19 @@ if TYPE_CHECKING:
         Qwen3ForSampling,
         Qwen3MoeForSampling,
     )
+    from paceline.auto_drafter import AutoDrafter
+    from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
+    from paceline.core.acceptance.synthetic import SyntheticAcceptance
+    from paceline.core.acceptance.typical import Typical
+    from paceline.core.errors import PacelineError
+    from paceline.decoder.parallel.sharding import GQA
+    from paceline.decoder.weights.save_quantized import save_quantized
+    from paceline.draft.function import FunctionDrafter
+    from paceline.draft.ngram import NgramDrafter
+    from paceline.draft.retokenizing import TokenizerPair
+    from paceline.eagle.drafter import EagleDrafter
+    from paceline.eagle.tree import Chain, DynamicTree, StaticTree
+    from paceline.engine.request import SamplingParams
     from paceline.generator import SpeculativeGenerator
     from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
     from paceline.medusa.drafter import MedusaDrafter
@@ -98,21 +98,8 @@ __all__ = [
 
 _MODULES = {
     "application": ("DecoderApplication",),
-    "auto": ("AutoDecoder",),
-    "auto_drafter": ("AutoDrafter",),
-    "config": ("DRAFT_LENGTHS", "SpeculativeConfig"),
-    "core.acceptance.synthetic": ("SyntheticAcceptance",),
-    "core.acceptance.typical": ("Typical",),
-    "core.errors": ("PacelineError",),
-    "decoder.parallel.sharding": ("GQA",),
-    "decoder.weights.save_quantized": ("save_quantized",),
-    "draft.function": ("FunctionDrafter",),
-    "draft.ngram": ("NgramDrafter",),
-    "draft.retokenizing": ("TokenizerPair",),
-    "eagle.drafter": ("EagleDrafter",),
-    "eagle.tree": ("Chain", "DynamicTree", "StaticTree"),
-    "engine.request": ("SamplingParams",),
-    "for_sampling": (
+    "auto": (
+        "AutoDecoder",
         "BloomForSampling",
         "Gemma2ForSampling",
         "Gemma3ForSampling",
@@ -128,6 +115,19 @@ _MODULES = {
         "Qwen3ForSampling",
         "Qwen3MoeForSampling",
     ),
+    "auto_drafter": ("AutoDrafter",),
+    "config": ("DRAFT_LENGTHS", "SpeculativeConfig"),
+    "core.acceptance.synthetic": ("SyntheticAcceptance",),
+    "core.acceptance.typical": ("Typical",),
+    "core.errors": ("PacelineError",),
+    "decoder.parallel.sharding": ("GQA",),
+    "decoder.weights.save_quantized": ("save_quantized",),
+    "draft.function": ("FunctionDrafter",),
+    "draft.ngram": ("NgramDrafter",),
+    "draft.retokenizing": ("TokenizerPair",),
+    "eagle.drafter": ("EagleDrafter",),
+    "eagle.tree": ("Chain", "DynamicTree", "StaticTree"),
+    "engine.request": ("SamplingParams",),
     "generator": ("SpeculativeGenerator",),
     "huggingface.adapter": ("HuggingFaceGenerationAdapter",),
     "medusa.drafter": ("MedusaDrafter",),

@@ -1,4 +1,7 @@
-"""`AutoDecoder.from_pretrained`: a checkpoint becomes a decoder that can `sample`."""
+"""`AutoDecoder.from_pretrained`: a checkpoint becomes a decoder that can `sample`.
+
+Below it are the names of transformers-neuronx' classes, for programs written for them: `AutoDecoder`, one family each.
+"""
 
 from __future__ import annotations
 
@@ -197,3 +200,59 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+class BloomForSampling(AutoDecoder):
+    families = ("bloom",)
+
+
+class GPT2ForSampling(AutoDecoder):
+    families = ("gpt2",)
+
+
+class GPTJForSampling(AutoDecoder):
+    families = ("gptj",)
+
+
+class GPTNeoXForSampling(AutoDecoder):
+    families = ("gpt_neox",)
+
+
+class Gemma2ForSampling(AutoDecoder):
+    families = ("gemma2",)
+
+
+class Gemma3ForSampling(AutoDecoder):
+    families = ("gemma3_text",)
+
+
+class LlamaForSampling(AutoDecoder):
+    families = ("llama",)
+
+
+class MistralForSampling(AutoDecoder):
+    families = ("mistral",)
+
+
+class MixtralForSampling(AutoDecoder):
+    families = ("mixtral",)
+
+
+class OPTForSampling(AutoDecoder):
+    families = ("opt",)
+
+
+class Phi3ForSampling(AutoDecoder):
+    families = ("phi3",)
+
+
+class Qwen2ForSampling(AutoDecoder):
+    families = ("qwen2",)
+
+
+class Qwen3ForSampling(AutoDecoder):
+    families = ("qwen3",)
+
+
+class Qwen3MoeForSampling(AutoDecoder):
+    families = ("qwen3_moe",)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.config import configuration_error
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import AMP
 from paceline.engine.request import SamplingParams
-from paceline.neuron_config_reader import Reader
+from paceline.neuron_config_keys import (
+    KV_CACHES,
+    KV_DEFAULT,
+    KV_KEYS,
+    QUANT_KEYS,
+    REFUSED,
+    SAMPLING_WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
+    count,
+    counts,
+    flag,
+    is_count,
+    named,
+    why_not_value,
+)
 
 log = logging.getLogger("paceline")
 
@@ -101,7 +116,7 @@ class NeuronConfig(BaseModel):
         fused_spec = source_fields.get("fused_spec_config") if "neuron_config" in source_fields else None
         if fused_spec is not None and not isinstance(fused_spec, Mapping):
             raise ConfigurationError(f"fused_spec_config is a {type(fused_spec).__name__}; it must be an object")
-        reader = Reader(dict(fields))
+        reader = _Reader(dict(fields))
         found = reader.read(fused_spec)
         if (sampling := found["on_device_sampling"]) is not None:
             try:
@@ -171,3 +186,221 @@ def _json(text: str, where: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{where} is a {type(fields).__name__}; it must be a JSON object")
     return fields
+
+
+_DTYPES = {**{torchs: ours for ours, torchs in AMP.items()}, **{name: name for name in AMP}}
+_WHOLE, _CHANNEL = "per_tensor_symmetric", "per_channel_symmetric"
+
+
+class _Reader:
+    """Reads the fields of one file of NxD Inference or transformers-neuronx, as the options of `NeuronConfig`. What is
+    read is taken out; what is left over is unknown.
+
+    fields          what is left to be read
+    without_effect  keys that change nothing, and why
+    """
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+        self.without_effect: dict[str, str] = {}
+
+    def read(self, fused_spec: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The options.
+
+        Raises:
+            ConfigurationError: a key is unknown, or a value cannot be followed.
+        """
+        self._refuse()
+        quantization, left_alone = self._quantization()
+        positions, chunks = self._positions()
+        length, asked = self._count("speculation_length") or 0, self.fields.pop("enable_fused_speculation", None)
+        fused = flag("enable_fused_speculation", asked)
+        options: dict[str, Any] = {
+            "batch_size": self._batches(),
+            "n_positions": positions,
+            "context_length_estimate": chunks,
+            "amp": self._amp(),
+            "tp_degree": self.fields.pop("tp_degree", 1),
+            "group_query_attention": self.fields.pop("group_query_attention", None),
+            "quantization": quantization,
+            "modules_to_not_convert": left_alone,
+            "kv_cache_dtype": self._kv_cache(),
+            "on_device_sampling": self._sampling(),
+            "k": length - 1 if length > 1 else None,
+            # A file that asks for no speculation has the flag, too, and then it says nothing.
+            "fused": fused if fused or (asked is not None and length > 1) else None,
+            "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
+            "prefix_caching": flag("is_prefix_caching", self.fields.pop("is_prefix_caching", None)),
+        }
+        self._leave_out()
+        if self.fields:
+            names = ", ".join(sorted(self.fields))
+            raise ConfigurationError(
+                f"there is no option {names} in the NeuronConfig of NxD Inference or transformers-neuronx; correct the "
+                "name, or leave it out"
+            )
+        return options
+
+    def _refuse(self) -> None:
+        for name, (values, reason) in REFUSED.items():
+            value = self.fields.pop(name, values[0])
+            if not any(value == one and type(value) is type(one) for one in values):
+                raise ConfigurationError(f"{name}={value!r} cannot be followed: {reason}")
+
+    def _leave_out(self) -> None:
+        for name in [name for name in self.fields if name in WITHOUT_EFFECT]:
+            value = self.fields.pop(name)
+            if wanted := why_not_value(name, value):
+                raise ConfigurationError(f"{name}={value!r} is none of its values: it must be {wanted}")
+            self.without_effect[name] = WITHOUT_EFFECT[name]
+
+    def _count(self, name: str) -> int | None:
+        return count(name, self.fields.pop(name, None))
+
+    def _amp(self) -> str:
+        dtype = self.fields.pop("torch_dtype", None) or self.fields.pop("amp", None) or "bfloat16"
+        self.fields.pop("amp", None)
+        name = str(dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ConfigurationError(f"torch_dtype={dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
+    def _batches(self) -> int | list[int]:
+        """Slots, or the numbers of them that have graphs of their own, where the file says which."""
+        listed = counts("token_generation_batches", self.fields.pop("token_generation_batches", None)) or []
+        own = self.fields.pop("batch_size", None)
+        if isinstance(own, (list, tuple)):  # transformers-neuronx'
+            listed, own = [*listed, *(counts("batch_size", own) or [])], None
+        sizes = [count("batch_size", own), self._count("tkg_batch_size"), self._count("max_batch_size")]
+        most = max([size for size in sizes if size is not None] or listed or [1])
+        if listed and max(listed) > most:
+            raise ConfigurationError(
+                f"graphs for {max(listed)} slots are asked for (token_generation_batches), and there are {most}; give "
+                "a larger batch_size, or leave that number out"
+            )
+        return _ascending([*listed, most]) if listed else most
+
+    def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
+        """Buckets of the cache length and of prompts. Without bucketing there is one of each, as long as the text."""
+        take = self.fields.pop
+        length, longest, positions = self._count("seq_len"), self._count("max_length"), self._one_or_more("n_positions")
+        token_buckets = counts("token_generation_buckets", take("token_generation_buckets", None))
+        buckets, context = counts("buckets", take("buckets", None)), self._count("max_context_length")
+        context_buckets = counts("context_encoding_buckets", take("context_encoding_buckets", None))
+        estimate, bucketing = self._one_or_more("context_length_estimate"), take("enable_bucketing", None)
+        flag("enable_bucketing", bucketing)
+        end = next((value for value in (longest, length, positions) if value is not None), None)
+        lengths = token_buckets or (buckets if buckets and buckets != [end] else None)
+        if lengths is None and positions is not None and not isinstance(positions, int):
+            lengths = positions
+        last = context if context is not None else length
+        prompts = estimate if estimate is not None else context_buckets
+        if prompts is None and last is not None:
+            prompts = _powers(last) if bucketing else last
+        if lengths is not None:
+            last_position = end if isinstance(end, int) else max(lengths)
+            return _ascending([*lengths, last_position]), _listed(prompts)
+        # NxD's files say whether there are buckets; transformers-neuronx' n_positions always has them.
+        return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
+
+    def _one_or_more(self, name: str) -> int | list[int] | None:
+        value = self.fields.pop(name, None)
+        if value is None or is_count(value):
+            return count(name, value)
+        return counts(name, value)
+
+    def _quantization(self) -> tuple[str | None, list[str]]:
+        """The format of the matrices, and the modules that keep that of ``amp``.
+
+        Where a file of NxD's names no type or no dtype, NxD's own default counts.
+        """
+        quantized = flag("quantized", self.fields.pop("quantized", None))
+        kind, dtype = self.fields.pop("quantization_type", None), self.fields.pop("quantization_dtype", None)
+        quant, left_alone = self.fields.pop("quant", None), self.fields.pop("modules_to_not_convert", None)
+        kind, dtype = _WHOLE if kind is None else kind, "int8" if dtype is None else dtype
+        if quant is not None:
+            if quantized:
+                raise ConfigurationError("quant is of transformers-neuronx and quantized of NxD Inference; give one")
+            quantized, kind, dtype = True, _CHANNEL, self._quant(named("quant", quant))
+        if kind not in (_WHOLE, _CHANNEL):
+            raise ConfigurationError(
+                f"quantization_type={kind!r} cannot be followed: use {_CHANNEL} or {_WHOLE}; blocks are loaded with "
+                "quantization='q8_0', 'q4_0' or 'q4_1' of AutoDecoder.from_pretrained"
+            )
+        names = [] if left_alone is None else left_alone
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(f"modules_to_not_convert={left_alone!r} must be a list of names")
+        if dtype not in ("int8", "s8", "f8e4m3", "f8e5m2", "f8e4m3fn"):
+            raise ConfigurationError(
+                f"quantization_dtype={dtype!r} cannot be followed: weights are int8, f8e4m3, f8e5m2, or blocks of 8 or "
+                "4 bits (quantization='q8_0', 'q4_0')"
+            )
+        if not quantized:
+            return None, []
+        if dtype in ("int8", "s8"):
+            return ("int8_per_tensor" if kind == _WHOLE else "int8"), list(names)
+        if kind == _WHOLE:
+            raise ConfigurationError(
+                f"quantization_type={kind!r} cannot be followed with quantization_dtype={dtype!r}: of 8-bit floats, "
+                f"every row has a scale; use {_CHANNEL}"
+            )
+        return f"fp8_{dtype[2:6]}", list(names)
+
+    def _quant(self, quant: Mapping[str, object]) -> object:
+        """The type of transformers-neuronx' QuantizationConfig."""
+        for name, value in quant.items():
+            if name not in QUANT_KEYS:
+                raise ConfigurationError(f"quant has no option {name}; it has {', '.join(QUANT_KEYS)}")
+            values, reason = QUANT_KEYS[name]
+            if values is not None and value not in values:
+                raise ConfigurationError(f"quant: {name}={value!r} cannot be followed: {reason}")
+        if "dequant_dtype" in quant:
+            self.without_effect["quant"] = f"its dequant_dtype: {QUANT_KEYS['dequant_dtype'][1]}"
+        return quant.get("quant_dtype", "s8")
+
+    def _kv_cache(self) -> str | None:
+        """Of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant: NxD's flag, an object before it."""
+        quant, config = self.fields.pop("kv_cache_quant", None), self.fields.pop("kv_quant_config", None)
+        name, asked = ("kv_cache_quant", quant) if config is None else ("kv_quant_config", config)
+        if not isinstance(asked, Mapping):
+            if config is not None:
+                named(name, config)
+            return KV_CACHES[KV_DEFAULT] if flag(name, asked) else None
+        if unknown := sorted(map(str, asked.keys() - KV_KEYS[name])):
+            raise ConfigurationError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(KV_KEYS[name])}")
+        dtype = str(asked.get("quant_dtype", KV_DEFAULT)).removeprefix("torch.")
+        if dtype not in KV_CACHES:
+            raise ConfigurationError(
+                f"{name}: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(KV_CACHES)}"
+            )
+        rest = " and ".join(key for key in KV_KEYS[name] if key in asked and key != "quant_dtype")
+        if rest:
+            self.without_effect[name] = f"its {rest}: every row of a head has a scale"
+        return KV_CACHES[dtype]
+
+    def _sampling(self) -> dict[str, object] | None:
+        sampling = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
+        self.fields.pop("on_device_generation", None)
+        if sampling is None:
+            return None
+        fields = dict(named("on_device_sampling_config", sampling))
+        for name in [name for name in fields if name in SAMPLING_WITHOUT_EFFECT]:
+            del fields[name]
+            self.without_effect[f"on_device_sampling_config.{name}"] = SAMPLING_WITHOUT_EFFECT[name]
+        return fields
+
+
+def _listed(value: int | Sequence[int] | None) -> int | list[int] | None:
+    return value if value is None or isinstance(value, int) else _ascending(value)
+
+
+def _ascending(numbers: Sequence[int]) -> list[int]:
+    return sorted({*numbers})
+
+
+def _powers(last: int) -> list[int]:
+    """NxD's buckets: 128, 256, ... and the last one itself."""
+    powers = [128]
+    while powers[-1] * 2 < last:
+        powers.append(powers[-1] * 2)
+    return _ascending([*(bucket for bucket in powers if bucket < last), last])

@@ -13,24 +13,26 @@ that `transformers` draws, on the engine those of plain decoding here with a see
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from paceline.config import DEFAULT_K
 from paceline.core.errors import ConfigurationError, ContextError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.options import MAX_WIDTH
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
 from paceline.generator import SpeculativeGenerator, Streamer
-from paceline.huggingface import engine_call, options
+from paceline.huggingface import engine_call
 from paceline.huggingface.cache import SlotCache
 from paceline.outputs import Statistics
 
@@ -70,9 +72,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                 f"{type(model).__name__} is neither a decoder nor a generator of this package; load one with "
                 "AutoDecoder.from_pretrained"
             )
-        super().__init__(options.model_config(decoder))
+        super().__init__(_model_config(decoder))
         self.decoder, self.generator = decoder, generator
-        self.generation_config = options.generation_config(decoder, self.config)
+        self.generation_config = _generation_config(decoder, self.config)
         self._assisted: dict[tuple[object, ...], SpeculativeGenerator] = {}
         self._last = generator
 
@@ -146,10 +148,10 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             ContextError: the texts could become longer than the decoder's positions.
             PromptError, SamplingError: as `SpeculativeGenerator.sample`.
         """
-        for name, reason in options.REFUSED.items():
+        for name, reason in _REFUSED.items():
             if keywords.get(name) is not None:
                 raise ConfigurationError(f"{name} does not go with a decoder of this package: {reason}")
-        options.check_options(keywords)
+        check_options(keywords)
         result: Tensor | GenerateDecoderOnlyOutput = super().generate(inputs, generation_config, **keywords)
         return result
 
@@ -188,7 +190,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
     ) -> None:
         """The slots are the cache. Here all is known and nothing has run: what cannot be done is refused."""
-        options.check_options({name: getattr(generation_config, name, None) for name in options.CHECKED})
+        check_options({name: getattr(generation_config, name, None) for name in _CHECKED})
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool((mask[:, -1] != 0).all()):
             raise ConfigurationError(
@@ -327,3 +329,56 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                 f"the cache is a {type(cache).__name__} and not one that this model has given; leave it out"
             )
         return cache
+
+
+_REFUSED: dict[str, str] = {
+    "custom_generate": "it would run a decoding loop of its own; write a drafter, or a logits processor",
+    "inputs_embeds": "graphs read token ids",
+    "position_ids": "positions follow from attention_mask",
+    "negative_prompt_ids": "it needs a second text in the cache for every row",
+    "negative_prompt_attention_mask": "it needs a second text in the cache for every row",
+    "synced_gpus": "ranks are driven by one process, with tp_degree",
+}
+"""Arguments of `generate` that are refused, and why."""
+
+_CHECKED = ("guidance_scale", "cache_implementation", "output_attentions", "output_hidden_states", "token_healing")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values that a decoder cannot follow."""
+    if options.get("guidance_scale") not in (None, 1, 1.0):
+        raise ConfigurationError("guidance_scale needs a second text in the cache for every row; leave it out")
+    if options.get("cache_implementation") not in (None, "dynamic", "dynamic_full"):
+        raise ConfigurationError(
+            f"cache_implementation={options['cache_implementation']!r}: the cache is the decoder's own; set "
+            "n_positions and amp when it is loaded"
+        )
+    for name in ("output_attentions", "output_hidden_states", "token_healing"):
+        if options.get(name):
+            raise ConfigurationError(f"{name} is not to be had: a decoder's graphs give logits alone; leave it out")
+
+
+def _model_config(decoder: CompiledDecoder) -> PretrainedConfig:
+    """The configuration of `transformers` for a decoder: its folder's, or what is known of it."""
+    folder = decoder.folder
+    if folder is not None and folder.is_dir() and (folder / "config.json").is_file():
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config
+    model = decoder.config
+    eos = list(model.eos_token_ids)
+    config = PretrainedConfig()
+    config.eos_token_id, config.pad_token_id = eos or None, model.pad_token_id
+    config.vocab_size, config.max_position_embeddings = model.vocab_size, model.max_position_embeddings
+    return config
+
+
+def _generation_config(decoder: CompiledDecoder, config: PretrainedConfig) -> GenerationConfig:
+    folder = decoder.folder
+    if folder is not None and (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    generation.num_assistant_tokens = generation.num_assistant_tokens or DEFAULT_K
+    generation.assistant_confidence_threshold = 0.0
+    generation.num_assistant_tokens_schedule = "constant"
+    return generation

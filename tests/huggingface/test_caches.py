@@ -11,8 +11,7 @@ import torch
 from paceline import HuggingFaceGenerationAdapter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, DecoderBusyError
 from paceline.decoder import steps
-from paceline.huggingface.adapter import CACHE_FIELD
-from paceline.huggingface.options import check_options
+from paceline.huggingface.adapter import CACHE_FIELD, check_options
 from tests.huggingface.conftest import Both
 from tests.huggingface.test_adapter import MASK, ONE, PADDED
 

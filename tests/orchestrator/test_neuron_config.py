@@ -16,8 +16,7 @@ from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
 from paceline.decoder.options import AMP
 from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
-from paceline.neuron_config_values import CHOICES, LISTS, NUMBERS, OBJECTS, TEXTS
+from paceline.neuron_config_keys import CHOICES, LISTS, NUMBERS, OBJECTS, REFUSED, TEXTS, WITHOUT_EFFECT
 
 FUSED: dict[str, Any] = {
     "batch_size": 2, "ctx_batch_size": 1, "tkg_batch_size": 2, "padding_side": "right", "seq_len": 2048,
