@@ -22,6 +22,11 @@ from typer.main import get_group
 
 import paceline
 
+
+def _all_in(module: str, summaries: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {name: (module, summary) for name, summary in summaries.items()}
+
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("decode", "Continue a text: plainly, or with any drafter (`paceline list` shows them)."),
     "chat": ("decode", "Talk to a chat model: a line is a question, /help lists the commands."),
@@ -88,59 +93,51 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Of every command the module that has it, and the first paragraph of its help."""
 
-TRAIN: dict[str, tuple[str, str]] = {
-    "medusa": (
-        "train",
-        "Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies.",
-    ),
-    "eagle": (
-        "train",
-        "Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance.",
-    ),
-}
+TRAIN = _all_in(
+    "train",
+    {
+        "medusa": (
+            "Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."
+        ),
+        "eagle": (
+            "Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance."
+        ),
+    },
+)
 
-EXPERIMENT: dict[str, tuple[str, str]] = {
-    "run": (
-        "experiment",
-        "Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.",
-    ),
-    "whatif": (
-        "experiment",
-        "Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model.",
-    ),
-    "regret": (
-        "experiment",
-        "Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts.",
-    ),
-    "tune": (
-        "experiment",
-        "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.",
-    ),
-    "compare": (
-        "experiment",
-        "Compare the cells that two runs share, prompt by prompt, with a paired test.",
-    ),
-    "import": (
-        "experiment",
-        "Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.",
-    ),
-    "report": ("experiment", "Make report.md and report.html of a folder again."),
-    "export": (
-        "experiment",
-        "Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics.",
-    ),
-}
+EXPERIMENT = _all_in(
+    "experiment",
+    {
+        "run": "Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.",
+        "whatif": (
+            "Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."
+        ),
+        "regret": "Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts.",
+        "tune": (
+            "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file."
+        ),
+        "compare": "Compare the cells that two runs share, prompt by prompt, with a paired test.",
+        "import": (
+            "Show the acceptance that other engines recorded, by the definitions of this program; a line for "
+            "every file."
+        ),
+        "report": "Make report.md and report.html of a folder again.",
+        "export": "Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics.",
+    },
+)
 
-MODELS: dict[str, tuple[str, str]] = {
-    "list": ("serve", "All models of the service, and whether they are in memory."),
-    "load": (
-        "serve",
-        "Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer.",
-    ),
-    "unload": ("serve", "Unload a model, after the requests that it has."),
-    "pin": ("serve", "Keep a model in memory."),
-    "unpin": ("serve", "Let a model leave again."),
-}
+MODELS = _all_in(
+    "serve",
+    {
+        "list": "All models of the service, and whether they are in memory.",
+        "load": (
+            "Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer."
+        ),
+        "unload": "Unload a model, after the requests that it has.",
+        "pin": "Keep a model in memory.",
+        "unpin": "Let a model leave again.",
+    },
+)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""

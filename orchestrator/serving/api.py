@@ -42,7 +42,7 @@ from paceline.serving.openai.fields import ModelField, Strict, read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.serving.refused import RefusedError, model_not_found, refusal
-from paceline.serving.render.pieces import DONE, event
+from paceline.serving.render.answer import DONE, event
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelRouter, RequestContext
 from paceline.serving.settings import ApiSettings, is_loopback
 

@@ -287,7 +287,6 @@ class ModelLifecycle:
         self._version = time.time_ns()  # above those of an earlier lifecycle of this service
 
     def states(self) -> list[ModelState]:
-        """See `Lifecycle`."""
         now = monotonic()
         return [
             ModelState(
@@ -305,7 +304,6 @@ class ModelLifecycle:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[None]:
-        """See `Lifecycle`."""
         model = self._model(name)
         model.running += 1
         try:
@@ -326,7 +324,6 @@ class ModelLifecycle:
         await self._load(name, model)
 
     async def load(self, name: str) -> ModelState:
-        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         await self._decide(model, pinned=model.pinned, stopped=False)
@@ -334,7 +331,6 @@ class ModelLifecycle:
         return self._state(name)
 
     async def unload(self, name: str) -> ModelState:
-        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         if model.pinned:
@@ -345,14 +341,12 @@ class ModelLifecycle:
         return self._state(name)
 
     async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         await self._decide(model, pinned=pinned, stopped=model.stopped)
         return self._state(name)
 
     async def restore(self) -> None:
-        """See `Lifecycle`."""
         known = await self._loader.remembered()
         loaded = await self._loader.loaded()
         for name, model in self._models.items():

@@ -138,7 +138,6 @@ class _Server(uvicorn.Server):
     """Signals are the business of the process that it runs in."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """See `uvicorn.Server`."""
         return nullcontext()
 
 

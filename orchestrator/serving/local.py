@@ -17,11 +17,9 @@ class LocalRouter:
         self._servers, self._metrics = servers, metrics
 
     async def models(self) -> Sequence[ModelCard]:
-        """See `ModelRouter`."""
         return [server.card for server in self._servers.values()]
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        """See `ModelRouter`."""
         server = self._servers.get(request.model)
         if server is None:
             yield Failed.of(model_not_found(request.model, list(self._servers)))
@@ -30,19 +28,15 @@ class LocalRouter:
             yield item
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """See `ModelRouter`."""
         return await self._server(request.model).tokenize(request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """See `ModelRouter`."""
         return await self._server(request.model).detokenize(request)
 
     async def health(self) -> Health:
-        """See `ModelRouter`."""
         return Health(True, dict.fromkeys(self._servers, "ready"))
 
     async def metrics(self) -> bytes:
-        """See `ModelRouter`."""
         return self._metrics()
 
     def _server(self, name: str) -> ModelServer:

@@ -19,7 +19,6 @@ class JsonFormatter(logging.Formatter):
     """A record as a line of JSON; of the access log, each field by itself."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         line: dict[str, object] = {
             "time": record.created,
             "level": record.levelname,

@@ -28,10 +28,8 @@ from paceline.serving.parsers.base import Parser, PlainText
 from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
 from paceline.serving.refused import TOO_LONG, RefusedError, refusal
-from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, ChoiceRenderer
-from paceline.serving.render.openai_writers import ChatWriter, CompletionWriter
-from paceline.serving.render.pieces import AnswerWriter
-from paceline.serving.render.responses_writer import ResponsesWriter
+from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer
+from paceline.serving.render.writers import ChatWriter, CompletionWriter, ResponsesWriter
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelCard, RequestContext
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput

@@ -71,7 +71,6 @@ class RayActor:
     namespace: str
 
     def process(self) -> int | None:
-        """See `NamedActor`."""
         try:
             state = actors(self._handle()._actor_id.hex())
         except (ValueError, RayError):
@@ -79,7 +78,6 @@ class RayActor:
         return int(state["Pid"]) if state.get("State") == "ALIVE" else None
 
     def answers(self) -> bool:
-        """See `NamedActor`."""
         try:
             ray.get(self._handle().__ray_ready__.options(max_task_retries=0).remote(), timeout=_ANSWER_S)
         except GetTimeoutError:

@@ -70,19 +70,15 @@ class LifecycleActor:
         return (await self._restored()).reported(process, report)
 
     async def demand(self, name: str) -> None:
-        """See `ModelLifecycle`."""
         await (await self._restored()).demand(name)
 
     async def load(self, name: str) -> ModelState:
-        """See `ModelLifecycle`."""
         return await (await self._restored()).load(name)
 
     async def unload(self, name: str) -> ModelState:
-        """See `ModelLifecycle`."""
         return await (await self._restored()).unload(name)
 
     async def pin(self, name: str, pinned: bool) -> ModelState:
-        """See `ModelLifecycle`."""
         return await (await self._restored()).pin(name, pinned=pinned)
 
     async def _restored(self) -> ModelLifecycle:
@@ -103,25 +99,20 @@ class RayOwner:
         self._making = asyncio.Lock()
 
     async def exchange(self, process: str, report: Report) -> View | None:
-        """See `Owner`."""
         view: View | None = await self._call("exchange", process, report, seconds=_ANSWER_S if self._told else _FIRST_S)
         self._told = True
         return view
 
     async def demand(self, name: str) -> None:
-        """See `Owner`."""
         await self._ask("demand", name)
 
     async def load(self, name: str) -> ModelState:
-        """See `Owner`."""
         return await self._ask("load", name)  # type: ignore[no-any-return]
 
     async def unload(self, name: str) -> ModelState:
-        """See `Owner`."""
         return await self._ask("unload", name)  # type: ignore[no-any-return]
 
     async def pin(self, name: str, pinned: bool) -> ModelState:
-        """See `Owner`."""
         return await self._ask("pin", name, pinned)  # type: ignore[no-any-return]
 
     async def _ask(self, method: str, *arguments: object) -> Any:
@@ -211,7 +202,6 @@ class ServeLoader:
         self._application, self._groups, self._policy = service.application, service.groups, service.fault_policy
 
     async def load(self, name: str) -> None:
-        """See `Loader`."""
         group = self._groups[name]
         try:
             if group.is_on_demand:
@@ -230,7 +220,6 @@ class ServeLoader:
             raise
 
     async def unload(self, name: str) -> None:
-        """See `Loader`."""
         if self._groups[name].is_on_demand:
             self._router.remove(name)
             await asyncio.to_thread(serve.delete, self._service.own_application(name))
@@ -241,7 +230,6 @@ class ServeLoader:
         self._router.forget(name)
 
     async def loaded(self) -> Sequence[str]:
-        """See `Loader`."""
         loaded = [name for name, one in (await self._deployments()).items() if one.target]
         applications = (await asyncio.to_thread(serve.status)).applications
         on_demand = [
@@ -260,11 +248,9 @@ class ServeLoader:
         return await asyncio.to_thread(_room, group, [one for one in residents if one.cores])
 
     async def remember(self, kept: Decisions) -> None:
-        """See `Loader`."""
         await _write_decisions(self._application, kept)
 
     async def remembered(self) -> Decisions:
-        """See `Loader`."""
         return await _read_decisions(self._application)
 
     async def _until_it_answers(self, name: str) -> None:

@@ -109,12 +109,10 @@ class ServeRouter:
         return merged(text for texts in answers for text in texts)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """See `ModelRouter`."""
         answer: TokenizeResponse = await self._ask(request.model, "tokenize", request)
         return answer
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """See `ModelRouter`."""
         answer: DetokenizeResponse = await self._ask(request.model, "detokenize", request)
         return answer
 

@@ -81,7 +81,6 @@ class SharedLifecycle:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[None]:
-        """See `Lifecycle`."""
         if name not in self._states:
             raise model_not_found(name, list(self._states))
         self._running[name] += 1
@@ -95,15 +94,12 @@ class SharedLifecycle:
             self._used[name] = monotonic()
 
     async def load(self, name: str) -> ModelState:
-        """See `Lifecycle`."""
         return await self._told(await self._owner.load(name))
 
     async def unload(self, name: str) -> ModelState:
-        """See `Lifecycle`."""
         return await self._told(await self._owner.unload(name))
 
     async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        """See `Lifecycle`."""
         return await self._told(await self._owner.pin(name, pinned))
 
     async def restore(self) -> None:
@@ -157,11 +153,9 @@ class ManagedRouter:
         self._router, self.lifecycle = router, lifecycle
 
     async def models(self) -> Sequence[ModelCard]:
-        """See `ModelRouter`."""
         return await self._router.models()
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        """See `ModelRouter`."""
         try:
             async with self.lifecycle.use(request.model):
                 async for item in self._router.stream(request, context):
@@ -170,12 +164,10 @@ class ManagedRouter:
             yield Failed.of(refusal(error))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """See `ModelRouter`."""
         async with self.lifecycle.use(request.model):
             return await self._router.tokenize(request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """See `ModelRouter`."""
         async with self.lifecycle.use(request.model):
             return await self._router.detokenize(request)
 
@@ -190,5 +182,4 @@ class ManagedRouter:
         return Health(all(words[name] == "ready" for name in awaited), words)
 
     async def metrics(self) -> bytes:
-        """See `ModelRouter`."""
         return await self._router.metrics()

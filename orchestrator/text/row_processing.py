@@ -36,7 +36,6 @@ class RowProcessing:
         self._eos = torch.tensor(sorted(rules.eos), dtype=torch.int64)
 
     def process(self, ids: list[int], logits: Tensor) -> Tensor:
-        """See the protocol."""
         rules, output = self._rules, ids[self._prompt :]
         logits = logits.clone()  # processors may write into what they get
         if self._bias is not None:
@@ -51,7 +50,6 @@ class RowProcessing:
         return logits if allowed is None else logits.masked_fill(~allowed, reduce.NEGATIVE)
 
     def allowed(self, ids: list[int], size: int) -> Tensor | None:
-        """See the protocol."""
         rules, output = self._rules, ids[self._prompt :]
         early = len(output) < rules.min_tokens and len(self._eos) > 0
         if self._grammar is None:
@@ -66,7 +64,6 @@ class RowProcessing:
         return mask
 
     def continued(self, ids: list[int], draft: Sequence[int], limit: int) -> list[int]:
-        """See the protocol."""
         draft = list(draft[:limit])
         if self._grammar is None:
             return draft

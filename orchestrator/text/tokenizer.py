@@ -156,7 +156,6 @@ class MarkerTokens:
         self._tokenizer, self._hidden = tokenizer, hidden
 
     def decode(self, token_ids: list[int], **options: Any) -> str:
-        """See `Decodes`."""
         if options.pop("skip_special_tokens", False):
             token_ids = [token for token in token_ids if token not in self._hidden]
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, **options)

@@ -79,7 +79,6 @@ class DraftPool:
         return drafter
 
     def release(self, drafter: Drafter) -> None:
-        """See `paceline.placement.remote.server.DrafterPool`."""
         self._free.append(self._acquired.pop(id(drafter)))
 
     def _drafter(self, decoder: CompiledDecoder, vocab_size: int) -> ModelDrafter:
@@ -149,7 +148,6 @@ class SecondChoices:
         self._decoder, self._vocabulary = decoder, vocabulary
 
     def reread(self, commit: Commit, rows: int) -> None:
-        """See the protocol."""
         self._window(commit.tokens, commit.first_row, rows)
 
     def seconds(

@@ -161,7 +161,6 @@ class SharedEngine:
     # ---- the request queue, asked by the engine between steps
 
     def pop(self) -> Request | None:
-        """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             state = self._turns.first()
             if state is None or state.call.verify_width != self._verify_width:
@@ -174,7 +173,6 @@ class SharedEngine:
             return request
 
     def take_aborted(self) -> Collection[int]:
-        """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             self._end_late()
             aborted, self._aborted = self._aborted, set()

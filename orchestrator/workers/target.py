@@ -77,15 +77,12 @@ class TargetHost:
         return self._generator.drafter.draft_shape.num_draft_tokens
 
     def abort(self, ticket: str) -> None:
-        """See `paceline.placement.cluster.roles.Target`."""
         self.engine.abort(ticket)
 
     def progress(self) -> int:
-        """See `paceline.placement.cluster.roles.Target`."""
         return self.engine.heartbeat
 
     def statistics(self) -> Mapping[str, object]:
-        """See `paceline.placement.cluster.roles.Target`."""
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:

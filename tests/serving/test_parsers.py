@@ -19,7 +19,7 @@ from paceline.serving.parsers.tools import (
     Qwen3CoderParser,
     tool_format,
 )
-from paceline.serving.render.pieces import ChoiceText, Step
+from paceline.serving.render.answer import ChoiceText, Step
 
 Calls = list[tuple[str, object]]
 

@@ -1,7 +1,7 @@
 """POST /v1/responses, without state: every request brings the whole conversation.
 
 A request becomes a `ChatRequest`, since both ask a model the same; only the answer is written otherwise
-(`paceline.serving.render.responses_writer`).
+(`paceline.serving.render.writers`).
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class StateParser:
         self._state = first
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         self._held += text
         delta, before = Delta(), None
         while (self._held, self._state) != before:
@@ -85,11 +84,9 @@ class PlainText:
     ended = False
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         return Delta(text)
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         return Delta()
 
 

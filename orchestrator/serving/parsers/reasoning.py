@@ -41,11 +41,9 @@ class ReasoningParser:
 
     @property
     def ended(self) -> bool:
-        """See `Parser`."""
         return self._inner.ended
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         if self._state == "after":
             return self._inner.push(text)
         self._held += text
@@ -72,7 +70,6 @@ class ReasoningParser:
         return delta + self._answer(answer) if answer else delta
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         if self._state == "after":
             return self._inner.flush()
         held, self._held = self._held, ""

@@ -132,7 +132,6 @@ class MistralParser(StateParser):
         self._value = _JsonValue()
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         held, self._held = self._held, ""
         if self._state == self._text:
             return Delta(held)
@@ -225,7 +224,6 @@ class Qwen3CoderParser(StateParser):
         self._parameters = 0
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         held, self._held = self._held, ""
         return Delta(held) if self._state == self._text else Delta()
 
@@ -316,7 +314,6 @@ class HermesParser:
         self._call: _JsonCall | None = None
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         self._held += text
         delta = Delta()
         while True:
@@ -337,7 +334,6 @@ class HermesParser:
                 delta += self._finish()
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         held, self._held = self._held, ""
         if self._call is None:
             return Delta(held)
@@ -364,7 +360,6 @@ class LlamaJsonParser:
         self._value: _JsonValue | None = None
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         if self._plain:
             return Delta(text)
         delta, text = Delta(), self._text + text
@@ -389,7 +384,6 @@ class LlamaJsonParser:
         return delta
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         held, self._text = self._text, ""
         return Delta(held if not self.calls else "") if self._call is None else self._finish()
 
@@ -414,7 +408,6 @@ class PythonicParser:
         self._plain = False
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         if self._plain:
             return Delta(text)
         self._text += text
@@ -425,7 +418,6 @@ class PythonicParser:
         return Delta()
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         text, self._text = self._text, ""
         calls = _python_calls(text.strip())
         return Delta(text) if calls is None else Delta(tool_calls=calls)
@@ -442,7 +434,6 @@ class JsonListParser:
         self._value: _JsonValue | None = None
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         delta = Delta()
         while text:
             if self._call is None:
@@ -462,7 +453,6 @@ class JsonListParser:
         return delta
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         return Delta()
 
 
@@ -475,12 +465,10 @@ class NamedCallParser:
         self._name: str | None = name
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         name, self._name = self._name, None
         return Delta(tool_calls=(ToolCallDelta(0, name, text),))
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         return Delta()
 
 
@@ -492,15 +480,12 @@ class OneCallParser:
 
     @property
     def ended(self) -> bool:
-        """See `Parser`."""
         return self._parser.calls > 0
 
     def push(self, text: str) -> Delta:
-        """See `Parser`."""
         return _first_call(self._parser.push(text))
 
     def flush(self) -> Delta:
-        """See `Parser`."""
         return _first_call(self._parser.flush())
 
 
