@@ -1,4 +1,4 @@
-"""A whole answer: every choice of it, its events or its body, what is counted on the way, and what writers are given."""
+"""A whole answer: every choice of it, its events or its body, what is counted on the way, and what writers get."""
 
 from __future__ import annotations
 
