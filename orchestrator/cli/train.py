@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.medusa.drafter import MedusaDrafter
     from paceline.training.features import Report
 
-STOPPED = "stopped before the end: run the same command again to resume"
+_STOPPED = "stopped before the end: run the same command again to resume"
 
 Target = Annotated[Path, typer.Option(help="Folder of the model the heads are for.")]
 Data = Annotated[list[Path], typer.Option(help="Text, or .bin with token ids; a file or folder; repeatable.")]
@@ -79,13 +79,13 @@ def medusa(
         )
         texts.check(config, sizes)
         stream = token_stream(data, target, dtype=data_dtype)
-        results(out)
-        work = results(work_dir or out / "work")
+        _results(out)
+        work = _results(work_dir or out / "work")
         from paceline.medusa import train
         from paceline.training.frozen_model import FrozenTarget
 
         frozen = FrozenTarget(target, precision=training.precision, device=training.device)
-        with reports("training Medusa heads") as report, _until_terminated():
+        with _reports("training Medusa heads") as report, _until_terminated():
             states = train.gather(frozen, stream, texts, work=work, report=report)
             accuracy = train.train(
                 frozen,
@@ -98,7 +98,7 @@ def medusa(
                 report=report,
             )
     if accuracy is None:
-        console.say(console.err(), STOPPED)
+        console.say(console.err(), _STOPPED)
         raise typer.Exit(3)
     table = accuracy.top()
     console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
@@ -106,7 +106,7 @@ def medusa(
 
 
 @contextmanager
-def reports(label: str) -> Iterator[Report]:
+def _reports(label: str) -> Iterator[Report]:
     """A bar for work that tells what it does and how far it is; off a terminal, a line every tenth of it."""
     with console.bar(console.err(), label) as shown:
         last = [("", 0)]
@@ -134,13 +134,13 @@ def _until_terminated() -> Iterator[None]:
     try:
         yield
     except SystemExit:
-        console.say(console.err(), STOPPED)
+        console.say(console.err(), _STOPPED)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def results(folder: Path) -> Path:
+def _results(folder: Path) -> Path:
     """Make a folder for results, before there are any.
 
     Raises:
@@ -212,9 +212,9 @@ def eagle(
 
         stream = token_stream(data, target, dtype=data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
-        results(out)
-        work = results(work_dir or out / "work")
-        with reports(f"training an EAGLE-{head.version} head") as report, _until_terminated():
+        _results(out)
+        work = _results(work_dir or out / "work")
+        with _reports(f"training an EAGLE-{head.version} head") as report, _until_terminated():
             shares = train.train(
                 target,
                 stream,
@@ -226,7 +226,7 @@ def eagle(
                 report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
             )
     if shares is None:
-        console.say(console.err(), STOPPED)
+        console.say(console.err(), _STOPPED)
         raise typer.Exit(3)
     shown = " ".join(f"{share:.3f}" for share in shares)
     console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")
@@ -248,7 +248,7 @@ def convert_eagle(
 
         frozen, sizes = FrozenTarget(target), ModelConfig.from_pretrained(target)
         tensors = checkpoint.TargetTensors(frozen.embedding, frozen.output.detach(), sizes.num_layers)
-        checkpoint.convert(source, results(out), sizes, layout=layout, tensors=tensors, base=str(target))
+        checkpoint.convert(source, _results(out), sizes, layout=layout, tensors=tensors, base=str(target))
     console.say(console.out(), str(out))
 
 
@@ -305,7 +305,7 @@ def medusa_tree(
         rows = _prompts(target, tree) if tree.eval_samples > 1 else []
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
-        results(out.parent)
+        _results(out.parent)
         from paceline.auto import AutoDecoder
         from paceline.medusa.drafter import MedusaDrafter
 
@@ -349,7 +349,7 @@ def convert_medusa(
         from paceline.medusa import checkpoint
         from paceline.training.frozen_model import FrozenTarget
 
-        path = checkpoint.convert(source, results(out), layout=layout, output=FrozenTarget(target).output.detach())
+        path = checkpoint.convert(source, _results(out), layout=layout, output=FrozenTarget(target).output.detach())
     console.say(console.out(), str(path))
 
 

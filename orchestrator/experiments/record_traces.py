@@ -171,7 +171,7 @@ class _Group:
         except TraceError:
             return None
 
-    def _recorded(self, one: PlannedCell, texts: Sequence[TraceText]) -> list[Recorded]:
+    def _recorded(self, one: PlannedCell, texts: Sequence[TraceText]) -> list[_Recorded]:
         cell, prompts = one.cell, one.prompts
         generator = self._bench.generator(cell, prompts)
         params = self._bench.params(cell, 0, len(prompts.rows))
@@ -183,7 +183,7 @@ class _Group:
             verifier = CompiledVerifier(target, drafter.draft_shape, rule=Match(), wide=False, reads=drafter.reads)
             return record_drafter(drafter, verifier, rows)
 
-    def _drafter(self, one: PlannedCell, rows: Sequence[Recorded]) -> RecordedDrafter:
+    def _drafter(self, one: PlannedCell, rows: Sequence[_Recorded]) -> RecordedDrafter:
         entry, drafter = one.cell.drafter, self._bench.generator(one.cell, one.prompts).drafter
         prefixes, draft = entry.vocabulary != "retokenize", json.dumps(entry.draft)
         return recorded_drafter(entry.label, drafter, rows, draft=draft, prefixes=prefixes, key=one.key)
@@ -200,7 +200,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class _Recorded:
     """What is recorded of a text, beside the text: the proposals of its drafter at every position.
 
     confidences  as in `RecordedDrafter`, empty for drafters that have none
@@ -232,7 +232,7 @@ def prompted(
     return [Prompted(key, category, one) for (key, category, _), one in zip(rows, requests, strict=True)]
 
 
-def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[Recorded]:
+def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[_Recorded]:
     """The texts of some prompts, and what a drafter proposes along them; as many at a time as the target has slots.
 
     verifier  for the drafter's own shape, of the rule ``match``
@@ -247,7 +247,7 @@ def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequen
 
 def record_along(
     drafter: Drafter, decoder: CompiledDecoder, prompts: Sequence[Prompted], *, texts: Sequence[TraceText]
-) -> list[Recorded]:
+) -> list[_Recorded]:
     """What a drafter that reads nothing but tokens proposes along texts that are known: the target does not run.
 
     decoder  the target, for how many slots it has and how long its caches are
@@ -258,7 +258,7 @@ def record_along(
     """
     if drafter.reads is not None:
         raise ConfigurationError("a drafter that reads the target's features is recorded beside the target")
-    found: list[Recorded] = []
+    found: list[_Recorded] = []
     for first in range(0, len(prompts), decoder.batch_size):
         some = slice(first, first + decoder.batch_size)
         found += _Recording(drafter, _KnownTexts(texts[some]), prompts[some], decoder=decoder).run()
@@ -305,7 +305,7 @@ class _Text:
     def length(self) -> int:
         return len(self.checker.text)
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> _Recorded:
         request, reason = self.prompted.request, self.reason
         assert reason is not None, "it has ended"
         text = TraceText(
@@ -317,7 +317,7 @@ class _Text:
             request.stopping.max_length,
             reason,
         )
-        return Recorded(text, tuple(self.proposals), tuple(self.confidences))
+        return _Recorded(text, tuple(self.proposals), tuple(self.confidences))
 
 
 class _Recording:
@@ -333,7 +333,7 @@ class _Recording:
         self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
         self._nothing = torch.zeros(self._slots, dtype=torch.int32)
 
-    def run(self) -> list[Recorded]:
+    def run(self) -> list[_Recorded]:
         """Decode, and ask at every position."""
         try:
             commit = self._begin()
@@ -434,7 +434,7 @@ def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
 
 
 def recorded_drafter(
-    name: str, drafter: Drafter, rows: Sequence[Recorded], *, draft: str, prefixes: bool, key: str = ""
+    name: str, drafter: Drafter, rows: Sequence[_Recorded], *, draft: str, prefixes: bool, key: str = ""
 ) -> RecordedDrafter:
     """What a trace keeps of a drafter. ``key``: as in `RecordedDrafter`."""
     shape = drafter.draft_shape

@@ -61,12 +61,12 @@ def markdown_report(name: str, results: Sequence[CellResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _drawn(results: Sequence[CellResult]) -> tuple[list[Picture], list[str]]:
+def _drawn(results: Sequence[CellResult]) -> tuple[list[_Picture], list[str]]:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         return [], ["There are no pictures, because matplotlib is not installed: pip install 'paceline[experiments]'."]
-    return pictures(results), []
+    return _pictures(results), []
 
 
 def _facts(results: Sequence[CellResult]) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _warnings(results: Sequence[CellResult]) -> list[str]:
         lines[f"LOSSY: with {', '.join(sorted(lossy))} texts do not follow the target's distribution"] = None
     unlike = [r for r in results if any(row["same_tokens_as_plain"] is False for row in r.rows)]
     for result in (r for r in unlike if r.names["acceptor"] == "match"):
-        lines[f"texts of {label(result)} are not those of plain decoding: report this, with the configuration"] = None
+        lines[f"texts of {_label(result)} are not those of plain decoding: report this, with the configuration"] = None
     return list(lines)
 
 
@@ -105,7 +105,7 @@ def _tables(results: Sequence[CellResult]) -> Iterator[Table]:
         rows.append(
             [
                 str(result.names["target"]),
-                label(result),
+                _label(result),
                 str(result.names["prompt_set"]),
                 str(length_interval(result.rows)),
                 f"{figures.draft_acceptance_rate:.3f}",
@@ -122,10 +122,10 @@ def _tables(results: Sequence[CellResult]) -> Iterator[Table]:
         for result in good:
             groups = by_category(result)
             cells = [f"{length_interval(groups[name]).value:.2f}" if name in groups else "" for name in categories]
-            table.append([label(result), *cells])
+            table.append([_label(result), *cells])
         yield "Mean acceptance length by category", ["drafter", *categories], table
     if failed := [result for result in results if result.error is not None]:
-        yield "Failed", ["cell", "error"], [[label(result), str(result.error)] for result in failed]
+        yield "Failed", ["cell", "error"], [[_label(result), str(result.error)] for result in failed]
 
 
 def write_reports(store: Store, name: str, results: Sequence[CellResult]) -> list[Path]:
@@ -141,7 +141,7 @@ def write_reports(store: Store, name: str, results: Sequence[CellResult]) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class _Picture:
     """One picture of a report: a heading, what it shows in a sentence, and the SVG."""
 
     heading: str
@@ -152,7 +152,7 @@ class Picture:
 Draw = Callable[[Any], None]
 
 
-def pictures(results: Sequence[CellResult]) -> list[Picture]:
+def _pictures(results: Sequence[CellResult]) -> list[_Picture]:
     """All pictures that these cells have figures for.
 
     Raises:
@@ -205,7 +205,7 @@ def pictures(results: Sequence[CellResult]) -> list[Picture]:
     return pictures
 
 
-def _picture(heading: str, caption: str, draw: Draw) -> Picture:
+def _picture(heading: str, caption: str, draw: Draw) -> _Picture:
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -223,10 +223,10 @@ def _picture(heading: str, caption: str, draw: Draw) -> Picture:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
-    return Picture(heading, caption, svg[svg.index("<svg") :])
+    return _Picture(heading, caption, svg[svg.index("<svg") :])
 
 
-def label(result: CellResult, *, without: str = "") -> str:
+def _label(result: CellResult, *, without: str = "") -> str:
     """A cell in a legend, without what is on the axis."""
     names = result.names
     parts = [str(names["drafter"])]
@@ -240,7 +240,8 @@ def label(result: CellResult, *, without: str = "") -> str:
 def _positions(axes: Any, results: Sequence[CellResult], figure: Callable[[Any], float]) -> None:
     for result in results:
         places = acceptance_of(result.rows).positions
-        axes.plot(range(1, len(places) + 1), [figure(place) for place in places], marker="o", ms=3, label=label(result))
+        figures = [figure(place) for place in places]
+        axes.plot(range(1, len(places) + 1), figures, marker="o", ms=3, label=_label(result))
     axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1.02))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -249,7 +250,7 @@ def _histogram(axes: Any, results: Sequence[CellResult]) -> None:
     for result in results:
         counts = acceptance_of(result.rows).histogram
         axes.plot(
-            range(len(counts)), [n / max(1, sum(counts)) for n in counts], drawstyle="steps-mid", label=label(result)
+            range(len(counts)), [n / max(1, sum(counts)) for n in counts], drawstyle="steps-mid", label=_label(result)
         )
     axes.set(xlabel="accepted tokens", ylabel="share of drafts")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -271,7 +272,7 @@ def _by_category(axes: Any, results: Sequence[CellResult]) -> None:
         places = [i + (number / max(1, len(results)) - 0.5) * 0.6 for i, _ in shown]
         values = [one.value for _, one in shown]
         errors = [[v.value - v.low for _, v in shown], [v.high - v.value for _, v in shown]]
-        axes.errorbar(places, values, yerr=errors, fmt="o", ms=3, lw=1, label=label(result))
+        axes.errorbar(places, values, yerr=errors, fmt="o", ms=3, lw=1, label=_label(result))
     axes.set(ylabel="mean acceptance length", xticks=range(len(names)), xticklabels=names)
 
 
@@ -282,14 +283,14 @@ def _costs(axes: Any, results: Sequence[CellResult]) -> None:
         axes.barh(range(len(results)), values, left=left, label=name.removesuffix("_seconds"))
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set(xlabel="seconds", yticks=range(len(results)))
-    axes.set_yticklabels([label(result) for result in results], fontsize=6)
+    axes.set_yticklabels([_label(result) for result in results], fontsize=6)
     axes.invert_yaxis()
 
 
 def _throughput(axes: Any, results: Sequence[CellResult]) -> None:
     for result in results:
         speed = result.totals["tokens_per_second"]
-        axes.plot([speed / int(str(result.names["batch_size"]))], [speed], "o", ms=4, label=label(result))
+        axes.plot([speed / int(str(result.names["batch_size"]))], [speed], "o", ms=4, label=_label(result))
     axes.set(xlabel="tokens per second of one user", ylabel="tokens per second in all")
 
 
@@ -304,7 +305,7 @@ def _lines(results: Sequence[CellResult], name: str) -> Lines:
         one = length_interval(result.rows) if name == "temperature" else speedup_interval(result)
         if one is None or x is None or not str(x).replace(".", "", 1).isdigit():
             continue
-        lines.setdefault(label(result, without=name), []).append((float(str(x)), one.value, one.low, one.high))
+        lines.setdefault(_label(result, without=name), []).append((float(str(x)), one.value, one.low, one.high))
     return {key: sorted(points) for key, points in lines.items()}
 
 

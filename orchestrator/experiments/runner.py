@@ -81,7 +81,7 @@ class ExperimentPlan:
 
     def of_other_programs(self) -> str:
         """Which finished cells other versions or commits than this one have made, counted; "" if none."""
-        now = program(provenance())
+        now = _program(provenance())
         others = Counter(one.finished_by for one in self.cells if one.finished_by not in (None, now))
         if not others:
             return ""
@@ -126,7 +126,7 @@ def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
         models = tuple(fingerprints[path] for path in model_paths(cell))
         key = cell_key(cell, config, prompts=cell_prompts.content, models=models)
         kept = None if store is None else store.load(key)
-        planned.append(PlannedCell(cell, key, cell_prompts, None if kept is None else program(kept.provenance)))
+        planned.append(PlannedCell(cell, key, cell_prompts, None if kept is None else _program(kept.provenance)))
     return ExperimentPlan(config, tuple(planned), fingerprints)
 
 
@@ -276,7 +276,7 @@ def provenance() -> dict[str, object]:
     }
 
 
-def program(source: Mapping[str, object]) -> str:
+def _program(source: Mapping[str, object]) -> str:
     """Of a provenance, what says by which program figures were made: figures of two programs may differ for that."""
     return ", ".join(f"{name} {source[key]}" for key, name in _PROGRAM.items() if source.get(key))
 

@@ -27,9 +27,6 @@ from paceline.experiments.tune import search
 from paceline.experiments.whatif import Answer, Policy
 from paceline.placement.planning.instances import Instance
 
-TIME_ERROR = 0.1
-"""Relative error of a predicted time that is allowed for, where none is known: what calibration aims at."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

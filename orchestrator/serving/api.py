@@ -72,7 +72,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
-        lifespan=None if lifecycle is None else lambda _: kept(lifecycle),
+        lifespan=None if lifecycle is None else lambda _: _kept(lifecycle),
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RefusedError, _error)
@@ -96,7 +96,7 @@ def create_app(
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
     async def generate(request: Request, kind: Generates) -> Response:
-        generation_request = await read(request, kind)
+        generation_request = await _read(request, kind)
         context = RequestContext.new(
             api_key=api_key(request.scope),
             timeout_s=settings.request_timeout_s,
@@ -140,13 +140,13 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
     @app.post("/tokenize", openapi_extra=_post_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """The ids of a text or a conversation."""
-        tokens = await router.tokenize(await read(request, TokenizeRequest))
+        tokens = await router.tokenize(await _read(request, TokenizeRequest))
         return Response(tokens.model_dump_json(), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=_post_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        text = await router.detokenize(await read(request, DetokenizeRequest))
+        text = await router.detokenize(await _read(request, DetokenizeRequest))
         return Response(text.model_dump_json(), media_type="application/json")
 
 
@@ -195,7 +195,7 @@ async def _error(_: Request, error: Exception) -> Response:
 
 log = logging.getLogger("paceline")
 
-MODELS = "/admin/models"
+_MODELS = "/admin/models"
 
 ActionT = TypeVar("ActionT", bound="ModelAction")
 
@@ -223,33 +223,33 @@ def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> Non
         _check_caller(request, is_open=is_open)
         if "content-type" not in request.headers:  # a page elsewhere can leave it out
             raise RefusedError(415, "say what the body is: Content-Type: application/json")
-        state = await do(await read(request, kind))
+        state = await do(await _read(request, kind))
         return JSONResponse(state.to_dict())
 
-    @app.get(MODELS)
+    @app.get(_MODELS)
     async def states(request: Request) -> Response:
         """The models of the service, also those that are not in memory."""
         _check_caller(request, is_open=is_open)
         return JSONResponse({"models": [state.to_dict() for state in lifecycle.states()]})
 
-    @app.post(f"{MODELS}/load", openapi_extra=_post_schema(ModelAction))
+    @app.post(f"{_MODELS}/load", openapi_extra=_post_schema(ModelAction))
     async def load(request: Request) -> Response:
         """Load a model; answers when it can."""
         return await act(request, ModelAction, lambda action: lifecycle.load(action.model))
 
-    @app.post(f"{MODELS}/unload", openapi_extra=_post_schema(ModelAction))
+    @app.post(f"{_MODELS}/unload", openapi_extra=_post_schema(ModelAction))
     async def unload(request: Request) -> Response:
         """Unload a model, after the requests that it has."""
         return await act(request, ModelAction, lambda action: lifecycle.unload(action.model))
 
-    @app.post(f"{MODELS}/pin", openapi_extra=_post_schema(PinAction))
+    @app.post(f"{_MODELS}/pin", openapi_extra=_post_schema(PinAction))
     async def pin(request: Request) -> Response:
         """Keep a model in memory, or let it leave again."""
         return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
 
 
 @asynccontextmanager
-async def kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
+async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
     """While the application runs: idle models are unloaded."""
     try:
         await lifecycle.restore()
@@ -440,7 +440,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _LONG_BODY = 32 << 10  # bytes from which JSON is parsed beside the event loop: below, it takes less than a millisecond
 
 
-async def read(request: Request, model: type[ModelT]) -> ModelT:
+async def _read(request: Request, model: type[ModelT]) -> ModelT:
     """The request's body, checked.
 
     Raises:

@@ -97,7 +97,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
     return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def grown(call: _JsonCall, text: str, index: int) -> Delta:
+def _grown(call: _JsonCall, text: str, index: int) -> Delta:
     """What a call gains by more text."""
     before = call.name
     arguments = call.push(text)
@@ -106,7 +106,7 @@ def grown(call: _JsonCall, text: str, index: int) -> Delta:
     return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))
 
 
-def ended(call: _JsonCall, index: int) -> Delta | None:
+def _ended(call: _JsonCall, index: int) -> Delta | None:
     """What a call gains by its end: nothing if it was handed out, or all of it at once; None: it is no call."""
     if call.name is not None:
         return Delta()
@@ -114,7 +114,7 @@ def ended(call: _JsonCall, index: int) -> Delta | None:
     return None if rest is None else Delta(tool_calls=(ToolCallDelta(index, *rest),))
 
 
-START = "[TOOL_CALLS]"
+_MISTRAL_START = "[TOOL_CALLS]"
 _HEAD_END = ("[CALL_ID]", "[ARGS]")
 _NAME = re.compile(r"[\w.\-]+")
 
@@ -136,16 +136,16 @@ class MistralParser(StateParser):
         if self._state == self._text:
             return Delta(held)
         if self._state == self._head:
-            return Delta(START + held)
+            return Delta(_MISTRAL_START + held)
         return self._finish() if self._call is not None else Delta()
 
     def _text(self) -> Delta:
         """Outside of calls."""
-        place = self._held.find(START)
-        certain = place if place >= 0 else len(self._held) - overlap(self._held, START)
+        place = self._held.find(_MISTRAL_START)
+        certain = place if place >= 0 else len(self._held) - overlap(self._held, _MISTRAL_START)
         piece, self._held = self._held[:certain], self._held[certain:]
         if place >= 0:
-            self._held, self._state = self._held[len(START) :], self._head
+            self._held, self._state = self._held[len(_MISTRAL_START) :], self._head
         return Delta(piece if piece.strip() or not self.calls else "")
 
     def _head(self) -> Delta:
@@ -163,7 +163,7 @@ class MistralParser(StateParser):
         for marker in _HEAD_END:
             head = head.partition(marker)[0].strip()
         if not _NAME.fullmatch(head):  # no call after all
-            text, self._held, self._state = START + self._held[:place], self._held[place:], self._text
+            text, self._held, self._state = _MISTRAL_START + self._held[:place], self._held[place:], self._text
             return Delta(text)
         self._held, self._state, self._value = self._held[place:], self._arguments, _JsonValue()
         return Delta(tool_calls=(ToolCallDelta(self.calls, head, ""),))
@@ -190,13 +190,13 @@ class MistralParser(StateParser):
             self._call, self._value = _JsonCall(), _JsonValue()
         end = self._value.end(self._held)
         piece, self._held = self._held[:end], "" if end is None else self._held[end:]
-        delta = grown(self._call, piece, self.calls)
+        delta = _grown(self._call, piece, self.calls)
         return delta if end is None else delta + self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if (delta := ended(call, self.calls)) is None:
+        if (delta := _ended(call, self.calls)) is None:
             return Delta(call.text)
         self.calls += 1
         return delta
@@ -307,7 +307,7 @@ class HermesParser:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with text around: Hermes, Qwen."""
 
     ended = False
-    _START, _END = "<tool_call>", "</tool_call>"
+    _MISTRAL_START, _END = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
         self._held, self.calls = "", 0
@@ -317,14 +317,14 @@ class HermesParser:
         self._held += text
         delta = Delta()
         while True:
-            marker = self._START if self._call is None else self._END
+            marker = self._MISTRAL_START if self._call is None else self._END
             place = self._held.find(marker)
             certain = place if place >= 0 else len(self._held) - overlap(self._held, marker)
             piece, self._held = self._held[:certain], self._held[certain:]
             if self._call is None:
                 delta += Delta(piece if piece.strip() or not self.calls else "")
             else:
-                delta += grown(self._call, piece, self.calls)
+                delta += _grown(self._call, piece, self.calls)
             if place < 0:
                 return delta
             self._held = self._held[len(marker) :]
@@ -337,13 +337,13 @@ class HermesParser:
         held, self._held = self._held, ""
         if self._call is None:
             return Delta(held)
-        return grown(self._call, held, self.calls) + self._finish()
+        return _grown(self._call, held, self.calls) + self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if (delta := ended(call, self.calls)) is None:  # no call after all
-            return Delta(f"{self._START}{call.text}{self._END}")
+        if (delta := _ended(call, self.calls)) is None:  # no call after all
+            return Delta(f"{self._MISTRAL_START}{call.text}{self._END}")
         self.calls += 1
         return delta
 
@@ -376,7 +376,7 @@ class LlamaJsonParser:
                 self._call, self._value, text = _JsonCall(), _JsonValue(), begun
             assert self._value is not None
             end = self._value.end(text)
-            delta += grown(self._call, text[:end], self.calls)
+            delta += _grown(self._call, text[:end], self.calls)
             if end is None:
                 return delta
             text = text[end:]
@@ -390,7 +390,7 @@ class LlamaJsonParser:
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if (delta := ended(call, self.calls)) is None:
+        if (delta := _ended(call, self.calls)) is None:
             self._plain = True
             return Delta(call.text)
         self.calls += 1
@@ -443,7 +443,7 @@ class JsonListParser:
                 self._call, self._value, text = _JsonCall(), _JsonValue(), text[place:]
             assert self._value is not None
             end = self._value.end(text)
-            delta += grown(self._call, text[:end], self.calls)
+            delta += _grown(self._call, text[:end], self.calls)
             if end is None:
                 return delta
             text, call, self._call = text[end:], self._call, None
@@ -512,7 +512,7 @@ class ToolFormat:
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("qwen3_coder", Qwen3CoderParser, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>")),
     ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), ("<tool_call>", "</tool_call>")),
-    ToolFormat("mistral", lambda _: MistralParser(), (START,), (START, "[CALL_ID]", "[ARGS]")),
+    ToolFormat("mistral", lambda _: MistralParser(), (_MISTRAL_START,), (_MISTRAL_START, "[CALL_ID]", "[ARGS]")),
     ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
     ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
 )

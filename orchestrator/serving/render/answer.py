@@ -130,10 +130,10 @@ class AnswerWriter(Protocol):
 def event(content: Mapping[str, object], name: str | None = None) -> bytes:
     """A server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + encode(content) + b"\n\n"
+    return head + b"data: " + _encode(content) + b"\n\n"
 
 
-def encode(content: Mapping[str, object]) -> bytes:
+def _encode(content: Mapping[str, object]) -> bytes:
     """JSON, as UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -328,7 +328,7 @@ class Answer:
         metrics = self._acceptance.report(level)
         if self._plan.stream:
             return self._writer.end(self._usage, metrics)
-        return encode(self._writer.body(self._best(), self._usage, metrics))
+        return _encode(self._writer.body(self._best(), self._usage, metrics))
 
     def _best(self) -> list[ChoiceText]:
         """The choices that are shown, prompt by prompt."""
