@@ -20,10 +20,9 @@ from paceline.serving.listener import receive_socket, serving
 from paceline.serving.logs import write_with_serve
 from paceline.serving.middleware import KeyCounts, identify
 from paceline.serving.ray_guard import WATCHED, UntilTaken, own_name, watch_cluster
-from paceline.serving.serve_lifecycle import RayOwner, actor_name
+from paceline.serving.serve_lifecycle import ManagedRouter, RayOwner, SharedLifecycle, actor_name
 from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
-from paceline.serving.shared_lifecycle import ManagedRouter, SharedLifecycle
 
 
 @serve.ingress()

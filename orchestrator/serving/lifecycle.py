@@ -1,7 +1,7 @@
 """Which models of a service are in memory: loaded by the operator or on demand, unloaded when idle or to make room.
 
 `ModelLifecycle` decides; a `Loader` does it. One lifecycle has all models of a service, and is used from one event
-loop. Other processes that answer requests ask it through `paceline.serving.shared_lifecycle`, and report who uses what.
+loop. Other processes that answer requests ask it through `paceline.serving.serve_lifecycle`, and report who uses what.
 What fits is the planner's answer (`paceline.placement.planning.room`), which the loader asks for. No HTTP, no Ray.
 """
 

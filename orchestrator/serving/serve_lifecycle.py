@@ -1,9 +1,13 @@
-"""The `Owner` of a service's lifecycle over Ray: one named actor, however many processes answer HTTP.
+"""The one `ModelLifecycle` of a service, over Ray: what each process of HTTP has of it, and the actor that decides.
 
-There is none before somebody has something to decide: a model on demand, a time to live, a limit of API keys, or an
-operator. It belongs to the HTTP process that made it and ends with that; the next to ask makes another, which finds
-what is loaded at Ray Serve and what was decided in Ray's key-value store. So nothing is left when a service ends. Not
-here: what is decided (`paceline.serving.lifecycle`).
+`SharedLifecycle` knows what it was told last, so that a request for a loaded model asks nobody, and says twice a second
+who uses what. Before a model leaves, every process is told, and reports once more: so what one process uses, no other's
+request, idle time or lack of room takes away.
+
+The `Owner` is one named actor, however many processes answer HTTP. There is none before somebody has something to
+decide: a model on demand, a time to live, a limit of API keys, or an operator. It belongs to the HTTP process that made
+it and ends with that; the next to ask makes another, which finds what is loaded at Ray Serve and what was decided in
+Ray's key-value store. So nothing is left when a service ends. Not here: what is decided (`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray import serve
@@ -23,7 +29,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.experimental import internal_kv  # its functions have no public names; Serve and others use them all the same
 from ray.serve.exceptions import RayServeException
 
-from paceline.core.errors import WorkerError
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
 from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.cluster.reservation import RESOURCE
@@ -31,15 +37,188 @@ from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.instances import Instance
+from paceline.placement.planning.residency import Residency
 from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving.deployments import Service, deployment_name, model_deployment
-from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, Report, View
+from paceline.serving.lifecycle import (
+    ANSWERS,
+    PERIOD_S,
+    Decisions,
+    Lifecycle,
+    ModelLifecycle,
+    ModelState,
+    Report,
+    View,
+    first_state,
+    is_awaited,
+)
+from paceline.serving.middleware import KeyCounts
+from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import DeploymentState, running_deployments, scale_deployment
-from paceline.serving.refused import UNAVAILABLE, RefusedError
-from paceline.serving.router import ModelCard
+from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found, refusal
+from paceline.serving.router import Failed, GenerationRequest, Health, Item, ModelCard, ModelRouter, RequestContext
 from paceline.serving.serve_router import ServeRouter
 
 log = logging.getLogger("paceline")
+
+
+class Owner(Protocol):
+    """The process with the `ModelLifecycle`. What it refuses it refuses with a RefusedError."""
+
+    async def exchange(self, process: str, report: Report) -> View | None:
+        """See `ModelLifecycle.reported`. None: there is nothing to decide, and never was; all is as the file says.
+
+        Raises:
+            PacelineError: it does not answer now.
+        """
+
+    async def demand(self, name: str) -> None:
+        """See `ModelLifecycle`."""
+
+    async def load(self, name: str) -> ModelState:
+        """See `ModelLifecycle`."""
+
+    async def unload(self, name: str) -> ModelState:
+        """See `ModelLifecycle`."""
+
+    async def pin(self, name: str, pinned: bool) -> ModelState:
+        """See `ModelLifecycle`."""
+
+
+class SharedLifecycle:
+    """A `paceline.serving.lifecycle.Lifecycle`.
+
+    owner        the process that decides
+    residencies  of every model of the service, by name
+    follow       is told which models are loaded, whenever that may have changed
+    keys         requests by API key, of which the owner adds up those of all processes
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        residencies: Mapping[str, Residency],
+        *,
+        follow: Callable[[Collection[str]], None] = lambda _: None,
+        keys: KeyCounts | None = None,
+    ) -> None:
+        self._owner, self._follow, self._keys = owner, follow, keys or KeyCounts()
+        self._process = secrets.token_hex(8)
+        self._states = {name: _as_in_the_file(name, own) for name, own in residencies.items()}
+        self._seen = 0
+        self._running: Counter[str] = Counter()
+        self._used: dict[str, float] = {}
+        self._asking = asyncio.Lock()  # what is said in one order arrives in that order
+
+    def states(self) -> list[ModelState]:
+        """See `Lifecycle`: as they were told last."""
+        return list(self._states.values())
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[None]:
+        if name not in self._states:
+            raise model_not_found(name, list(self._states))
+        self._running[name] += 1
+        try:
+            while self._states[name].state not in ANSWERS:
+                await self._owner.demand(name)
+                await self.restore()
+            yield
+        finally:
+            self._running[name] -= 1
+            self._used[name] = monotonic()
+
+    async def load(self, name: str) -> ModelState:
+        return await self._told(await self._owner.load(name))
+
+    async def unload(self, name: str) -> ModelState:
+        return await self._told(await self._owner.unload(name))
+
+    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+        return await self._told(await self._owner.pin(name, pinned))
+
+    async def restore(self) -> None:
+        """See `Lifecycle`. Reports too."""
+        async with self._asking:
+            now = monotonic()
+            report = Report(
+                {name: count for name, count in self._running.items() if count},
+                {name: now - used for name, used in self._used.items()},
+                self._keys.own(),
+                self._seen,
+            )
+            view = await self._owner.exchange(self._process, report)
+            if view is None:
+                return
+            self._keys.elsewhere = view.keys
+            if view.version != self._seen:
+                self._follow([one.name for one in view.states if one.state in ANSWERS])
+            self._states = {one.name: one for one in view.states}
+            self._seen = view.version
+
+    async def watch(self) -> None:
+        """See `Lifecycle`. While nobody answers, what was told last holds."""
+        silent = False
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                await self.restore()
+                silent = False
+            except Exception as error:  # the next time may succeed
+                if not silent:
+                    known = isinstance(error, PacelineError)
+                    log.warning("nobody says which models are in memory (%s)", error, exc_info=not known)
+                silent = True
+
+    async def _told(self, state: ModelState) -> ModelState:
+        await self.restore()
+        return state
+
+
+def _as_in_the_file(name: str, residency: Residency) -> ModelState:
+    state = first_state(residency)
+    awaited = is_awaited(residency, state)
+    return ModelState(name, state, residency.load, residency.pinned, awaited, 0, 0.0, residency.idle_ttl_s)
+
+
+class ManagedRouter:
+    """A `ModelRouter` over another one. ``lifecycle``: knows every model of it."""
+
+    def __init__(self, router: ModelRouter, lifecycle: Lifecycle) -> None:
+        self._router, self.lifecycle = router, lifecycle
+
+    async def models(self) -> Sequence[ModelCard]:
+        return await self._router.models()
+
+    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
+        try:
+            async with self.lifecycle.use(request.model):
+                async for item in self._router.stream(request, context):
+                    yield item
+        except (RefusedError, PacelineError) as error:
+            yield Failed.of(refusal(error))
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        async with self.lifecycle.use(request.model):
+            return await self._router.tokenize(request)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        async with self.lifecycle.use(request.model):
+            return await self._router.detokenize(request)
+
+    async def health(self) -> Health:
+        """See `ModelRouter`. A model that is not in memory, as it should be, is no reason not to be ready."""
+        models = (await self._router.health()).models
+        words = {
+            one.name: models.get(one.name, "loading") if one.state in ("loaded", "scaled") else one.state
+            for one in self.lifecycle.states()
+        }
+        awaited = [one.name for one in self.lifecycle.states() if one.awaited]
+        return Health(all(words[name] == "ready" for name in awaited), words)
+
+    async def metrics(self) -> bytes:
+        return await self._router.metrics()
+
 
 _ANSWER_S = 5.0  # that an answer about what is known may take; what loads a model takes its time
 _FIRST_S = 60.0  # that the first one may take, for which a process may have to start: nothing is known before it

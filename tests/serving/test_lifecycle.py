@@ -29,8 +29,8 @@ from paceline.serving.api import create_app
 from paceline.serving.lifecycle import Decisions, ModelLifecycle
 from paceline.serving.local import LocalRouter
 from paceline.serving.model_server import ModelServer
+from paceline.serving.serve_lifecycle import ManagedRouter
 from paceline.serving.settings import ApiSettings
-from paceline.serving.shared_lifecycle import ManagedRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, running
 

@@ -24,14 +24,13 @@ from paceline.serving.deployments import Service
 from paceline.serving.lifecycle import ModelLifecycle, ModelState, Report, View
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.refused import RefusedError
-from paceline.serving.serve_lifecycle import RayOwner
-from paceline.serving.shared_lifecycle import SharedLifecycle
+from paceline.serving.serve_lifecycle import RayOwner, SharedLifecycle
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE, PlannedLoader
 
 
 class Owner:
-    """A `paceline.serving.shared_lifecycle.Owner` of this process. ``asked``: what has cost a request a call."""
+    """A `paceline.serving.serve_lifecycle.Owner` of this process. ``asked``: what has cost a request a call."""
 
     def __init__(self, loader: PlannedLoader) -> None:
         self.loader, self.asked, self.answers = loader, list[str](), True
@@ -78,7 +77,7 @@ def home(workshop: Workshop) -> Path:
 @pytest.fixture(autouse=True)
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "_SETTLE_S", 0.1)
-    monkeypatch.setattr("paceline.serving.shared_lifecycle.PERIOD_S", 0.02)
+    monkeypatch.setattr("paceline.serving.serve_lifecycle.PERIOD_S", 0.02)
 
 
 @contextmanager
