@@ -211,7 +211,7 @@ class _Progress:
 
     def __init__(self, files: int) -> None:
         self._files, self._begin = files, monotonic()
-        self._changes = sys.stderr is sys.__stderr__ and sys.stderr.isatty()  # not one that somebody else draws on
+        self._changes = sys.stderr.isatty() and sys.stderr is sys.__stderr__  # not one that somebody else draws on
         self._show(0, "")
 
     def __call__(self, files: int, share: float) -> None:

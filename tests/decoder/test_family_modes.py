@@ -1,6 +1,7 @@
 """Every family, whole and divided over two ranks: ways to draft give plain decoding's tokens, greedy and sampled.
 
-A family takes three ways of seven, so chosen that every way is taken by six families or seven, and any two by two or three.
+A family takes three ways of seven, so chosen that any two meet in two families or three.
+
 The wanted tokens are those of the whole model on one rank. Sums of partial products are rounded otherwise than a whole
 product, so that equal tokens are what is to be expected but at a near-tie; modes of one degree do not differ at all.
 What is drafted and accepted is the same on one rank and on two, which a draft that computes something else would
