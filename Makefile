@@ -25,7 +25,7 @@ $(VENV)/.stamp: $(VENV)/.stamp-run
 	@touch $@
 
 # What decoding needs, and the demo: without what serves, tests and draws.
-$(VENV)/.stamp-run: pyproject.toml
+$(VENV)/.stamp-run: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
 	$(PIP) install -e .

@@ -1,6 +1,10 @@
-"""What pyproject.toml cannot say: a wheel for Linux on x86-64 carries the native libraries.
+"""What pyproject.toml cannot say: which folders are the package, and that a wheel for Linux carries native libraries.
 
-Where there is no C++ compiler, or it fails, the wheel has none, and builds them on first use, as a checkout does.
+The top-level folders with an `__init__.py` are the parts; they are installed as one package, `paceline`, whose root is
+orchestrator/. What lies in them is installed, Python or not.
+
+The native libraries are for x86-64. Where there is no C++ compiler, or it fails, the wheel has none, and builds them on
+first use, as a checkout does.
 """
 
 import os
@@ -15,14 +19,23 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).parent
 sys.modules["paceline"] = package = types.ModuleType("paceline")  # without what orchestrator/__init__.py imports
-package.__path__ = [str(Path(__file__).parent)]
+package.__path__ = [str(ROOT)]
 
 from paceline.core.errors import BackendError  # noqa: E402
 from paceline.decoder.native import compiler  # noqa: E402
 
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 CXX = shutil.which(os.environ.get("CXX") or "g++") if SUPPORTED else None
+
+
+def package_folders() -> dict[str, str]:
+    """Every package of ours, with its folder: paceline.core is core/, paceline.serving is orchestrator/serving/."""
+    files = (file for part in ROOT.glob("*/__init__.py") for file in part.parent.rglob("*.py"))
+    folders = sorted({file.parent.relative_to(ROOT) for file in files})
+    inner = {folder: folder.parts[folder.parts[0] == "orchestrator" :] for folder in folders}
+    return {".".join(("paceline", *inner[folder])): folder.as_posix() for folder in folders}
 
 
 def build_libraries(folder: Path) -> None:
@@ -40,9 +53,7 @@ def build_libraries(folder: Path) -> None:
     for path, library in libraries.items():
         print(f"building {path.name}", flush=True)
         try:
-            compiler.compile_libraries(
-                {path: library}, CXX, cores=os.cpu_count() or 1, report=lambda _files, _share: None
-            )
+            compiler.compile_libraries({path: library}, CXX, os.cpu_count() or 1, report=lambda _files, _share: None)
         except BackendError as error:  # an older compiler that does not know the processor, say
             print(f"{path.name} is left out: {error}")
 
@@ -72,4 +83,11 @@ class Wheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(distclass=Package, cmdclass={"build_py": BuildPackage, "bdist_wheel": Wheel})
+FOLDERS = package_folders()
+setup(
+    packages=list(FOLDERS),
+    package_dir=FOLDERS,
+    package_data={"": ["*"]},
+    distclass=Package,
+    cmdclass={"build_py": BuildPackage, "bdist_wheel": Wheel},
+)

@@ -1,36 +1,28 @@
 """MkDocs hooks: pages that are not files in docs/. Run by `make docs`, nowhere else.
 
 The API reference has one page for each package, written from the modules found. CHANGELOG and its like are taken from
-the root of the repository; links between them and docs/ work on GitHub as they stand, and are turned here. The sources
-are laid out below build/api as the package they are installed as: griffe finds them there and imports nothing.
+the root of the repository; links between them and docs/ work on GitHub as they stand, and are turned here.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import shutil
 from pathlib import Path
 
+from layout import LAYOUT, ROOT, lay_out
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
-
-ROOT = Path(__file__).resolve().parents[1]
-LAYOUT = ROOT / "build" / "api"
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE")
 
 
 def packages() -> dict[str, Path]:
-    """Every package of pyproject.toml, with its folder; those without modules are left out."""
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    return {name: ROOT / folder for name, folder in sorted(table.items()) if any((ROOT / folder).glob("*.py"))}
+    """Every package, with its folder below `LAYOUT`."""
+    folders = sorted(init.parent for init in LAYOUT.rglob("__init__.py"))
+    return {".".join(folder.relative_to(LAYOUT).parts): folder for folder in folders}
 
 
 def modules(package: str, folder: Path) -> list[str]:
@@ -45,12 +37,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     It runs before mkdocstrings' own hook, which keeps only those of its paths that exist by then.
     """
-    shutil.rmtree(LAYOUT, ignore_errors=True)
-    for name, folder in packages().items():
-        place = LAYOUT / name.replace(".", "/")
-        place.mkdir(parents=True, exist_ok=True)
-        for source in folder.glob("*.py"):
-            (place / source.name).symlink_to(source)
+    lay_out()
     assert config.nav is not None
     for section in config.nav:
         if section.get("API"):

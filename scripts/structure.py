@@ -1,4 +1,4 @@
-"""The house rules that a syntax tree can show: who imports whom, sizes, and the list of packages.
+"""The house rules that a syntax tree can show: who imports whom, and sizes.
 
 Reads the sources and never imports them. It is no linter. Prints `file:line: message`, and exits 1 if there is one.
 """
@@ -10,11 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 ROOT_PACKAGE = "paceline"
 ROOT_FOLDER = "orchestrator"
@@ -142,14 +137,14 @@ def part_of(name: str) -> str:
 
 
 def check_imports(root: Path) -> list[Violation]:
-    """The import table, for the package's own folders; absolute imports everywhere."""
+    """The import table, for the package's own folders; absolute imports, and no part by its folder, everywhere."""
     found = []
     for file, _, tree in sources(root, SIZED_FOLDERS):
         for item in imports_of(tree):
             if item.name.startswith("."):
                 message: str | None = "relative import; write it out from `paceline`"
             elif file.split("/")[0] not in PARTS:
-                message = None
+                message = folder_import(root, file, item)
             elif item.name.split(".")[0] == ROOT_PACKAGE:
                 message = own_import(file, item)
             else:
@@ -181,6 +176,14 @@ def is_below(file: str, place: str) -> bool:
 def is_within(name: str, package: str) -> bool:
     """Whether a dotted name is a package or something in it."""
     return name == package or name.startswith(f"{package}.")
+
+
+def folder_import(root: Path, file: str, item: Import) -> str | None:
+    """What is wrong with an import outside the package, where pytest finds every folder, or None."""
+    top = item.name.split(".")[0]
+    if top not in PARTS or top == ROOT_FOLDER or (root / file).with_name(f"{top}.py").is_file():
+        return None
+    return f"a second copy of {top}/; import it as `{ROOT_PACKAGE}.{top}`"
 
 
 def foreign_import(file: str, item: Import) -> str | None:
@@ -293,39 +296,9 @@ def keeps_its_parameters(file: str, function: Function) -> bool:
     return (file, function.name) in PUBLIC_ENTRY_POINTS
 
 
-# ---- packages
-
-
-def check_packages(root: Path) -> list[Violation]:
-    """setuptools' `packages` and `package-dir` against the folders that hold Python files."""
-    file = "pyproject.toml"
-    table = tomllib.loads((root / file).read_text(encoding="utf-8")).get("tool", {}).get("setuptools", {})
-    homes = {path.parent for folder in PARTS for path in (root / folder).rglob("*.py")}
-    found = [
-        Violation((home / "__init__.py").relative_to(root).as_posix(), 1, "missing; the folder holds modules")
-        for home in sorted(homes)
-        if not (home / "__init__.py").is_file()
-    ]
-    actual = {package_name(home.relative_to(root)): home.relative_to(root).as_posix() for home in homes}
-    listed, mapped = set(table.get("packages", [])), table.get("package-dir", {})
-    found += [Violation(file, 1, f"packages lacks {name}") for name in actual.keys() - listed]
-    found += [Violation(file, 1, f"packages lists {name}: no folder") for name in listed - actual.keys()]
-    for name in actual.keys() | mapped.keys():
-        if mapped.get(name) != actual.get(name):
-            message = f"package-dir has {name} = {mapped.get(name)}; the folder is {actual.get(name)}"
-            found.append(Violation(file, 1, message))
-    return found
-
-
-def package_name(folder: Path) -> str:
-    """decoder/backends -> paceline.decoder.backends; orchestrator/serving -> paceline.serving."""
-    parts = folder.parts[1:] if folder.parts[0] == ROOT_FOLDER else folder.parts
-    return ".".join((ROOT_PACKAGE, *parts))
-
-
 def check(root: Path) -> list[Violation]:
     """Every rule, over the whole tree."""
-    return sorted({*check_imports(root), *check_environment(root), *check_sizes(root), *check_packages(root)})
+    return sorted({*check_imports(root), *check_environment(root), *check_sizes(root)})
 
 
 def main() -> int:
