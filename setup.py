@@ -53,7 +53,9 @@ def build_libraries(folder: Path) -> None:
     for path, library in libraries.items():
         print(f"building {path.name}", flush=True)
         try:
-            compiler.compile_libraries({path: library}, CXX, os.cpu_count() or 1, report=lambda _files, _share: None)
+            compiler.compile_libraries(
+                {path: library}, CXX, cores=os.cpu_count() or 1, report=lambda _files, _share: None
+            )
         except BackendError as error:  # an older compiler that does not know the processor, say
             print(f"{path.name} is left out: {error}")
 
