@@ -23,8 +23,8 @@ from ray import serve
 
 from benchmarks.fault_clients import GIVE_UP_S, Client
 from benchmarks.faults import service
-from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.instances import host_cpus
 from paceline.placement.planning.model_specs import models_of
 
 _SEEDS = 8

@@ -18,7 +18,7 @@ from common import PAIR, ROOT
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-FILES = ("core/tree.py", "core/sampling.py", "draft/function.py", "core/pending.py", "core/probs.py", "draft/ngram.py")
+FILES = ("core/tree.py", "core/sampling.py", "draft/base.py", "draft/heads.py", "core/probs.py", "draft/ngram.py")
 _LENGTH = 170  # tokens of a file
 _BEGUN = 40  # tokens of its copy that are there already
 _SHARP = 20.0  # length of keys and queries: attention then weighs the next token e^50 less than the right one

@@ -41,7 +41,7 @@ from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.models.blueprint import AssembledConfig
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.adapter import CACHE_FIELD
 from paceline.target.verifier import CompiledVerifier
 

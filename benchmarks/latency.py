@@ -23,7 +23,7 @@ from common import ROOT, publish
 from modes import MODELS, Model, generator
 
 from paceline import AutoDecoder, SpeculativeGenerator
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.text.tokenizer import load_tokenizer
 
 MODES = {

@@ -37,9 +37,9 @@ from common import PAIR, ROOT, chat_rows, prompt_ids, publish
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.experiments.bench import Mode, Outcome, generator_run, take_turns
-from paceline.training.transformers_model import transformers_model
+from paceline.training.frozen_model import transformers_model
 
 MODES = (
     "plain; ngram 4; suffix 4; fused 2; fused 3; fused 4; pair 2; pair 3; "

@@ -18,7 +18,7 @@ import torch
 from common import PAIR, ROOT, publish
 
 from paceline import AutoDecoder, PacelineError
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.cache import SlotCache
 from paceline.text.tokenizer import load_tokenizer
 

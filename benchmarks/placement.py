@@ -32,8 +32,7 @@ from sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
 from undivided import MAKERS
 
 from paceline import placement
-from paceline.core.protocols import Drafter
-from paceline.core.reading import finish
+from paceline.core.protocols import Drafter, finish
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.engine.rounds import TwoGraphRound

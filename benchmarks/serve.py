@@ -42,8 +42,8 @@ from benchmarks.service_processes import processes
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
-from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import plan_groups
+from paceline.placement.planning.instances import host_cpus
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
 from paceline.serving.listener import ListeningSocket

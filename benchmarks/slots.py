@@ -24,7 +24,7 @@ from pathlib import Path
 from common import PAIR, prompt_ids, publish
 
 from paceline import AutoDecoder, SpeculativeGenerator
-from paceline.placement.host.threads import run_apart
+from paceline.placement.host.processes import run_apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Plain decoding is the drafter that proposes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from paceline.core.errors import RequestError
 from paceline.core.types import (
@@ -27,8 +27,9 @@ from paceline.core.types import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+
 Reading = Generator[None, None, PrefillResult]
-"""Reads a prompt in pieces, with a pause after each but the last; `paceline.core.reading.finish` goes without them."""
+"""Reads a prompt in pieces, with a pause after each but the last; `finish` goes without them."""
 
 Processor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Hugging Face's logits processor: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
@@ -299,3 +300,15 @@ class HostText(Protocol):
 
     def fail(self, error: RequestError) -> None:
         """The text cannot go on, and ends without another token."""
+
+
+Result = TypeVar("Result")
+
+
+def finish(reading: Generator[None, None, Result]) -> Result:
+    """What a reading comes to, without pauses."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # a generator of that type returns it

@@ -1,6 +1,8 @@
 """A model with its cache on a backend: what target and drafters build their graphs from.
 
-Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache.
+Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache. Rounds
+may run over the first slots alone: requests take the lowest free ones, and a graph for R of them works on the first R
+slots of the cache (`first_slots`, `for_all_slots`).
 Not here: probabilities, acceptance and loops.
 """
 
@@ -19,15 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
-from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
+from paceline.core.types import PAD, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.batch_buckets import first_slots
 from paceline.decoder.compile import cache
-from paceline.decoder.graph_events import GraphEvent, log_compilation
-from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.graph_key import GraphEvent, GraphKey, log_compilation
 from paceline.decoder.kernels.cache_rows import row_elements
+from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
-from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Weights
@@ -333,3 +333,21 @@ class CompiledDecoder:
             key["kv_cache_dtype"] = options.kv_cache_dtype
         formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
         return {**key, "quantization": formats} if formats else key
+
+
+def first_slots(x: Tensor, lines: int) -> Tensor:
+    """The first lines of x [B, ...]; 0: all. What is whole already stays as it is, in a graph too."""
+    return x[:lines] if 0 < lines < len(x) else x
+
+
+def for_all_slots(x: Tensor, slots: int, fill: Sequence[int] | Sequence[Sequence[int]] | int = 0) -> Tensor:
+    """x [R, ...] with a line for every slot: those behind are ``fill``, a number or a whole line. -> [slots, ...]"""
+    missing = slots - len(x)
+    if not missing:
+        return x
+    return torch.cat((x, x.new_tensor(fill).expand(missing, *x.shape[1:])))
+
+
+def idle_tokens(width: int) -> list[int]:
+    """A commit's line of a slot without a request."""
+    return [0, *[PAD] * (width - 1)]

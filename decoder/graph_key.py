@@ -1,4 +1,4 @@
-"""What tells a graph from every other graph of its decoder.
+"""What tells a graph from every other graph of its decoder, and what a decoder tells of the graphs it makes.
 
 A graph is asked for by this value and by nothing else. Its string form is for people and for messages: nothing reads a
 string back, and files are named by a hash of what the graph depends on (`paceline.decoder.compile.cache`).
@@ -6,6 +6,7 @@ string back, and files are named by a hash of what the graph depends on (`paceli
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,3 +86,26 @@ class GraphKey:
         if self.draft is None:
             return own
         return f"{self.draft} in {own}"
+
+
+log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEvent:
+    """The beginning of a compilation, or a graph that is ready.
+
+    key      which graph
+    message  what is being done, for people; "" once the graph is there
+    seconds  that it took to make or find it; 0 at the beginning
+    """
+
+    key: GraphKey
+    message: str = ""
+    seconds: float = 0.0
+
+
+def log_compilation(event: GraphEvent) -> None:
+    """Say what is compiled: it may take long, and silence would look like a hang."""
+    if event.message:
+        log.warning(event.message)

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.reading import finish
+from paceline.core.protocols import finish
 from paceline.core.types import FeatureSpec
-from paceline.decoder.batch_buckets import first_slots, for_all_slots
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots, for_all_slots
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.traceable import store

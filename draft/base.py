@@ -1,20 +1,24 @@
-"""The base of drafters that need only the text, which owns what all of them repeat.
+"""Drafters that need only the text: their base, which owns what all of them repeat, and the two simplest.
 
 Write `TextDrafter.propose_text`, and, if looking through the whole text in every round costs too much, keep an index of
-it with `TextDrafter.new_text` and `TextDrafter.extend`. Not here: drafters with a head (`paceline.draft.head_drafter`).
+it with `TextDrafter.new_text` and `TextDrafter.extend`. The quickest way to try an idea is a plain function:
+``SpeculativeGenerator(my_function, target, k=4)``. Not here: drafters with a head (`paceline.draft.heads`).
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from paceline.core.errors import ConfigurationError
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 Text = TypeVar("Text")
 """What a drafter keeps of one text: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
@@ -114,3 +118,63 @@ class TextDrafter(BatchTextDrafter[Text]):
             proposes = most > 0 and slot in self._texts
             rows.append(list(self.propose_text(self._texts[slot], most))[:most] if proposes else [])
         return rows
+
+
+class NoDrafter:
+    """Proposes nothing, ever."""
+
+    draft_shape = DraftShape.chain(0)
+    reads: FeatureSpec | None = None
+    max_positions: int | None = None
+    movable = True
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """Nothing to read."""
+
+    def finish_request(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """Nothing to move."""
+
+    def update(self, commit: Commit) -> None:
+        """Nothing to see."""
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        import torch
+
+        return Proposal(torch.empty(len(commit.tokens), 0, dtype=torch.int32))
+
+
+Function = Callable[[list[int]], Iterable[int] | None]
+
+
+class FunctionDrafter(TextDrafter[list[int]]):
+    """Calls ``function(tokens of the text) -> tokens`` for every text and round, to draft up to ``k`` tokens.
+
+    The function may return any ids, or None for nothing: a chain ends at the first id that is out of range.
+
+    Raises:
+        ConfigurationError: the function cannot be called, or ``k`` is negative.
+    """
+
+    def __init__(self, function: Function, k: int) -> None:
+        if not callable(function):
+            raise ConfigurationError(
+                f"FunctionDrafter takes a function from ids to ids, not a {type(function).__name__}"
+            )
+        super().__init__(k)
+        self._function = function
+
+    def propose_text(self, text: list[int], limit: int) -> list[int]:
+        answer = self._function(list(text))
+        if answer is None:
+            return []
+        try:
+            tokens = [int(token) for token in islice(answer, limit)]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"the drafting function returned {answer!r:.80}; it must return token ids, or None for nothing"
+            ) from error
+        illegal = next((i for i, token in enumerate(tokens) if not 0 <= token < 1 << 31), len(tokens))
+        return tokens[:illegal]

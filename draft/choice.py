@@ -1,28 +1,311 @@
-"""Several drafters for one target, of which the best for the current text proposes.
+"""Several drafters for one target: in every slot, the first in order that has something to propose does, or the best.
 
-Every drafter's proposals are compared with what the target writes (`paceline.draft.shadow_scores`), also where another
-one's were verified. Those that look at the text alone propose in every round; the others, which cost time, where they
-are the best, at the beginning of a text, and now and then. In a batch every slot has its own choice. Tokens do not
-depend on it: a proposal may come from anybody.
+`FallbackDrafter` goes by order. A free drafter (n-grams, suffixes) in front of a model costs nothing where the text
+does not repeat, and spares the model where it does: it runs only in rounds in which some slot is left over.
+
+`ChoiceDrafter` takes the best for the current text. Every drafter's proposals are compared with what the target writes
+(`ShadowScores`), also where another one's were verified. Those that look at the text alone propose in every round; the
+others, which cost time, where they are the best, at the beginning of a text, and now and then. In a batch every slot
+has its own choice.
+
+Tokens do not depend on who proposes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from paceline.core.drafter_counts import DrafterCounts
+from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Guesses, movable, move_request
+from paceline.core.protocols import Drafter, Guesses, Shortens, Varies, movable, move_request
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.base import TextDrafter
-from paceline.draft.fallback import chains_of, draft_lengths_of, limits_within, shortened_of
-from paceline.draft.shadow_scores import ShadowScores
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class FallbackDrafter:
+    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
+
+    Raises:
+        ConfigurationError: there is none, or one proposes trees or reads the target's states.
+    """
+
+    reads: FeatureSpec | None = None
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ConfigurationError("a list of drafters needs at least one")
+        for drafter in drafters:
+            if not drafter.draft_shape.is_chain or drafter.reads is not None:
+                raise ConfigurationError(
+                    f"{type(drafter).__name__} cannot be in a list of drafters, because it proposes trees or reads the "
+                    "target's states; use it alone"
+                )
+        # A drafter of no tokens never has anything to propose.
+        self._drafters = tuple(drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens)
+        # Asked for every drafter once: `isinstance` of a protocol is slow.
+        self._guesses = [drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters]
+        lengths = {length for drafter in self._drafters for length in _draft_lengths_of(drafter)}
+        self.draft_lengths = tuple(sorted(lengths)) or (0,)
+        self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
+        # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
+        ends = [drafter.max_positions for drafter in self._drafters]
+        self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
+
+    def shortened(self, length: int) -> FallbackDrafter:
+        """See `paceline.core.protocols.Shortens`. Each drafter that proposes more is shortened.
+
+        Raises:
+            ConfigurationError: one of them has one length only.
+        """
+        return FallbackDrafter([shortened_of(drafter, length) for drafter in self._drafters])
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        for drafter in self._drafters:
+            drafter.add_request(slot, prompt)
+
+    def finish_request(self, slot: int) -> None:
+        for drafter in self._drafters:
+            drafter.finish_request(slot)
+
+    @property
+    def movable(self) -> bool:
+        """See `paceline.core.protocols.MovesRequests`."""
+        return all(map(movable, self._drafters))
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.MovesRequests`."""
+        move_request(self._drafters, slot, to, rows=rows)
+
+    def update(self, commit: Commit) -> None:
+        for drafter in self._drafters:
+            drafter.update(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        limits = bounds.max_accept.tolist()
+        rows: list[list[int]] = [[] for _ in limits]
+        for drafter, guesses in zip(self._drafters, self._guesses, strict=True):
+            open_limits = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
+            open_limits = _limits_within(drafter, open_limits, commit, bounds=bounds)
+            if not any(open_limits):
+                continue
+            chains = _chains_of(drafter, guesses, commit, sampling=sampling, most=open_limits, bounds=bounds)
+            rows = [row or chain[:most] for row, chain, most in zip(rows, chains, open_limits, strict=True)]
+        return Proposal.chains(rows, self.draft_lengths)
+
+
+def _draft_lengths_of(drafter: Drafter) -> tuple[int, ...]:
+    """Lengths of its drafts that are worth a graph of their own."""
+    return drafter.draft_lengths if isinstance(drafter, Varies) else (drafter.draft_shape.num_draft_tokens,)
+
+
+def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> list[int]:
+    """The limits of a round, no further than a drafter can follow a text."""
+    end = drafter.max_positions
+    if end is None or bounds.max_rows + max(limits) <= end + 1:
+        return limits
+    lengths = (commit.first_row + commit.count).tolist()
+    room = [max(0, end + 1 - length) for length in lengths]
+    return [min(both) for both in zip(limits, room, strict=True)]
+
+
+def _chains_of(
+    drafter: Drafter,
+    guesses: Guesses | None,
+    commit: Commit,
+    *,
+    sampling: SamplingTensors,
+    most: list[int],
+    bounds: RoundLimits,
+) -> list[list[int]]:
+    """The chains of a drafter within these limits; [] where it proposes nothing. ``guesses``: itself, if it does.
+
+    Raises:
+        ConfigurationError: they were drawn from probabilities.
+    """
+    if guesses is not None:
+        return guesses.guess(most)
+    import torch
+
+    same = most == bounds.max_accept.tolist()
+    limits = bounds if same else replace(bounds, max_accept=torch.tensor(most, dtype=torch.int32), multi_round=None)
+    proposal = drafter.propose(commit, sampling, limits)
+    if proposal.draft_probs is not None:
+        raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")
+    return [list(takewhile(lambda token: token >= 0, row)) for row in proposal.tokens.tolist()]
+
+
+def shortened_of(drafter: Drafter, length: int) -> Drafter:
+    """A drafter that proposes ``length`` tokens at most, on the same state.
+
+    Raises:
+        ConfigurationError: it has one length only, which is more.
+    """
+    if drafter.draft_shape.num_draft_tokens <= length:
+        return drafter
+    if not isinstance(drafter, Shortens):
+        raise ConfigurationError(f"{type(drafter).__name__} in a list has one length only; give one number as k")
+    return drafter.shortened(length)
+
+
+_FORGETS_TEXT, _FORGETS_ALL = 0.9, 0.99  # weight of what is one forecast older, in a text and of all texts
+_PRIOR = 2.0  # forecasts that all other texts count as, in a text
+_FIRST = 1.0  # accepted tokens of a drafter that nothing is known of
+_SMOOTHING, _OUTLIER = 0.9, 4.0  # of times
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A mean that forgets."""
+
+    weight: float = 0.0
+    total: float = 0.0
+
+    def add(self, value: float, keeps: float) -> None:
+        self.weight, self.total = self.weight * keeps + 1, self.total * keeps + value
+
+    def value(self, prior: float, strength: float) -> float:
+        return (self.total + prior * strength) / (self.weight + strength)
+
+
+@dataclass(slots=True)
+class _Forecast:
+    """A proposal, of which the first ``right`` tokens have come."""
+
+    drafter: int
+    chain: Sequence[int]
+    right: int = 0
+
+
+@dataclass(slots=True)
+class _TextScores:
+    """What is known of one text."""
+
+    means: list[_Mean]
+    open: list[_Forecast] = field(default_factory=list)
+
+
+class ShadowScores:
+    """Scores of ``count`` drafters over all texts in slots. Drafters of several depths share one.
+
+    A proposal is a forecast of the text. It is compared with the tokens that are committed after it, whether or not
+    it was the one that was verified, so that nothing has to be tried out to be known. Means forget slowly, for
+    texts change.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._texts: dict[int, _TextScores] = {}
+        self._all = [_Mean() for _ in range(count)]
+        self.counts = [DrafterCounts()] * count
+        self._propose_seconds: list[float | None] = [None] * count
+        self._rest_seconds: float | None = None
+        self._handed_over: float | None = None
+        self.rounds = 0
+
+    def begin(self, slot: int) -> None:
+        """A text begins in a slot."""
+        self._texts[slot] = _TextScores([_Mean() for _ in range(self._count)])
+
+    def end(self, slot: int) -> None:
+        """The text in a slot is over; forecasts that reach behind its end do not count."""
+        self._texts.pop(slot, None)
+
+    def move(self, slot: int, to: int) -> None:
+        """The text in a slot goes on in another one."""
+        if slot in self._texts:
+            self._texts[to] = self._texts.pop(slot)
+
+    def known(self, slot: int, drafter: int) -> bool:
+        """Whether a forecast of this drafter was compared with the text, or is being so."""
+        text = self._texts.get(slot)
+        return text is not None and (
+            text.means[drafter].weight > 0 or any(forecast.drafter == drafter for forecast in text.open)
+        )
+
+    def forecast(self, slot: int, drafter: int, chain: Sequence[int]) -> None:
+        """A drafter says how the text in a slot goes on. Nothing said is nothing to compare."""
+        if chain and slot in self._texts:
+            self._texts[slot].open.append(_Forecast(drafter, chain))
+
+    def drafted(self, drafter: int, tokens: int) -> None:
+        """A proposal of this drafter is verified."""
+        self.counts[drafter] = self.counts[drafter].plus(num_drafts=1, num_draft_tokens=tokens)
+
+    def wrote(self, slot: int, tokens: Sequence[int]) -> None:
+        """The text in a slot goes on."""
+        text = self._texts.get(slot)
+        if text is None:
+            return
+        still_open = []
+        for forecast in text.open:
+            over = False
+            for token in tokens:
+                over = forecast.chain[forecast.right] != token
+                forecast.right += not over
+                over = over or forecast.right == len(forecast.chain)
+                if over:
+                    break
+            if over:
+                self._score(text, forecast)
+            else:
+                still_open.append(forecast)
+        text.open = still_open
+
+    def _score(self, text: _TextScores, forecast: _Forecast) -> None:
+        self.counts[forecast.drafter] = self.counts[forecast.drafter].plus(
+            num_scored=1, num_scored_tokens=forecast.right
+        )
+        text.means[forecast.drafter].add(forecast.right, _FORGETS_TEXT)
+        self._all[forecast.drafter].add(forecast.right, _FORGETS_ALL)
+
+    def expected(self, slot: int, drafter: int) -> float:
+        """How many tokens of a proposal of this drafter the target will write."""
+        over_all = self._all[drafter].value(_FIRST, _PRIOR)
+        text = self._texts.get(slot)
+        return over_all if text is None else text.means[drafter].value(over_all, _PRIOR)
+
+    def took(self, drafter: int, seconds: float) -> None:
+        """Proposing took so long."""
+        self._propose_seconds[drafter] = _smoothed(self._propose_seconds[drafter], seconds)
+        self.counts[drafter] = self.counts[drafter].plus(propose_seconds=seconds)
+
+    def rest_took(self, seconds: float) -> None:
+        """All of a round but proposing took so long."""
+        self._rest_seconds = _smoothed(self._rest_seconds, seconds)
+
+    def handed_over(self) -> None:
+        """Proposals of a round are ready: now it is verified."""
+        self._handed_over = perf_counter()
+
+    def back(self) -> None:
+        """The next commit is here."""
+        if self._handed_over is not None:
+            self.rest_took(perf_counter() - self._handed_over)
+            self._handed_over = None
+
+    def speed(self, slot: int, drafter: int) -> float:
+        """Expected tokens of a round in which this drafter proposes, for every second; or for a round, before times
+        are known.
+        """
+        tokens = 1 + self.expected(slot, drafter)
+        propose_seconds, other_seconds = self._propose_seconds[drafter], self._rest_seconds
+        return (
+            tokens if propose_seconds is None or other_seconds is None else tokens / (propose_seconds + other_seconds)
+        )
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    """Without pauses, which are no part of a round."""
+    return now if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * min(now, _OUTLIER * before)
+
 
 ChooseBy = Literal["speed", "length"]
 
@@ -76,7 +359,7 @@ class ChoiceDrafter:
     def _set_lengths(self) -> None:
         # Asked for every drafter once: `isinstance` of a protocol is slow.
         self._guesses = tuple(drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters)
-        lengths = {length for drafter in self._drafters for length in draft_lengths_of(drafter)}
+        lengths = {length for drafter in self._drafters for length in _draft_lengths_of(drafter)}
         self.draft_lengths = tuple(sorted(lengths))
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
         ends = [drafter.max_positions for drafter in self._drafters]
@@ -172,10 +455,10 @@ class ChoiceDrafter:
     def _ask(self, index: int, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits) -> list[list[int]]:
         """The proposals of one drafter, as long as it can, and how long that took."""
         drafter, begin = self._drafters[index], perf_counter()
-        most = limits_within(drafter, limits.max_accept.tolist(), commit, bounds=limits)
+        most = _limits_within(drafter, limits.max_accept.tolist(), commit, bounds=limits)
         if not drafter.draft_shape.num_draft_tokens or not any(most):
             return [[] for _ in most]
-        chains = chains_of(drafter, self._guesses[index], commit, sampling=sampling, most=most, bounds=limits)
+        chains = _chains_of(drafter, self._guesses[index], commit, sampling=sampling, most=most, bounds=limits)
         self._scores.took(index, perf_counter() - begin)
         return [chain[:limit] for chain, limit in zip(chains, most, strict=True)]
 

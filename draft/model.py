@@ -22,8 +22,7 @@ from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.steps import prefill_in_chunks, window
-from paceline.draft.head_drafter import HeadDrafter
-from paceline.draft.heads import AutoregressiveHead, ChainStep, at_index
+from paceline.draft.heads import AutoregressiveHead, ChainStep, HeadDrafter, at_index
 from paceline.draft.vocab_map import VocabMap
 
 

@@ -19,7 +19,43 @@ from torch import Tensor
 from paceline.core import tree
 from paceline.core.protocols import Drafter, DraftsUnderMask, HostText, movable, move_request
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.prediction import PredictedText
+from paceline.draft.suffix import CopyTracker, SuffixAutomaton
+
+_BORDER = -2  # behind the prediction; no token is negative, so nothing matches across it
+_TRUST = 8  # tokens that the beginning of an answer counts as repeated: the asker says that it is the prediction's
+_MIN_MATCH = 2  # tokens that the output must share with a place to go on from there
+
+
+class _PredictedText:
+    """The output of one request beside its prediction. Ids that no tokenizer gave are of no harm: none of them is
+    accepted.
+
+    It is followed from its beginning, over tokens that differ, and found again behind a longer change by the
+    longest end of the output that occurs in it.
+    """
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._automaton = SuffixAutomaton()
+        for token in (*(max(0, token) for token in prediction), _BORDER):
+            self._automaton.append(token)
+        self._copies = CopyTracker()
+        self._copies.begin(self._automaton.tokens, 0, _TRUST)
+        self._state = self._length = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were added to the output."""
+        self._copies.follow(tokens)
+        for token in tokens:
+            self._state, self._length = self._automaton.follow(self._state, self._length, token)
+        if self._length > self._copies.run:
+            self._copies.begin(self._automaton.tokens, self._automaton.end_of(self._state), self._length)
+
+    def ahead(self, limit: int) -> list[int]:
+        """What the prediction says will follow, at most ``limit`` tokens; [] where the output has parted from it."""
+        if self._copies.run < _MIN_MATCH:
+            return []
+        tokens = self._copies.ahead(limit)
+        return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
 
 
 class RowDrafter:
@@ -35,7 +71,7 @@ class RowDrafter:
         self._masked = drafter if isinstance(drafter, DraftsUnderMask) else None
         self.reads: FeatureSpec | None = drafter.reads
         self.max_positions = drafter.max_positions
-        self._texts: dict[int, PredictedText] = {}
+        self._texts: dict[int, _PredictedText] = {}
         self.predicted = [0] * len(slots)
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -44,7 +80,7 @@ class RowDrafter:
         text = self._slots[slot]
         self._texts.pop(slot, None)
         if text is not None and text.prediction:
-            self._texts[slot] = PredictedText(text.prediction)
+            self._texts[slot] = _PredictedText(text.prediction)
 
     def finish_request(self, slot: int) -> None:
         """See `paceline.core.protocols.Drafter`."""

@@ -14,8 +14,134 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.draft.base import TextDrafter
-from paceline.draft.copy_tracker import CopyTracker
-from paceline.draft.suffix_index import SuffixAutomaton
+
+_CHANGE_FACTOR = 8
+"""A change divides the length of the repetition by this: most repetitions of a few tokens end where a token differs,
+most of many go on. Chosen among 2, 4 and 8 by replaying texts of the demo target and copies with changed names.
+"""
+
+
+class CopyTracker:
+    """Of one text. ``run``: tokens it has repeated so far, less what changes took away; 0 = it repeats nothing.
+
+    A repetition does not end where one token differs: a file that is repeated with a name changed goes on as
+    before, and the name is changed wherever it comes.
+    """
+
+    def __init__(self) -> None:
+        self.run = 0
+        self._source: Sequence[int] = ()
+        self._next = 0  # index in the source of the token that should come next
+        self._changes: dict[int, int] = {}  # token of the source -> the token that replaces it
+        self._unconfirmed: tuple[int, int] | None = None  # a change after which nothing was repeated yet
+
+    def begin(self, source: Sequence[int], start: int, run: int) -> None:
+        """The last ``run`` tokens of the text occur in a source, where their continuation begins at ``start``."""
+        self._source, self._next, self.run, self._unconfirmed = source, start, run, None
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The text was extended. Two tokens in a row that are not the source's end the repetition."""
+        for token in tokens:
+            if not self.run or self._next >= len(self._source):
+                self.run = 0
+                return
+            expected = self._source[self._next]
+            self._next += 1
+            if expected < 0:  # no token: the source ends here, and another one begins
+                self.run = 0
+                return
+            if token not in (expected, self._changes.get(expected)):
+                self.run = 0 if self._unconfirmed else max(1, self.run // _CHANGE_FACTOR)
+                self._unconfirmed = (expected, token)
+                continue
+            if token == expected:
+                self._changes.pop(expected, None)  # it is not changed everywhere
+            if self._unconfirmed:
+                self._changes[self._unconfirmed[0]], self._unconfirmed = self._unconfirmed[1], None
+            self.run += 1
+
+    def ahead(self, count: int) -> list[int]:
+        """The next tokens if the repetition goes on, with the same changes."""
+        return [self._changes.get(token, token) for token in self._source[self._next : self._next + count]]
+
+
+_MAX_LINKS = 32  # followed when ends are brought up to date; longer chains come from texts that repeat one token
+
+
+class SuffixAutomaton:
+    """One growing text. A state stands for all substrings that end at the same places.
+
+    It grows by one token at a time (Blumer et al., 1985), knows every substring of a text in at most twice as many
+    states as tokens, and finds the longest end that occurred before, whatever its length.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [-1]  # index after the last known occurrence that is older than the newest token
+        self._last = 0
+
+    def append(self, token: int) -> None:
+        """One more token; constant time on average."""
+        self._update_ends()
+        self.tokens.append(token)
+        state = self._state({}, self._length[self._last] + 1, len(self.tokens))
+        parent = self._last
+        while parent != -1 and token not in self._next[parent]:
+            self._next[parent][token] = state
+            parent = self._link[parent]
+        self._last = state
+        if parent == -1:
+            self._link[state] = 0
+            return
+        old = self._next[parent][token]
+        if self._length[old] == self._length[parent] + 1:
+            self._link[state] = old
+            return
+        clone = self._state(dict(self._next[old]), self._length[parent] + 1, self._end[old])
+        self._link[clone] = self._link[old]
+        while parent != -1 and self._next[parent].get(token) == old:
+            self._next[parent][token] = clone
+            parent = self._link[parent]
+        self._link[old] = self._link[state] = clone
+
+    def repeated(self) -> tuple[int, int]:
+        """The longest end of the text that occurred before: its length, and where its continuation begins."""
+        state = self._link[self._last]
+        return (0, 0) if state <= 0 else (self._length[state], self._end[state])
+
+    def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Append a token to another text, whose last ``length`` tokens ``state`` stands for; begin with (0, 0).
+
+        Returns the state and the length of the longest end, the token included, that this text contains.
+        """
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        after = self._next[state].get(token)
+        return (0, 0) if after is None else (after, length + 1)
+
+    def end_of(self, state: int) -> int:
+        """Where the continuation of the last known occurrence of this state begins."""
+        return self._end[state]
+
+    def _state(self, following: dict[int, int], length: int, end: int) -> int:
+        self._next.append(following)
+        self._link.append(-1)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._length) - 1
+
+    def _update_ends(self) -> None:
+        """Every end of the text so far last occurred here. Called before the text grows, so that it is past."""
+        state, steps, end = self._last, 0, len(self.tokens)
+        while state > 0 and steps < _MAX_LINKS:
+            self._end[state] = end
+            state = self._link[state]
+            steps += 1
+
 
 _HALVED = 4  # proposals of at least so many tokens may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it

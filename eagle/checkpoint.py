@@ -14,20 +14,72 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.errors import (
-    CheckpointError,
-    ConfigurationError,
-    MissingWeightsError,
-    WeightShapeError,
-)
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.files import check_finite, open_weight_file, write_weight_file
 from paceline.decoder.weights.folder import find_weight_files
-from paceline.eagle import exports, formats
+from paceline.eagle import formats
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
+
+
+def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = None) -> None:
+    """Raise unless the readers of a layout can run this head. ``num_layers``: of the target, which "nxd" asks for.
+
+    Read of their code: EAGLE cb7e084 (eagle/model/cnets.py and cnets1.py), SGLang and vLLM
+    (models/llama_eagle3.py), NxD Inference 4bcdc54 (models/model_base.py, models/llama/modeling_llama.py) and
+    speculators c05b95b.
+
+    Raises:
+        ConfigurationError: they cannot, and why; or the target is not given.
+    """
+    if layout == "paceline":
+        return
+    reason = _reason(config, layout, num_layers)
+    if reason:
+        raise ConfigurationError(f"layout {layout!r} cannot hold this head: {reason}; keep it in layout 'paceline'")
+
+
+def _reason(config: EagleConfig, layout: str, num_layers: int | None) -> str:
+    if config.norm_before_residual and layout != "speculators":
+        return "it has norm_before_residual, which only speculators' readers know"
+    if config.input_norm and layout != "nxd":
+        return "its layer normalises what it reads, which in version 1 only NxD Inference does"
+    if layout == "eagle" and (config.attention_bias or config.mlp_bias):
+        return "its layer has biases, which EAGLE's own code and SGLang leave out"
+    if config.version == 1:
+        return ""
+    if layout in ("eagle", "speculators") and config.layers[0] == 1:
+        return (
+            f"it reads residual streams {list(config.layers)}, and SGLang takes ids that begin with 1 for the outputs "
+            "of these layers, vLLM does not"
+        )
+    if layout in ("eagle", "nxd") and len(config.layers) != 3:
+        return f"it reads {len(config.layers)} residual streams of the target, and readers of this layout three"
+    return _nxd_reason(config, num_layers) if layout == "nxd" else ""
+
+
+def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
+    """NxD Inference reads no d2t, and the outputs of layers 1, L/2 - 1 and L - 4: the streams before those after."""
+    if config.draft_vocab_size != config.vocab_size:
+        return (
+            f"NxD Inference does not read d2t, and this head drafts {config.draft_vocab_size} of {config.vocab_size} "
+            "ids; train one with the whole vocabulary"
+        )
+    if config.target_hidden_size != config.hidden_size:
+        return "NxD Inference takes the width of the head for that of the target"
+    if num_layers is None:
+        raise ConfigurationError("layout 'nxd' depends on how many layers the target has: give the target")
+    expected = (2, num_layers // 2, num_layers - 3)
+    if config.layers != expected:
+        return (
+            f"NxD Inference reads residual streams {list(expected)} of a target with {num_layers} layers, and this "
+            f"head reads {list(config.layers)}"
+        )
+    return ""
+
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -112,13 +164,13 @@ def save(
     ``base`` says where the target came from, which layout "speculators" wants to know.
 
     Raises:
-        ConfigurationError: the layout is unknown, or its readers cannot run this head (`paceline.eagle.exports`).
+        ConfigurationError: the layout is unknown, or its readers cannot run this head (`_check_export`).
     """
     config, version = checkpoint.config, checkpoint.config.version
     facts = formats.written(config, layout, base=base)
     if layout == "nxd" and target is None:
         raise ConfigurationError("layout 'nxd' holds the target's embedding and output layer: give the target")
-    exports.check_export(config, layout, num_layers=None if target is None else target.num_layers)
+    _check_export(config, layout, num_layers=None if target is None else target.num_layers)
     tensors, embedding = dict(checkpoint.weights), checkpoint.embedding
     if version == 3:
         ids = tensors.pop("ids").to(torch.int64)

@@ -1,4 +1,11 @@
-"""The sizes of an EAGLE head, and the config.json our own folders keep them in. No weights in here.
+"""What an EAGLE head is configured by: its sizes, in our own folders' config.json, the streams that it reads, and the
+options of drafting and training. No weights in here.
+
+Stream i of the target is what layer i reads: 0 is the embedding, L what the last of L layers leaves, before the final
+norm. Other projects write ``eagle_aux_hidden_state_layer_ids`` in one of two ways without saying which: as streams, or
+as layers whose *output* is read, which are the streams one further. SGLang's rule decides (pull request 25454): ids
+that begin with 1 are outputs, all others are streams; ids of heads for gpt-oss are streams whatever they begin with
+(pull request 32334).
 
 Version 1 serves EAGLE-1 and EAGLE-2, which differ in how drafts grow and not in the head.
 Not here: how other projects write the same facts (`paceline.eagle.formats`).
@@ -7,18 +14,126 @@ Not here: how other projects write the same facts (`paceline.eagle.formats`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, PairingError
+from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.eagle.aux_layers import layer_ids
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.training.options import TEXTS_PER_FILE, TrainingOptions
+
+log = logging.getLogger("paceline")
+
+_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+_STREAMS = frozenset({"gpt_oss"})
+"""``model_type`` of targets whose heads write streams, also where the first is 1."""
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """The streams before layers 2, L/2 and L - 3 of a target with ``count`` layers, as in EAGLE's own code.
+
+    Raises:
+        ConfigurationError: with fewer than 7 layers these are not three different streams in ascending order.
+    """
+    layers = (2, count // 2, count - 3)
+    if not layers[0] < layers[1] < layers[2]:
+        raise ConfigurationError(
+            "the default streams of an EAGLE-3 head, before layers 2, L/2 and L - 3, are not three different ones of a "
+            f"target with {count} layers; name streams of 0 to {count}: --layers of a training, aux_layers of a draft"
+        )
+    return layers
+
+
+def parse_layers(value: object) -> tuple[int, ...] | None:
+    """The option ``aux_layers``: None, a stream, a list of streams, or text such as ``2,16,29``.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if value is None:
+        return None
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    numbers = [str(part).strip() for part in parts if isinstance(part, int | str) and not isinstance(part, bool)]
+    if not parts or len(numbers) != len(parts) or not all(number.isdecimal() for number in numbers):
+        raise ConfigurationError(
+            f"aux_layers={value!r} must be residual streams of the target, as in 2,16,29: whole numbers from 0 on"
+        )
+    return tuple(map(int, numbers))
+
+
+def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The streams that a checkpoint of another project reads of this target; which, and why, is logged.
+
+    override  in place of what the checkpoint says
+
+    Raises:
+        CheckpointError: the ids are no list of layer numbers, or stand there twice and differ.
+        ConfigurationError: the checkpoint names none, and the target is too small for the default.
+    """
+    ids, where = _written_ids(config), config.where
+    if override is not None:
+        return overridden(where, ids or (), override)
+    if ids is None:
+        layers: tuple[int, ...] = default_layers(target.num_layers)
+        log.info("%s names no layers: the head reads residual streams %s of the target", where, list(layers))
+        return layers
+    if ids[0] != 1 or target.model_type in _STREAMS:
+        log.info("%s: the head reads residual streams %s of the target", where, list(ids))
+        return ids
+    layers = tuple(i + 1 for i in ids)
+    log.warning(
+        "%s: layer ids %s begin with 1 and are taken for layers whose output is read, as SGLang does: the head reads "
+        "residual streams %s of the target; if that is wrong, set aux_layers=%s",
+        where, list(ids), list(layers), ",".join(map(str, ids)),
+    )  # fmt: skip
+    return layers
+
+
+def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tuple[int, ...]:
+    """The streams that the user asks for, which is logged beside what the checkpoint says (``before``)."""
+    log.info(
+        "%s: the head reads residual streams %s of the target, by aux_layers; the file says %s",
+        where, list(layers), list(before) or "nothing",
+    )  # fmt: skip
+    return tuple(layers)
+
+
+def _written_ids(config: Fields) -> tuple[int, ...] | None:
+    """``eagle_aux_hidden_state_layer_ids`` as they stand, at the top or in ``eagle_config``; None: in neither.
+
+    Raises:
+        CheckpointError: they are no list of layer numbers, or the two differ.
+    """
+    nested = config.child("eagle_config")
+    top, inner = _layer_ids(config, _LAYERS_KEY), None if nested is None else _layer_ids(nested, _LAYERS_KEY)
+    if top and inner and top != inner:
+        raise CheckpointError(
+            f"{config.where}: {_LAYERS_KEY} is {list(top)}, and in eagle_config {list(inner)}; keep the one the head "
+            "was trained with"
+        )
+    return top or inner or None
+
+
+def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
+    """A list of layer numbers, None where the key is absent.
+
+    Raises:
+        CheckpointError: it is no such list.
+    """
+    value = fields.values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
+        raise CheckpointError(f"{fields.where}: {key} is {value!r}, but must be a list of layer numbers from 0 on")
+    return tuple(value)
+
 
 CONFIG = "config.json"
 
@@ -179,7 +294,7 @@ def parse_own(fields: Fields) -> EagleConfig:
         **plain,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields),
-        layers=layer_ids(fields, "layers") or (),
+        layers=_layer_ids(fields, "layers") or (),
     )
 
 
@@ -202,3 +317,96 @@ def _rope(fields: Fields) -> RopeConfig:
         value = rope.values[name]
         plain[name] = rope.numbers(name, length=len(value) if isinstance(value, list) else 0)
     return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleOptions:
+    """Options of a draft; what they mean is said at `paceline.auto_drafter.AutoDrafter`.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+
+    draft_tree: object = None
+    aux_layers: object = None
+    divided: object = None
+    quantization: object = None
+
+    def __post_init__(self) -> None:
+        parse_layers(self.aux_layers)
+        head_format(self.quantization)
+
+
+def head_format(quantization: object) -> WeightFormat | None:
+    """The format that is asked for of a head's matrices; None: that of the target's ``amp``, or nothing is asked for.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHeadOptions:
+    """Which head is trained.
+
+    version           1 (also for EAGLE-2) or 3
+    layers            version 3: the target's residual streams it reads; empty = those before layers 2, L/2 and L - 3,
+                      as in EAGLE's own code. For version 1 they only decide what is kept, so that a head of version 3
+                      may use it too
+    draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
+    depth             of the chains whose acceptance is measured
+    start             folder of a head to train on; its version, layers and drafted ids are kept
+    """
+
+    version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
+    layers: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: before layers 2, L/2, L - 3."},
+    )
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
+    depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
+    start: Path | None = field(default=None, metadata={"help": "Folder of a head to train on; default: a fresh one."})
+
+
+@dataclass(frozen=True, slots=True)
+class EagleTraining(TrainingOptions):
+    """How an EAGLE head is trained; the other options are those of every training.
+
+    learning_rate   2e-3 by default
+    batch_size      a divisor of `TEXTS_PER_FILE`, so that every text has its turn
+    tokens          in all, repeats of a text counted again
+    ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
+    ttt_decay       weight of a pass, in terms of the one before
+    feature_weight  of the feature loss (version 1 only)
+    ce_weight       of the cross-entropy (version 1 only)
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    learning_rate: float = field(default=2e-3, metadata={"help": "Largest learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Tokens to train on, repeats counted."})
+    ttt_steps: int | None = field(
+        default=None, metadata={"help": "Passes of the training-time test. Default: 7; version 1: 1."}
+    )
+    ttt_decay: float = field(default=0.8, metadata={"help": "Weight of a pass in terms of the one before."})
+    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: of the feature loss."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: of the cross-entropy."})
+
+    def __post_init__(self) -> None:
+        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.tokens < 1 or (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
+            raise ConfigurationError("tokens and ttt_steps must be positive, and ttt_decay in (0, 1]")
+        if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
+            raise ConfigurationError("feature_weight and ce_weight must be 0 or more")
+        if TEXTS_PER_FILE % self.batch_size:
+            raise ConfigurationError(
+                f"batch_size={self.batch_size} leaves texts out: give a divisor of {TEXTS_PER_FILE}"
+            )
+
+    def passes(self, version: int) -> int:
+        """Passes of the training-time test for a head of this version."""
+        if self.ttt_steps is None:
+            return 7 if version == 3 else 1
+        return self.ttt_steps

@@ -21,14 +21,13 @@ from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.quantize import PackedMatrix
-from paceline.draft.head_drafter import HeadDrafter
+from paceline.draft.heads import HeadDrafter
 from paceline.eagle import checkpoint
-from paceline.eagle.aux_layers import parse_layers
+from paceline.eagle.config import head_format, parse_layers
 from paceline.eagle.division import embedding_part, is_divided, part_of, shard_of
 from paceline.eagle.head import EagleHead
-from paceline.eagle.options import head_format
 from paceline.eagle.tree import Chain, DraftTree
 
 

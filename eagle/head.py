@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
-from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank

@@ -1,8 +1,14 @@
 """From a target and a stream of tokens to a folder with a trained and measured head.
 
 What was done is kept in ``work``: the target's states as far as allowed, and the training's state, so that a run that
-was stopped resumes when it is asked for again. Not here: what is learned (`paceline.eagle.objective`), reading text
-files, and showing progress.
+was stopped resumes when it is asked for again. Not here: reading text files, and showing progress.
+
+EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's
+distribution. EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own
+output, each with 0.8 times the weight of the one before.
+
+A fresh head begins with what the target knows already: its last layer, norms and output layer. That is not a part of
+the papers, which begin with random layers. What does not fit (another width, other heads) stays random.
 """
 
 from __future__ import annotations
@@ -11,28 +17,223 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.eagle import checkpoint, initial
-from paceline.eagle.aux_layers import default_layers
+from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint
-from paceline.eagle.config import check_version
-from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, acceptance, objective, text_part
-from paceline.eagle.options import EagleHeadOptions, EagleTraining
+from paceline.eagle.config import EagleConfig, EagleHeadOptions, EagleTraining, check_version, default_layers
+from paceline.eagle.network import Past, TrainableHead
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
 from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
 from paceline.training.trainer import LOG_STEPS, Progress, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
+
+    ids: Tensor
+    size: int
+
+    @classmethod
+    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
+        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order[:keep].sort().values, len(counts))
+
+    def to(self, device: str) -> DraftVocab:
+        """The same on another device."""
+        return DraftVocab(self.ids.to(device), self.size)
+
+    @property
+    def offsets(self) -> Tensor:
+        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
+        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
+
+    @property
+    def mask(self) -> Tensor:
+        """t2d [V] bool: whether the head can draft that id."""
+        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
+
+
+def objective(
+    network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: DraftVocab
+) -> Tensor:
+    """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
+    last = texts.last.float()
+    probs, inside = target_probs(last, head, vocabulary)
+    if texts.counted is not None:
+        inside = inside & texts.counted
+    first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
+    if network.config.version == 3:
+        first, second = 0.0, 1.0
+    for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
+        logits = network.logits(hidden).float()
+        weights = inside[:, ahead:].float()
+        surprise = -(probs[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
+        loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
+        if first:
+            errors = F.smooth_l1_loss(hidden.float(), last[:, ahead:], reduction="none").mean(-1)
+            if texts.counted is not None:
+                errors = errors[texts.counted[:, ahead:]]
+            loss = loss + first * errors.mean()
+        total = total + options.ttt_decay**index * loss
+    return total
+
+
+def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
+    """The training-time test. For every pass: hidden [b, S - a, H] and how far ahead, a, of it its target's state lies.
+
+    Row i of pass j has read the target's features up to place i and the tokens up to i + 1 + j, and predicts the token
+    that the target's state at place i + a, a = 1 + j, predicts.
+    """
+    past: Past = []
+    size = texts.tokens.shape[1]
+    features = texts.last if network.config.version == 1 else texts.streams
+    hidden = network.fuse(features.float())
+    predictions = []
+    for index in range(min(count, size - 1)):
+        hidden = network(texts.tokens.roll(-1 - index, 1), hidden, past)
+        predictions.append((hidden[:, : size - 1 - index], 1 + index))
+    return predictions
+
+
+@torch.no_grad()
+def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Tensor, Tensor]:
+    """The target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+    logits = F.linear(last, head).float()
+    if len(vocabulary.ids) == vocabulary.size:
+        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
+    return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
+
+
+@torch.no_grad()
+def acceptance(
+    network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: DraftVocab, skip: int
+) -> list[float]:
+    """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
+
+    On texts that the target wrote greedily this is the acceptance of greedy chains, each place being a beginning.
+
+    Raises:
+        ConfigurationError: there is no such place.
+    """
+    parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
+    agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
+    agreed = torch.cat(agreements)
+    places = torch.ones_like(agreed[:, 0])
+    if texts.counted is not None:  # a chain counts where all that it drafts does
+        places = texts.counted.unfold(1, depth + 1, 1).all(-1)
+    places[:, :skip] = False
+    if not bool(places.any()):
+        raise ConfigurationError(
+            f"no text to measure on has a place that counts with room for {depth} drafts; give more or longer ones"
+        )
+    return [float(row[places].double().mean()) for row in agreed.unbind(1)]
+
+
+def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab) -> Tensor:
+    """[b, passes, places] bool: whether drafts up to this pass were all right."""
+    choices = F.linear(texts.last.float(), head).argmax(-1)
+    size = texts.tokens.shape[1] - count
+    standing = torch.ones(len(texts.tokens), size, dtype=torch.bool, device=choices.device)
+    rows = []
+    for hidden, ahead in passes(network, texts, count):
+        drafts = vocabulary.ids[network.logits(hidden).argmax(-1)]
+        standing = standing & (drafts[:, :size] == choices[:, ahead : ahead + size])
+        rows.append(standing)
+    return torch.stack(rows, 1)
+
+
+def text_part(texts: Texts, index: int, rows: int) -> Texts:
+    """Part ``index`` of some texts, ``rows`` of them."""
+    return texts.part(slice(index * rows, (index + 1) * rows))
+
+
+_FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
+
+
+def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
+    """A head of the target's own sizes."""
+    longest = target.rope.longest or target.max_position_embeddings
+    return EagleConfig(
+        version=version,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=min(target.max_position_embeddings, longest),
+        rope=target.rope,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size if version == 3 else target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        attention_bias=target.attention_bias,
+        mlp_bias=target.mlp_bias,
+        layers=layers if version == 3 else (),
+    )
+
+
+@torch.no_grad()
+def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: DraftVocab) -> TrainableHead:
+    """A network of this configuration; ``depth`` is how many layers the target has."""
+    torch.manual_seed(0)
+    network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
+    first, last = target.block(0), target.block(depth - 1)
+    state = network.state_dict()
+    weights: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
+    size = config.hidden_size
+    if config.version == 3:
+        weights["norm.weight"] = target.norm
+        weights["lm_head.weight"] = target.output.detach()[vocabulary.ids.to(target.device)]
+        weights["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
+        weights["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
+        for side in "qkv":
+            name = f"self_attn.{side}_proj.weight"
+            weights[f"layer.{name}"] = torch.cat([first[name], last[name]], 1)
+        if config.target_hidden_size == size:
+            fused = torch.zeros(size, config.feature_size)
+            fused[:, -size:] = torch.eye(size)
+            weights["fc.weight"] = fused
+    else:
+        fused = state["fc.weight"].clone()
+        fused[:, size:] = _FC * torch.eye(size)
+        weights["fc.weight"] = fused
+    fitting = {name: value for name, value in weights.items() if name in state and value.shape == state[name].shape}
+    network.load_state_dict({**state, **fitting})
+    return network.to(target.device)
+
+
+@torch.no_grad()
+def continued(found: Checkpoint, target: FrozenTarget, *, where: Path) -> TrainableHead:
+    """A trained head, to train on.
+
+    Raises:
+        CheckpointError: it has an embedding of its own, which no training here changes or keeps.
+    """
+    if found.embedding is not None:
+        raise CheckpointError(f"{where} has an embedding of its own; only heads that share the target's are trained on")
+    network = TrainableHead(
+        found.config, target.embedding, target.output.detach() if found.config.version == 1 else None
+    )
+    network.load_state_dict({name: value.float() for name, value in found.weights.items() if name != "ids"})
+    network.start = hashlib.sha256(b"".join(x.numpy().tobytes() for x in network.state_dict().values())).hexdigest()[
+        :16
+    ]
+    return network.to(target.device)
+
 
 Measure = Callable[[TrainableHead], list[float]]
 """Shares of places where chains of 1, 2, ... drafts are all right."""
@@ -173,14 +374,14 @@ def _begin(
         found = checkpoint.load(head.start, sizes)
         frozen = FrozenTarget(target, found.config.layers, precision=options.precision, device=options.device)
         vocabulary = DraftVocab(found.weights.get("ids", torch.arange(sizes.vocab_size)), sizes.vocab_size)
-        return frozen, initial.continued(found, frozen, where=head.start), vocabulary.to(options.device)
+        return frozen, continued(found, frozen, where=head.start), vocabulary.to(options.device)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
     frozen = FrozenTarget(target, layers, precision=options.precision, device=options.device)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
     vocabulary = DraftVocab.frequent(counts, drafted).to(options.device)
-    config = initial.default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
-    return frozen, initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
+    config = default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
+    return frozen, fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
 
 
 def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) -> None:

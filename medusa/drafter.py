@@ -20,10 +20,9 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.vocab_parallel import rank
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.quantize import MatrixLike
-from paceline.draft.head_drafter import HeadDrafter
-from paceline.draft.heads import ParallelHead, ParallelStep
+from paceline.draft.heads import HeadDrafter, ParallelHead, ParallelStep
 from paceline.medusa import checkpoint
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices, TreeLike, parse_choices, shipped_choices

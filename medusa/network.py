@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
-from paceline.decoder.kernels.vocab_part import VocabPart
+from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.decoder.weights.quantize import MatrixLike

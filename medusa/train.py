@@ -6,7 +6,7 @@ their losses are simply added. Only the heads change.
 
 Each stage of `train` leaves files behind and is skipped when they are there: states of the target in a folder that is
 named by the target, the options and the data, and the state of the training. Not here: reading text files, measuring
-(`paceline.medusa.accuracy`), showing progress.
+(`paceline.medusa.search`), showing progress.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.medusa import accuracy, checkpoint
-from paceline.medusa.accuracy import Accuracy
-from paceline.medusa.config import MedusaConfig
+from paceline.medusa import checkpoint, search
+from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import Heads, fresh
-from paceline.medusa.options import MedusaTexts, MedusaTraining
-from paceline.training import data
+from paceline.medusa.search import Accuracy
+from paceline.training import features
 from paceline.training.features import Report, Windows, read_features, write_features
 from paceline.training.frozen_model import FrozenTarget, products
 from paceline.training.options import TEXTS_PER_FILE
@@ -170,13 +169,13 @@ def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work
     states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     length, prompt = texts.length, texts.prompt_length
     counts = [texts.tokens // length, texts.self_distill_tokens // length, texts.eval_samples]
-    real, distilled, measured = data.cut(stream, sum(counts), length, seed=0).split(counts)
+    real, distilled, measured = features.cut(stream, sum(counts), length, seed=0).split(counts)
     batches = [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else []
     write_features(target, states / "train", "data", batches=batches, report=report)
     if len(distilled):
-        generated = data.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
+        generated = features.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
         write_features(target, states / "train", "own", batches=generated, report=report)
-    greedy = data.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,))
+    greedy = features.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,))
     write_features(target, states / "measure", "own", batches=greedy, report=report)
     return states
 
@@ -205,6 +204,6 @@ def train(
         return None
     weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in heads.own().items()}
     checkpoint.save(out, config, weights)
-    measured = accuracy.measure(heads, read_features(states / "measure", first=first), target.output.detach())
+    measured = search.measure(heads, read_features(states / "measure", first=first), target.output.detach())
     measured.write(out / "accuracy.json")
     return measured

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
     from paceline.decoder.parallel.sharding import GQA
     from paceline.decoder.weights.save_quantized import save_quantized
-    from paceline.draft.function import FunctionDrafter
+    from paceline.draft.base import FunctionDrafter
     from paceline.draft.ngram import NgramDrafter
     from paceline.draft.retokenizing import TokenizerPair
     from paceline.eagle.drafter import EagleDrafter
@@ -122,7 +122,7 @@ _MODULES = {
     "core.errors": ("PacelineError",),
     "decoder.parallel.sharding": ("GQA",),
     "decoder.weights.save_quantized": ("save_quantized",),
-    "draft.function": ("FunctionDrafter",),
+    "draft.base": ("FunctionDrafter",),
     "draft.ngram": ("NgramDrafter",),
     "draft.retokenizing": ("TokenizerPair",),
     "eagle.drafter": ("EagleDrafter",),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels import cache_rows
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Shard
@@ -170,7 +170,7 @@ def load(found: Loadable, progress: Callable[[int, int], None] | None = None) ->
         found.backend_name, options.layout.degree, options.quantization, kv_cache_dtype=options.kv_cache_dtype
     )
     if not engine.device_state:  # its state stays in this machine's memory
-        kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
+        cache_rows.check_cache(shard, options, cache_rows.machine_bytes())
     with _few_threads(config):
         weights = load_weights(
             folder,

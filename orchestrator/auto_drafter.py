@@ -17,11 +17,9 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, Shortens
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.draft.choice import ChoiceDrafter
-from paceline.draft.fallback import FallbackDrafter
-from paceline.draft.function import FunctionDrafter
+from paceline.draft.base import FunctionDrafter, NoDrafter
+from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
-from paceline.draft.none import NoDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, row_name
 from paceline.draft_spec import DraftSpec

@@ -23,10 +23,10 @@ from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import check_width
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
 from paceline.eagle import config as eagle_config
-from paceline.eagle.options import EagleOptions
+from paceline.eagle.config import EagleOptions
 from paceline.loadable import Loadable, loadable
 from paceline.medusa.config import is_medusa_config
 from paceline.medusa.tree import parse_choices, shipped_choices

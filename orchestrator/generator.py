@@ -16,7 +16,7 @@ from paceline import build
 from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
-from paceline.core.drafter_counts import DrafterCounts
+from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.base import sampling_refusal

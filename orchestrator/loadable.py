@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.decoder.backends import registry
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import check_positions
+from paceline.decoder.models.config import ModelConfig, check_positions
 from paceline.decoder.options import DecoderOptions, decoder_options
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.engine.request import TargetLimits
 from paceline.text.structured_output import GrammarCompiler
 

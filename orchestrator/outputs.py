@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from paceline.core.drafter_counts import DrafterCounts
-from paceline.core.drafter_health import DrafterHealth
+from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.core.errors import RequestError
 from paceline.core.types import TokenLogprobs
 

@@ -74,7 +74,7 @@ class RuleRow:
 DRAFTERS: dict[str, DrafterRow] = {
     row.name: row
     for row in (
-        DrafterRow("none", "paceline.draft.none:NoDrafter", "plain decoding", given_as="name", ladder="none"),
+        DrafterRow("none", "paceline.draft.base:NoDrafter", "plain decoding", given_as="name", ladder="none"),
         DrafterRow("ngram", "paceline.draft.ngram:NgramDrafter", "prompt lookup by n-grams", given_as="name"),
         DrafterRow(
             "suffix", "paceline.draft.suffix:SuffixDrafter", "longest repetition of the text's end", given_as="name"
@@ -98,7 +98,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
-            options="paceline.medusa.options:MedusaOptions",
+            options="paceline.medusa.config:MedusaOptions",
         ),
         DrafterRow(
             "eagle",
@@ -110,7 +110,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
-            options="paceline.eagle.options:EagleOptions",
+            options="paceline.eagle.config:EagleOptions",
         ),
         DrafterRow(
             "retokenizing",
@@ -120,7 +120,7 @@ DRAFTERS: dict[str, DrafterRow] = {
         ),
         DrafterRow(
             "fallback",
-            "paceline.draft.fallback:FallbackDrafter",
+            "paceline.draft.choice:FallbackDrafter",
             "a list: the first that has a proposal drafts",
             given_as="list",
         ),
@@ -130,9 +130,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             "several (drafts=[...]): the one that guesses the text best drafts",
             given_as="list",
         ),
-        DrafterRow(
-            "function", "paceline.draft.function:FunctionDrafter", "a function from ids to ids", given_as="object"
-        ),
+        DrafterRow("function", "paceline.draft.base:FunctionDrafter", "a function from ids to ids", given_as="object"),
         DrafterRow(
             "remote",
             "paceline.placement.remote.drafter:RemoteDrafter",

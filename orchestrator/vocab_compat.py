@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

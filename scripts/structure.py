@@ -21,8 +21,8 @@ PARTS: dict[str, frozenset[str]] = {
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
     "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.head_drafter", "draft.heads", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.head_drafter", "draft.heads", "training", "eagle"}),
+    "medusa": frozenset({"core", "decoder", "draft.heads", "training", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.heads", "training", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
         {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
@@ -34,7 +34,7 @@ SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 SUBFOLDERS: dict[str, frozenset[str]] = {
     "placement/planning": frozenset({"core", "decoder", "config", "placement.planning", "placement.host.environment"}),
     "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
-    "placement/lookahead": frozenset({"core", "placement.lookahead"}),
+    "placement/lookahead.py": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
     "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
     "orchestrator/text": frozenset(

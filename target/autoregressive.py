@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.protocols import Reading
 from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingKind, SamplingTensors
-from paceline.decoder.batch_buckets import first_slots, for_all_slots, idle_tokens
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots, for_all_slots, idle_tokens
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import move_slot, prefill_in_chunks
 from paceline.target.steps import root_of

@@ -33,9 +33,8 @@ from paceline.core.types import (
 )
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.steps import compact_path, move_slot, prefill_in_chunks, window
-from paceline.target.steps import features_of, pad_vocabulary, root_of, target_view
+from paceline.target.steps import VerifyMask, features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
-from paceline.target.verify_mask import VerifyMask
 
 
 class HostVerifier:

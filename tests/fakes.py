@@ -34,8 +34,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.engine.batch import Slot
 from paceline.engine.engine import Engine, Variant, VariantBuilder

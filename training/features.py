@@ -1,7 +1,8 @@
 """The states of the frozen target for texts, which heads learn from: computed once and kept on disk.
 
 Two ways: `write_features` computes all of them before the training, in files that an interrupted run resumes from;
-`FeatureCache` computes them when they are asked for, and keeps as many as allowed. Not here: the training itself.
+`FeatureCache` computes them when they are asked for, and keeps as many as allowed. The texts are cut out of a stream of
+tokens (`cut`), or written by the target itself (`self_generate`). Not here: the training itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +141,30 @@ class FeatureCache:
         stored = sum(file.stat().st_size for file in path.parent.iterdir())
         if stored + size <= self._options.feature_cache_bytes:
             save_tensors(path, tensors)
+
+
+def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
+    """Texts from evenly spread places of a token stream, in random order. -> [count, length] int64
+
+    Raises:
+        ConfigurationError: the stream is too short for as many that do not overlap.
+    """
+    room = len(stream) // length
+    if count > room:
+        raise ConfigurationError(
+            f"the data hold {len(stream)} tokens, enough for {room} texts of {length} and not for {count}; give more"
+        )
+    places = np.random.default_rng(seed).permutation(room)[:count] * length
+    return torch.from_numpy(np.stack([stream[at : at + length] for at in places]).astype(np.int64))
+
+
+def self_generate(
+    target: FrozenTarget, prompts: Tensor, length: int, *, temperatures: Sequence[float]
+) -> list[Callable[[], Tensor]]:
+    """The target's own continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each, temperatures by turns."""
+
+    def batch(index: int, part: Tensor) -> Tensor:
+        torch.manual_seed(index)
+        return target.continued(part, length - part.shape[1], temperature=temperatures[index % len(temperatures)])
+
+    return [partial(batch, index, part) for index, part in enumerate(prompts.split(TEXTS_PER_FILE))]

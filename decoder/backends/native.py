@@ -7,8 +7,7 @@ from collections.abc import Callable
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
-from paceline.decoder.native.huge_pages import use_huge_pages
-from paceline.decoder.native.ops import Native
+from paceline.decoder.native.ops import Native, use_huge_pages
 from paceline.decoder.native.program import Program
 
 

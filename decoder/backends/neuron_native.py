@@ -3,35 +3,44 @@
 A step is lowered to a pure graph, as for every compiler of graphs; what it changes is then written back into the
 device's tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of
 Neuron SDK 2.33 (October 2026, a public beta); it has run on a stand-in for that compiler only, never on a chip. Not
-here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.decoder.backends.neuron`), and models
-divided over cores, each of which is a process (`paceline.decoder.backends.neuron_native_ranks`).
+here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.decoder.backends.neuron`).
+
+Of a divided model each core is a process, with its part of the weights and the caches. Every rank makes the same steps,
+whose sums and gathers are PyTorch's functional collectives (no DTensor), and compiles them by itself; the group is
+PyTorch's default one, of TorchNeuron's backend ``neuron``. Written against AWS's guide "How to use torch.distributed on
+Neuron" (SDK 2.33, October 2026); it has run with gloo in the place of that backend, never on a chip.
 """
 
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.core.errors import BackendError
+from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.backends.neuron import attention_kernel, noise_record
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, instance_family
 from paceline.decoder.compile import graph_lint
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
-from paceline.decoder.kernels import graph_product, graph_topk, prompt_attention
+from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
 from paceline.decoder.kernels.prompt_attention import PromptAttention
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
 
 DEVICE = "neuron"
 """TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""
@@ -236,7 +245,7 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
     results = graph.graph_copy(lowered.graph.graph, {})
     assert isinstance(results, (list, tuple)), "a lowered step gives several tensors"
     aten = torch.ops.aten
-    own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, graph_topk.operator(): topk}
+    own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, graph_sampling.topk_operator(): topk}
     own[aten.alias.default] = _same
     own |= {one.Scalar: _typed(one.Tensor) for one in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor)}
     for node in graph.nodes:
@@ -263,7 +272,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `graph_topk.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
+    """As `graph_sampling.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
     values, places = torch.topk(x, count, dim=-1)
     return values, places.to(torch.int32)
 
@@ -280,3 +289,103 @@ def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
         return result
 
     return operate
+
+
+class NativeMember:
+    """A rank on a NeuronCore: the one whose number TorchNeuron finds in LOCAL_RANK. See `Member` for the methods."""
+
+    keeps_meeting = True  # nothing says when the last core has read what the others left there
+
+    def __init__(self, rank: int, degree: int, name: str) -> None:
+        self.announce: Callable[[str], None] = _quiet  # on rank 0 the backend's: every rank makes the same graphs
+        self.prompts = prompt_form()
+        self.kernels: Kernels = TraceableKernels(self.prompts)
+        self.group: Collectives = DeviceGroup(degree, name)
+        self._rank = rank
+        self._port = _free_port() if rank == 0 else 0
+        if rank == 0:
+            self.claim()
+        self.runtime: Runtime = self.find()
+
+    def claim(self) -> None:
+        """Make this process rank 0, before TorchNeuron is used in it.
+
+        Raises:
+            ConfigurationError: it cannot be, because of another decoder or of who started it.
+        """
+        if torch.distributed.is_initialized():
+            raise ConfigurationError(
+                "this process has a group of ranks already: with backend='neuron-native' all divided decoders of a "
+                "process have one tp_degree; close the others first, or load this one in another process"
+            )
+        if runtime.cache_info().currsize and not environment.is_rank():
+            raise ConfigurationError(
+                "a decoder of this process runs on one core already, and TorchNeuron gives a process one core; load "
+                "the divided model first, or in another process"
+            )
+        environment.become_rank(self.variables(0))
+
+    def find(self) -> Runtime:
+        """The device and its compiler."""
+        return runtime()
+
+    def variables(self, rank: int) -> dict[str, str]:
+        return environment.rank_variables(rank, self.group.degree, self._port)
+
+    def meet(self, folder: str) -> None:
+        distributed: Any = torch.distributed
+        store = distributed.FileStore(str(Path(folder) / "meeting"), self.group.degree)
+        distributed.init_process_group(
+            backend=DEVICE, store=store, rank=self._rank, world_size=self.group.degree, timeout=TIMEOUT
+        )
+        self.group = DeviceGroup(self.group.degree, distributed.group.WORLD.group_name)
+
+    def leave(self) -> None:
+        with suppress(AssertionError, RuntimeError, ValueError):  # it was never there, or other ranks are gone
+            torch.distributed.destroy_process_group()
+
+    def compile(self, graph: Graph) -> Step:
+        return compiled(graph, self.runtime, prompts=self.prompts, announce=self.announce)
+
+
+class NeuronNativeRanks(RankedBackend):
+    """As `NeuronNativeBackend`, on as many cores as the model is divided over; rank 0 is this process."""
+
+    name = "neuron-native"
+    kind = "paceline.decoder.backends.neuron_native:NativeMember"
+    device_state = True
+    draft_lengths = DRAFT_LENGTHS
+
+    def __init__(self, degree: int) -> None:
+        self.rounds_in_graph = environment.neuron_rounds()
+        super().__init__(degree)
+        member = self.ranks.member
+        assert isinstance(member, NativeMember)
+        self._member, self._runtime = member, member.runtime
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        announce(f"compiling {graph.name} on {self.group.degree} cores")
+        self._member.announce = announce
+        return super().compile(graph, announce)
+
+    def read_state(self, state: Tensor) -> Tensor:
+        """What rank 0 has in it: states that are read are the same on all ranks."""
+        return state_on(self._runtime, state)
+
+    def sampling_refusal(self) -> str | None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        return noise_record.refusal(self._runtime)
+
+    def record_noise_check(self, *, passed: bool) -> None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        noise_record.write(self._runtime, outcome=passed)
+
+
+def _quiet(_said: str) -> None:
+    """Tells nobody."""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

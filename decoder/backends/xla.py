@@ -208,7 +208,7 @@ def traced(
         changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk, product=xla_product)
     if strange := home.fallbacks():
         raise BackendError(
-            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/rewrites.py"
+            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/lowering.py"
         )
     return [*changed.values(), *outputs]
 

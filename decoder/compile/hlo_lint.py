@@ -8,11 +8,157 @@ with the reason.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from paceline.decoder.compile.hlo import Instruction, Module, parse
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.+?) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$"
+)
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{\s*$")
+_NAMED = re.compile(r"%([\w.-]+)")
+_ELEMENT = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a module.
+
+    type      as printed: ``f32[4,8]{1,0}``, or several in parentheses
+    inside    what stands between the parentheses: operands with their types, or a constant's value
+    suffix    attributes behind the parentheses
+    """
+
+    computation: str
+    name: str
+    type: str
+    opcode: str
+    inside: str
+    suffix: str
+    is_root: bool
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """Element types of the result, one for each part of a tuple."""
+        return tuple(_ELEMENT.findall(self.type))
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands."""
+        return tuple(_NAMED.findall(self.inside))
+
+    def attribute(self, name: str) -> str:
+        """The value of an attribute without its sign of a name, or nothing."""
+        match = re.search(rf"\b{name}=\"?%?([\w.\-$]+)", self.suffix)
+        return match.group(1) if match else ""
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.type} {self.opcode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """All instructions, in the order of the text."""
+
+    instructions: tuple[Instruction, ...]
+
+    def of(self, *opcodes: str) -> Iterator[Instruction]:
+        """Those of some opcodes."""
+        return (line for line in self.instructions if line.opcode in opcodes)
+
+    def named(self, computation: str, name: str) -> Instruction | None:
+        """An instruction of a computation."""
+        return next((x for x in self.instructions if x.computation == computation and x.name == name), None)
+
+    def root(self, computation: str) -> Instruction | None:
+        """What a computation results in."""
+        return next((x for x in self.instructions if x.computation == computation and x.is_root), None)
+
+
+def parse(text: str) -> Module:
+    """Read a module."""
+    instructions: list[Instruction] = []
+    computation = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header.group("name")
+        elif match := _INSTRUCTION.match(line):
+            inside, suffix = _split(match.group("rest"))
+            name, kind, opcode = match.group("name", "type", "opcode")
+            is_root = match.group("root") is not None
+            instructions.append(Instruction(computation, name, kind, opcode, inside, suffix, is_root))
+    return Module(tuple(instructions))
+
+
+def _split(rest: str) -> tuple[str, str]:
+    """What is inside the opcode's parentheses, and what follows them."""
+    depth = 1
+    for place, sign in enumerate(rest):
+        depth += (sign == "(") - (sign == ")")
+        if not depth:
+            return rest[:place], rest[place + 1 :]
+    return rest, ""
+
+
+_TYPES = {
+    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64",
+    10: "f16", 11: "f32", 12: "f64", 14: "opaque", 15: "c64", 16: "bf16", 17: "token", 18: "c128",
+    19: "f8e5m2", 20: "f8e4m3fn",
+}  # fmt: skip
+"""xla.PrimitiveType."""
+_TUPLE = 13
+
+
+def module_of(proto: Any) -> Module:
+    """A module of which each instruction says what its line would say in text, without layouts and finite values.
+
+    The message is read by the names of its fields, which XLA publishes (xla/service/hlo.proto, xla/xla_data.proto),
+    so that no generated classes are needed.
+    """
+    computations = {one.id: one.name for one in proto.computations}
+    instructions: list[Instruction] = []
+    for computation in proto.computations:
+        known = {one.id: one for one in computation.instructions}
+        for one in computation.instructions:
+            operands = (known[number] for number in one.operand_ids)
+            inside = ", ".join(f"{_shape(operand.shape)} %{operand.name}" for operand in operands)
+            if one.opcode == "constant":
+                inside = _constant(one.literal)
+            called = [f"to_apply=%{computations[number]}" for number in one.called_computation_ids]
+            target = [f'custom_call_target="{one.custom_call_target}"'] if one.custom_call_target else []
+            suffix = "".join(f", {attribute}" for attribute in (*called, *target))
+            is_root = one.id == computation.root_id
+            instructions.append(
+                Instruction(computation.name, one.name, _shape(one.shape), one.opcode, inside, suffix, is_root)
+            )
+    return Module(tuple(instructions))
+
+
+def _shape(shape: Any) -> str:
+    """``f32[4,<=8]``, or several in parentheses."""
+    if shape.element_type == _TUPLE:
+        return f"({', '.join(_shape(part) for part in shape.tuple_shapes)})"
+    moving = [*shape.is_dynamic_dimension, *[False] * len(shape.dimensions)]
+    sizes = [f"<={size}" if moves else str(size) for size, moves in zip(shape.dimensions, moving, strict=False)]
+    return f"{_TYPES.get(shape.element_type, 'unknown')}[{','.join(sizes)}]"
+
+
+def _constant(literal: Any) -> str:
+    """``inf``, ``nan`` or nothing: what rules ask of a constant. Numbers of 16 bits are bytes, the low one first."""
+    halves = ((literal.f16s, 0x7C00, 0x03FF), (literal.bf16s, 0x7F80, 0x007F))
+    words = [
+        (int.from_bytes(data[place : place + 2], "little"), exponent, fraction)
+        for data, exponent, fraction in halves
+        for place in range(0, len(data), 2)
+    ]
+    found = {"nan" if word & fraction else "inf" for word, exponent, fraction in words if word & exponent == exponent}
+    for value in (*literal.f32s, *literal.f64s):
+        if not math.isfinite(value):
+            found.add("nan" if math.isnan(value) else "inf")
+    return " ".join(sorted(found))
+
 
 _LIST = """
     abs add all-gather all-reduce atan2 bitcast-convert broadcast ceil clamp compare concatenate constant

@@ -1,13 +1,29 @@
 """A step as a pure graph: state and inputs in, new state and outputs out, in operations that compilers take.
 
 This is what stands between a step (a module that writes into its caches) and a compiler of whole graphs. PyTorch's
-exporter makes it functional; `paceline.decoder.compile.rewrites` replaces what would lower to 64-bit indices,
-quadratic scans or worse. Not here: any compiler, and any device: a lowered step runs on whatever device its tensors
-are on.
+exporter makes it functional; `rewrites` replaces what would lower to 64-bit indices, quadratic scans or worse. Not
+here: any compiler, and any device: a lowered step runs on whatever device its tensors are on.
+
+Each entry of `rewrites` replaces one operation while a step is lowered. The results are the same bits wherever this
+package uses them, but for the functions in the last row but one: selections move values without computing, running sums
+are of zeros and ones, and shifts and bit patterns are what they were. What torch_xla 2.9 does with the originals is the
+reason for each:
+
+    gather, index  ask for 64-bit indices; an index is compared with a row of small integers, or selects whole rows
+    cumsum         a window over the whole row, quadratic in its length; here products with a triangle
+    >>             a division, which rounds negative words towards zero; here an arithmetic shift
+    view(int32)    no lowering at all: the graph would be cut in two; here the pattern is computed
+    mean           holds NaN, for rows of no numbers; here the sum divided by the row's length
+    comparisons    with a Python number go through 64 bits; here the number has the tensor's type
+    gelu, softmax, relu
+                   lowered as the compiler chooses, gelu with an erf, which Neuron refuses (EHCA005); here sums,
+                   products, exp and tanh, and numbers within 2e-7 of the originals
+    int64, asserts made 32-bit, and dropped: no device of ours has the first, no graph the second
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +35,174 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
-from paceline.decoder.compile import rewrites
-from paceline.decoder.kernels import graph_product, graph_topk, prompt_attention
+from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
 from paceline.decoder.parallel.collectives import Collectives
+
+_BLOCK = 128  # side of the triangle; also the width of a matrix engine
+_POWERS = (64, 32, 16, 8, 4, 2, 1)
+_MANTISSA = 23  # bits of a float32 behind the point
+_BIAS = 127
+_SIGN = -(1 << 31)
+
+
+def rewrites() -> dict[Any, Callable[..., Any]]:
+    """What replaces what, for `torch.export.ExportedProgram.run_decompositions`."""
+    aten = torch.ops.aten
+    replacements: dict[Any, Callable[..., Any]] = {
+        aten.gather.default: gather,
+        aten.cumsum.default: cumsum,
+        aten.mean.dim: mean,
+        aten.index.Tensor: index,
+        aten.__rshift__.Scalar: shift_right,
+        aten.view.dtype: view_as,
+        aten._to_copy.default: to_copy,
+        aten.gelu.default: gelu,
+        aten.relu.default: relu,
+        aten.softmax.int: softmax,
+        aten._assert_tensor_metadata.default: lambda *_args, **_kwargs: None,
+    }
+    for overload in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        replacements[overload] = _narrow_arange(overload)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        compare = getattr(aten, name)
+        replacements[compare.Scalar] = _typed(compare.Tensor)
+    return replacements
+
+
+def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
+    """`torch.gather` by comparison, for short dimensions: exact, since all but one term of each sum are zero."""
+    dim = dim % x.dim()
+    moved = x.movedim(dim, -1).unsqueeze(-2)  # [..., 1, size]
+    at = index.movedim(dim, -1).unsqueeze(-1).to(torch.int32)  # [..., n, 1]
+    for axis in range(moved.dim() - 2):  # an index shorter than x means the leading part of x
+        moved = moved.narrow(axis, 0, at.shape[axis])
+    places = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(places == at, moved, zero).sum(-1, dtype=x.dtype).movedim(-1, dim)
+
+
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Rows of the first dimension. Indices are not negative anywhere in this package."""
+    (rows,) = indices
+    if rows is None or rows.dtype == torch.bool:
+        raise BackendError("a graph may index by one tensor of row numbers only")
+    return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
+
+
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Running sum in float32, block by block: exact for counts below 2**24."""
+    return _running(x.to(torch.float32).movedim(dim, -1)).movedim(-1, dim).to(dtype or x.dtype)
+
+
+def _running(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    width = min(_BLOCK, size)
+    blocks = -(-size // width)
+    padded = torch.nn.functional.pad(x, (0, blocks * width - size)).reshape(*x.shape[:-1], blocks, width)
+    places = torch.arange(width, dtype=torch.int32, device=x.device)
+    triangle = (places.unsqueeze(-1) <= places).to(torch.float32)
+    inside = torch.matmul(padded, triangle)
+    if blocks > 1:
+        ends = inside[..., -1]
+        inside = inside + (_running(ends) - ends).unsqueeze(-1)
+    return inside.reshape(*x.shape[:-1], blocks * width)[..., :size]
+
+
+def mean(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Mean over dimensions that are not empty."""
+    size = math.prod(x.shape[axis] for axis in dim)
+    return x.sum(list(dim), keepdim, dtype=dtype) / torch.full((), float(size), dtype=dtype or x.dtype, device=x.device)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """Of Hendrycks and Gimpel (arXiv 1606.08415), by the error function or by their approximation of it."""
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+        return 0.5 * x * (1.0 + torch.tanh(inner))
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+def erf(x: Tensor) -> Tensor:
+    """The error function to within 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26)."""
+    size = x.abs()
+    t = torch.ones_like(x) / (1.0 + 0.3275911 * size)
+    total = torch.zeros_like(x)
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        total = t * (total + factor)
+    positive = torch.ones_like(x) - total * torch.exp(-(x * x))
+    return torch.where(x < 0, -positive, positive)
+
+
+def relu(x: Tensor) -> Tensor:
+    """The larger of x and zero."""
+    return torch.maximum(x, torch.zeros_like(x))
+
+
+def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(x) over its sum; the largest is taken off before, so that no power is beyond the type's range."""
+    wide = x if dtype is None else x.to(dtype)
+    powers = torch.exp(wide - wide.amax(dim, keepdim=True))
+    return powers / powers.sum(dim, keepdim=True)
+
+
+def shift_right(x: Tensor, by: int) -> Tensor:
+    """Arithmetic shift of int32."""
+    amount = torch.full((), by, dtype=x.dtype, device=x.device)
+    return torch.bitwise_right_shift(x, amount)
+
+
+def view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bit pattern of finite float32 numbers as int32; subnormal ones count as zero, which has no sign.
+
+    Every step multiplies by a power of two or compares, so nothing is rounded. The pieces are joined bit by bit: no
+    sum needs more than 24 bits.
+    """
+    if x.dtype != torch.float32 or dtype != torch.int32:
+        raise BackendError(f"a graph may read the bits of float32 as int32 only, not of {x.dtype} as {dtype}")
+    size = x.abs()
+    exponent = torch.zeros_like(size)
+    for power in _POWERS:
+        over = size >= 2.0**power
+        size = torch.where(over, size * 2.0**-power, size)
+        exponent = torch.where(over, exponent + power, exponent)
+    for power in _POWERS:
+        under = size < 2.0 ** (1 - power)
+        size = torch.where(under, size * 2.0**power, size)
+        exponent = torch.where(under, exponent - power, exponent)
+    high = (exponent + _BIAS).to(torch.int32) * (1 << _MANTISSA)
+    low = ((size - 1.0) * float(1 << _MANTISSA)).to(torch.int32)
+    word = torch.where(x < 0, (high | low) ^ _SIGN, high | low)
+    return torch.where(x.abs() < 2.0 ** (1 - _BIAS), 0, word)
+
+
+def to_copy(x: Tensor, *, dtype: torch.dtype | None = None, **_rest: object) -> Tensor:
+    """A conversion; to 64 bits means to 32."""
+    kind = torch.int32 if dtype == torch.int64 else dtype or x.dtype
+    return torch.ops.prims.convert_element_type(x, kind)  # type: ignore[no-any-return]
+
+
+def _narrow_arange(overload: Any) -> Callable[..., Tensor]:
+    def arange(*bounds: int, dtype: torch.dtype | None = None, **rest: object) -> Any:
+        all_integers = all(isinstance(bound, int) for bound in bounds)
+        if dtype == torch.int64 or (dtype is None and all_integers):
+            return overload(*bounds, dtype=torch.int32, **rest)
+        return NotImplemented
+
+    return arange
+
+
+def _typed(compare: Any) -> Callable[..., Tensor]:
+    def compared(x: Tensor, number: float) -> Tensor:
+        compared: Tensor = compare(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return compared
+
+    return compared
+
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """As `paceline.decoder.kernels.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""As `paceline.decoder.kernels.graph_topk.topk`."""
+"""As `paceline.decoder.kernels.graph_sampling.topk`."""
 Attention = Callable[..., Tensor]
 """As `paceline.decoder.kernels.prompt_attention.operator`."""
 
@@ -62,11 +238,15 @@ class Lowered:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
         ``ranks`` are what the step's collectives become there, and ``topk``, ``product`` and ``attention`` what
-        `paceline.decoder.kernels.graph_topk`, `graph_product` and `prompt_attention` become; without them PyTorch's
+        `paceline.decoder.kernels.graph_sampling`, `graph_product` and `prompt_attention` become; without them PyTorch's
         own are called.
         """
         tensors = [state[name] for name in self.state]
-        given = {graph_topk.operator: topk, graph_product.operator: product, prompt_attention.operator: attention}
+        given = {
+            graph_sampling.topk_operator: topk,
+            graph_product.operator: product,
+            prompt_attention.operator: attention,
+        }
         own: dict[Any, Callable[..., Any]] = {one(): call for one, call in given.items() if call is not None}
         flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, own=own).run(*tensors, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
@@ -87,7 +267,7 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own trees
-            program = torch.export.export(module, example, strict=False).run_decompositions(rewrites.table())
+            program = torch.export.export(module, example, strict=False).run_decompositions(rewrites())
     except Exception as error:
         hint = "; one decoder cannot be both sides of a fused round here: load it twice, or pass fused=False"
         reason = f"{type(error).__name__}: {error}{hint if _shares_buffers(module) else ''}"

@@ -10,13 +10,16 @@ only what it needs, over rows of logits that may be divided over ranks:
     wide    as full, for top-k above 256: two searches over the row find its border and the nucleus
 
 Equals stand or fall together at the border of top-k and of the nucleus, so that it does not matter in which order the
-compiler's top-k gives them. No sort, no table, no integer above 2**24, and nothing is gathered from a row by its id.
+compiler's top-k gives them. That top-k is one operator here, which every compiler of graphs replaces by what it has:
+PyTorch's own gives 64-bit places, and lowers to a sort, which the Neuron compiler refuses. No sort, no table, no
+integer above 2**24, and nothing is gathered from a row by its id.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +27,125 @@ from torch import Tensor
 from paceline.core import noise, reduce
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind, SamplingTensors
-from paceline.decoder.kernels.graph_topk import topk
-from paceline.decoder.kernels.vocab_part import NOWHERE, VocabPart
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
+
+
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of every row, falling, and their places; of equals, whichever the backend takes.
+
+    x [..., n] float32 -> [..., count] float32, [..., count] int32
+    """
+    largest: tuple[Tensor, Tensor] = topk_operator()(x, count)
+    return largest
+
+
+@lru_cache(maxsize=1)
+def topk_operator() -> Any:
+    """The operator ``paceline_graph::largest``, defined once per process."""
+    library = _library()
+    assert library is not None
+    return torch.ops.paceline_graph.largest.default
+
+
+@lru_cache(maxsize=1)
+def _library() -> torch.library.Library:
+    """Kept for the life of the process: the operators go with it."""
+    library = torch.library.Library("paceline_graph", "FRAGMENT")
+    library.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
+    library.impl("largest", _topk, "CompositeExplicitAutograd")
+    torch.library.register_fake("paceline_graph::largest", _shapes, lib=library)
+    return library
+
+
+def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    values, places = torch.topk(x, count, dim=-1)
+    return values, places.to(torch.int32)
+
+
+def _shapes(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32)
+
+
+_NOWHERE = 2 * reduce.NEGATIVE
+"""A score below everything that is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabPart:
+    """The ids whose logits this rank has.
+
+    ids    [n] int32, ascending; if the vocabulary is divided, those from ``size`` on fill up the last ranks' parts
+    size   above every real id
+    group  the ranks
+    gaps   whether the ids have gaps
+    """
+
+    ids: Tensor
+    size: int
+    group: Collectives
+    gaps: bool = False
+
+    @classmethod
+    def whole(cls, logits: Tensor) -> VocabPart:
+        """All ids of logits [b, T, V]."""
+        size = logits.shape[-1]
+        return cls(torch.arange(size, dtype=torch.int32, device=logits.device), size, SingleRank())
+
+    @property
+    def divided(self) -> bool:
+        return self.group.degree > 1
+
+    def real(self, logits: Tensor) -> Tensor:
+        """Logits [b, T, n] in which the ids that fill up are never chosen."""
+        filled_up = self.divided and (self.gaps or len(self.ids) * self.group.degree > self.size)
+        return torch.where(self.ids < self.size, logits, _NOWHERE) if filled_up else logits
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of numbers [b, T, 1]."""
+        return self.group.reduce(x) if self.divided else x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest number of a row [b, T, n] on any rank. -> [b, T, 1]"""
+        high = x.amax(-1, keepdim=True)
+        return self.group.gather(high).amax(0) if self.divided else high
+
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` largest numbers of this rank's part of a row [b, T, n], falling, and their ids.
+
+        -> [b, T, count] float32 and int32, or as many as there are
+        """
+        values, places = topk(x, min(count, x.shape[-1]))
+        if self.gaps:
+            return values, self.ids.index_select(0, places.flatten()).reshape(places.shape)
+        return values, places + self.ids[0] if self.divided else places
+
+    def falling(self, values: Tensor, count: int) -> Tensor:
+        """The ``count`` largest of all ranks' numbers, of which this one has [b, T, K], falling.
+
+        -> [b, T, count], or as many as there are; of a vocabulary that is not divided, ``values`` as they are
+        """
+        return self.largest_of_all(values, count) if self.divided else values
+
+    def largest_of_all(self, values: Tensor, count: int) -> Tensor:
+        """As `falling`, of numbers in any order."""
+        every = self._joined(values)
+        return topk(every, min(count, every.shape[-1]))[0]
+
+    def merged(self, keys: Tensor, values: Tensor, ids: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
+        """The first ``count`` of all ranks' values and ids by the largest keys, where each rank has the first of its
+        own. [b, T, K] each -> [b, T, count] twice
+        """
+        if not self.divided:
+            return values, ids
+        places = topk(self._joined(keys), count)[1].to(torch.int64)
+        gathered = self._joined(ids.to(torch.float32)).gather(-1, places)  # float32 is exact for ids
+        return self._joined(values).gather(-1, places), gathered.to(torch.int32)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """x [b, T, K] of every rank, one behind the other."""
+        return self.group.gather(x).movedim(0, -2).flatten(-2) if self.divided else x
+
 
 CANDIDATES = 127
 """Of the full kind; one less than a power of two, so that seven halvings tell apart how many of them the nucleus holds.
@@ -72,7 +192,7 @@ class _Choices:
 
     def best(self) -> Tensor:
         """The choice: the lowest id of the largest that stands. -> [b, T] int32"""
-        return _largest(torch.where(self.stands, self.drawn, NOWHERE), self.ids, self.part)
+        return _largest(torch.where(self.stands, self.drawn, _NOWHERE), self.ids, self.part)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
         """Ids and scores of the first choices, what is cut behind all that stands. -> [b, T, count] each"""
@@ -123,7 +243,7 @@ class _Rows:
         """With noise where a row samples, and far below where the filters cut. [b, T, n]"""
         drawn = torch.where(self.params.hot, self.drawn, self.scaled)
         inside = _inside(self.scaled - self.high, self.weights, self.params, part=self.part)
-        return torch.where(inside, drawn, NOWHERE)
+        return torch.where(inside, drawn, _NOWHERE)
 
     def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
         """Among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1] bool.
@@ -137,7 +257,7 @@ class _Rows:
         border, decided = self.border(falling, full=full)
         drawn = torch.where(params.hot, scores + self.gumbel(ids), scores)
         if self.part.divided:  # the largest of one rank need not be among the largest of all
-            drawn = torch.where(scores >= falling[..., -1:], drawn, NOWHERE)
+            drawn = torch.where(scores >= falling[..., -1:], drawn, _NOWHERE)
         return _Choices(ids, drawn, scores >= border, self.part), decided
 
     def border(self, falling: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
@@ -166,7 +286,7 @@ class _Rows:
         # What was added to the noise, to the last bits; a score that is less than that above it counts as its equal.
         scores = drawn - gumbel
         scores = scores + (drawn.abs() + gumbel.abs()) * 2.0**-22
-        scores = torch.where(drawn >= best[..., -1:], scores, NOWHERE)
+        scores = torch.where(drawn >= best[..., -1:], scores, _NOWHERE)
         falling = part.largest_of_all(scores, best.shape[-1])
         count = _count_inside(falling, self.scaled, self.weights, target=params.top_p * self.mass, part=part)
         border = _at(falling, count - 1)  # of the last candidate that the nucleus holds

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+
+
+def code(name: str) -> int:
+    """As `Activation` of decoder/native/experts.h."""
+    return list(ACTIVATIONS).index(name)
+
 
 NormKind = Literal["rms", "rms plus one", "layer"]
 NORMS: tuple[NormKind, ...] = ("rms", "rms plus one", "layer")

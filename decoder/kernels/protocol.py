@@ -233,7 +233,7 @@ class ExpertWeights:
 
     gate_up     gate and up of every expert below each other [E * 2 F, H]
     down        those of all experts below each other [E * H, F]
-    activation  one of `paceline.decoder.kernels.activations.ACTIVATIONS`
+    activation  one of `paceline.decoder.kernels.plain.ACTIVATIONS`
     """
 
     gate_up: MatrixLike

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.activations import ACTIVATIONS
 from paceline.decoder.kernels.cache_rows import pack, unpack
-from paceline.decoder.kernels.plain import PlainOperations
+from paceline.decoder.kernels.plain import ACTIVATIONS, PlainOperations
 from paceline.decoder.kernels.protocol import (
     PLAIN_ATTENTION,
     AttentionRule,

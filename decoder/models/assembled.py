@@ -1,24 +1,138 @@
 """The network of a family that a `Blueprint` describes: norms, attention, MLP or experts, put together as it says.
 
-Not here: MLP and experts (`paceline.decoder.models.mlp`); what a family's config.json means and what its tensors are
-called, which is in the family's own module.
+Not here: what a family's config.json means and what its tensors are called (`paceline.decoder.models.families`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.kernels.protocol import AttentionRule, CachePosition
+from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, ExpertWeights, Kernels, MixtureKernels
 from paceline.decoder.models.base import DecoderModel
-from paceline.decoder.models.blueprint import Blueprint
-from paceline.decoder.models.layers import Rotation, Weights, biased, frozen
-from paceline.decoder.models.mlp import MixtureOfExperts, Mlp
-from paceline.decoder.models.part import Part
+from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Names
+from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, joined_vectors
 from paceline.decoder.models.rope import rope_tables, rotation_at
-from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined_rows, matrix
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined, joined_rows, matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of a model, the kernels it computes with, and what its tensors are called."""
+
+    shard: Shard
+    kernels: Kernels
+    group: Collectives
+    names: Names
+
+    @property
+    def config(self) -> AssembledConfig:
+        config = self.shard.config
+        assert isinstance(config, AssembledConfig), "the family's own `config` made it"
+        return config
+
+    def taken(self, weights: Weights, name: str) -> Stored:
+        """A product's matrix as [out, in], which a quantised one is already. Takes it out of ``weights``."""
+        weight = weights.pop(f"{name}.weight")
+        return weight.t().contiguous() if self.names.transposed and isinstance(weight, Tensor) else weight
+
+
+class _Mlp(nn.Module):
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, part: Part, weights: Weights, inner: dict[str, str]) -> None:
+        super().__init__()
+        plan = part.config.blueprint
+        self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
+        self._activation = plan.activation
+        sides = [side for side in ("gate up", "gate", "up") if side in inner]
+        self.up = joined([part.taken(weights, inner[side]) for side in sides])
+        self.up_bias = joined_vectors(weights, [f"{inner[side]}.bias" for side in sides]) if plan.mlp_bias else None
+        self.down = matrix(part.taken(weights, inner["down"]))
+        self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
+        return biased(self._group.reduce(self.share(x, real)), self.down_bias)
+
+    def share(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """What this rank adds to the sum, without the bias."""
+        inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
+        inner = self._kernels.activate(inner, self._activation, gated=self._gated)
+        return self._kernels.linear(inner, self.down, real)
+
+
+class MixtureOfExperts(nn.Module):
+    """A row adds up the experts that it chose: exact, and independent of the other rows. No row is ever dropped."""
+
+    def __init__(self, part: Part, weights: Weights, inner: dict[str, str]) -> None:
+        super().__init__()
+        plan = part.config.blueprint
+        assert plan.experts is not None
+        assert plan.gated and not plan.mlp_bias, "experts are gated and have no biases"
+        self._plan, self._kernels, self._group = plan.experts, part.kernels, part.group
+        self.router = frozen(weights.pop(f"{inner['router']}.weight"))
+        named = [{key: name.format(e=e) for key, name in inner.items()} for e in range(plan.experts.count)]
+        kernels = part.kernels.mixture
+        self.experts: EveryExpert | ChosenExperts = (
+            EveryExpert(part, weights, named)
+            if kernels is None
+            else ChosenExperts(part, weights, named, kernels=kernels)
+        )
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
+        shares = self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1))
+        return self._group.reduce(self.experts(x, shares, real))
+
+    def chosen(self, probs: Tensor) -> Tensor:
+        """Router probabilities [b, T, E] -> of each expert what it counts for, 0 of those that are not chosen."""
+        numbers = torch.arange(probs.shape[-1], device=probs.device)
+        own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
+        ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
+        chosen_probs = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
+        return chosen_probs / chosen_probs.sum(-1, keepdim=True) if self._plan.normalise else chosen_probs
+
+
+class ChosenExperts(nn.Module):
+    """The matrices of all experts below each other, for kernels that read those of chosen ones alone."""
+
+    def __init__(
+        self, part: Part, weights: Weights, named: Sequence[dict[str, str]], *, kernels: MixtureKernels
+    ) -> None:
+        super().__init__()
+        self._kernels, self._activation = kernels, part.config.blueprint.activation
+        sides = [side for side in ("gate up", "gate", "up") if side in named[0]]
+        self.gate_up = joined([part.taken(weights, inner[side]) for inner in named for side in sides])
+        self.down = joined([part.taken(weights, inner["down"]) for inner in named])
+
+    def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
+        """x [b, T, H], shares [b, T, E] -> [b, T, H]: what this rank adds to the sum."""
+        weights = ExpertWeights(self.gate_up, self.down, self._activation)
+        return self._kernels.experts(x, shares, weights, count=real)
+
+
+class EveryExpert(nn.ModuleList):
+    """Every expert computes every row, for graphs of fixed shape that cannot follow what a row chose.
+
+    That reads all experts' weights, for a single token as for a window.
+    """
+
+    def __init__(self, part: Part, weights: Weights, named: Sequence[dict[str, str]]) -> None:
+        super().__init__([_Mlp(part, weights, inner) for inner in named])
+
+    def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
+        """As `ChosenExperts`."""
+        total = torch.zeros_like(x)
+        for index, expert in enumerate(self):
+            total = total + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
+        return total
 
 
 class AssembledModel(DecoderModel):
@@ -98,7 +212,7 @@ class AssembledLayer(nn.Module):
         self.attention = Attention(part, weights, inner, window=plan.windows[index] if plan.windows else 0)
         self.post_norm = _norm(part, weights, inner["post norm"]) if plan.post_norms else None
         self.mlp_norm = None if plan.shared_norm else _norm(part, weights, inner["mlp norm"])
-        kind = Mlp if plan.experts is None else MixtureOfExperts
+        kind = _Mlp if plan.experts is None else MixtureOfExperts
         self.mlp = kind(part, weights, inner)
         self.post_mlp_norm = _norm(part, weights, inner["post mlp norm"]) if plan.post_norms else None
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.parallel.sharding import Split, TensorSpec
 
 Norm = Literal["rms", "rms plus one", "layer"]

@@ -76,7 +76,7 @@ class LlamaFamily(Family):
         cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
         from paceline.decoder.models.base import DecoderModel
-        from paceline.decoder.models.llama_layer import LlamaLayer
+        from paceline.decoder.models.layers import LlamaLayer
 
         return DecoderModel(
             shard,

@@ -1,4 +1,4 @@
-"""Which class decodes which ``model_type``: literal rows of lazy paths. A new family is one file and one row."""
+"""Which class decodes which ``model_type``: literal rows of lazy paths. A new family is one class and one row."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ MODEL_FAMILIES: dict[str, FamilyRow] = {
     row.name: row
     for row in (
         FamilyRow("llama", "paceline.decoder.models.llama:LlamaFamily", "Llama 2 and 3, SmolLM, and the like"),
-        FamilyRow("qwen3", "paceline.decoder.models.qwen3:Qwen3Family", "Qwen3, dense"),
-        FamilyRow("qwen3_moe", "paceline.decoder.models.qwen3_moe:Qwen3MoeFamily", "Qwen3, mixture of experts"),
-        FamilyRow("qwen2", "paceline.decoder.models.qwen2:Qwen2Family", "Qwen 2 and 2.5"),
-        FamilyRow("mistral", "paceline.decoder.models.mistral:MistralFamily", "Mistral, sliding window"),
-        FamilyRow("mixtral", "paceline.decoder.models.mixtral:MixtralFamily", "Mixtral, mixture of experts"),
-        FamilyRow("phi3", "paceline.decoder.models.phi3:Phi3Family", "Phi-3 and Phi-4, text only"),
-        FamilyRow("gemma2", "paceline.decoder.models.gemma2:Gemma2Family", "Gemma 2"),
-        FamilyRow("gemma3_text", "paceline.decoder.models.gemma3:Gemma3Family", "Gemma 3, text only"),
-        FamilyRow("gpt2", "paceline.decoder.models.gpt2:Gpt2Family", "GPT-2"),
-        FamilyRow("gpt_neox", "paceline.decoder.models.gpt_neox:GptNeoxFamily", "GPT-NeoX, Pythia"),
-        FamilyRow("gptj", "paceline.decoder.models.gptj:GptjFamily", "GPT-J"),
-        FamilyRow("opt", "paceline.decoder.models.opt:OptFamily", "OPT, with norms before"),
-        FamilyRow("bloom", "paceline.decoder.models.bloom:BloomFamily", "BLOOM, ALiBi"),
+        FamilyRow("qwen3", "paceline.decoder.models.families:Qwen3Family", "Qwen3, dense"),
+        FamilyRow("qwen3_moe", "paceline.decoder.models.families:Qwen3MoeFamily", "Qwen3, mixture of experts"),
+        FamilyRow("qwen2", "paceline.decoder.models.families:Qwen2Family", "Qwen 2 and 2.5"),
+        FamilyRow("mistral", "paceline.decoder.models.families:MistralFamily", "Mistral, sliding window"),
+        FamilyRow("mixtral", "paceline.decoder.models.families:MixtralFamily", "Mixtral, mixture of experts"),
+        FamilyRow("phi3", "paceline.decoder.models.families:Phi3Family", "Phi-3 and Phi-4, text only"),
+        FamilyRow("gemma2", "paceline.decoder.models.families:Gemma2Family", "Gemma 2"),
+        FamilyRow("gemma3_text", "paceline.decoder.models.families:Gemma3Family", "Gemma 3, text only"),
+        FamilyRow("gpt2", "paceline.decoder.models.families:Gpt2Family", "GPT-2"),
+        FamilyRow("gpt_neox", "paceline.decoder.models.families:GptNeoxFamily", "GPT-NeoX, Pythia"),
+        FamilyRow("gptj", "paceline.decoder.models.families:GptjFamily", "GPT-J"),
+        FamilyRow("opt", "paceline.decoder.models.families:OptFamily", "OPT, with norms before"),
+        FamilyRow("bloom", "paceline.decoder.models.families:BloomFamily", "BLOOM, ALiBi"),
     )
 }
 

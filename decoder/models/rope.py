@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.models.rope_config import ROPE_TYPES, RopeConfig, check_positions
+from paceline.decoder.models.config import ROPE_TYPES, RopeConfig, check_positions
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:

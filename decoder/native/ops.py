@@ -1,13 +1,24 @@
-"""The native kernels as a backend's `Kernels`. Their operators are defined in `program.cpp`."""
+"""The native kernels as a backend's `Kernels`. Their operators are defined in `program.cpp`.
+
+Weights lie in pages of 2 MB, where the system has them. A token reads every weight once, in order. With pages of 4 kB
+that stream stops at every page: for a translation of the address, and because processors do not fetch ahead over the
+end of a page.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import activations
+from paceline.decoder.kernels import plain
 from paceline.decoder.kernels.plain import NORMS, NormKind
 from paceline.decoder.kernels.protocol import (
     PLAIN_ATTENTION,
@@ -19,6 +30,104 @@ from paceline.decoder.kernels.protocol import (
 )
 from paceline.decoder.native import build
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+
+PAGE = 2 << 20
+_HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1: madvise(2)
+
+
+def use_huge_pages(tensors: Iterable[Tensor]) -> None:
+    """Move the memory of these tensors to huge pages, where it is; their addresses and contents stay.
+
+    Pages that are not mostly theirs are left alone, so that memory grows by little. Systems that have no huge pages
+    lose speed alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes, madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    runs = _runs(sorted(page for page, used in _pages(tensors).items() if used >= PAGE // 2))
+    for run in runs:
+        madvise(run.start, len(run), _HUGEPAGE)  # older systems then do it in the background
+        madvise(run.start, len(run), _COLLAPSE)  # one call for a run: each waits for all processors
+
+
+def _runs(pages: list[int]) -> list[range]:
+    """Addresses of pages, in order, as ranges of bytes without a gap."""
+    runs: list[range] = []
+    for page in pages:
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + PAGE)
+        else:
+            runs.append(range(page, page + PAGE))
+    return runs
+
+
+def _pages(tensors: Iterable[Tensor]) -> Counter[int]:
+    """Addresses of pages, and the bytes of these tensors that lie there."""
+    used: Counter[int] = Counter()
+    storages = (one.untyped_storage() for one in tensors)
+    for begin, size in {(one.data_ptr(), one.nbytes()) for one in storages}:
+        for page in range(begin // PAGE * PAGE, begin + size, PAGE):
+            used[page] += min(begin + size, page + PAGE) - max(begin, page)
+    return used
+
+
+def _shape_first(x: Tensor, *_rest: object) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def _shape_linear(x: Tensor, w: Tensor, *_rest: object) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], w.shape[0])
+
+
+def _shape_attend(q: Tensor, *_rest: object) -> Tensor:
+    return q.new_zeros(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+def _shape_rotate(x: Tensor, *_rest: object) -> Tensor:
+    return x.new_zeros(x.shape)
+
+
+def _shape_activate(x: Tensor, _activation: int, gated: bool) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
+
+
+def _shape_embed(table: Tensor, ids: Tensor) -> Tensor:
+    return table.new_zeros(*ids.shape, table.shape[1], dtype=torch.float32)
+
+
+def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor:
+    return torch.zeros_like(row)
+
+
+def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
+    return logits.new_zeros(*logits.shape[:-1], dtype=torch.int32)
+
+
+def _shape_rank(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    count = rest[-1]
+    assert isinstance(count, int)
+    shape = (*logits.shape[:-1], count)
+    return logits.new_zeros(shape, dtype=torch.int32), logits.new_zeros(shape)
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "row_linear": _shape_linear,
+    "row_linear_real": _shape_linear,
+    "row_attend": _shape_attend,
+    "row_attention": _shape_first,
+    "row_mlp": _shape_first,
+    "row_experts": _shape_first,
+    "row_norm": _shape_first,
+    "row_rotate": _shape_rotate,
+    "row_activate": _shape_activate,
+    "row_embed": _shape_embed,
+    "row_keep": _shape_keep,
+    "row_choose": _shape_choose,
+    "row_rank": _shape_rank,
+    "row_probs": _shape_first,
+}
+
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Format` in vectors.h."""
@@ -97,7 +206,7 @@ class Native:
         return rotated
 
     def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_activate(x.contiguous(), activations.code(activation), gated)
+        made: Tensor = torch.ops.paceline.row_activate(x.contiguous(), plain.code(activation), gated)
         return made
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
@@ -110,7 +219,7 @@ class Native:
         w = weights
         (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = _stored(w.gate_up), _stored(w.down)
         matrices = (gate_up, gate_up_scales, down, down_scales)
-        codes = (activations.code(w.activation), gate_up_code, down_code)
+        codes = (plain.code(w.activation), gate_up_code, down_code)
         mixed: Tensor = torch.ops.paceline.row_experts(x.contiguous(), shares.contiguous(), *matrices, count, *codes)
         return mixed
 

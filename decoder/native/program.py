@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import BackendError
 from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
 from paceline.decoder.native import build
-from paceline.decoder.native.shapes import SHAPES
+from paceline.decoder.native.ops import SHAPES
 
 _TYPES = {
     torch.uint8: 0,

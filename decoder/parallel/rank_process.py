@@ -21,7 +21,7 @@ from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.members import Member, make_member
+from paceline.decoder.parallel.ranks import Member, make_member
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 

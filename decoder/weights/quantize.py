@@ -6,19 +6,27 @@ for every row, too: ``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8
 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
 rounding. Weights alone are quantised in memory; what products do with activations is the kernels' affair: native ones
 make them integers of 16 bits for int8 and blocks (`decoder/native/integers.h`). Not here: files, and products.
+
+Files name the scales of 8-bit matrices in several ways; both of these multiply the numbers of X.weight, [N, 1] or [N]
+with one for every row, or [1] with one for all:
+
+    X.weight_scale  of compressed-tensors, and written here
+    X.scale         of NxD Inference (`generate_quantized_state_dict`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import ctypes
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.formats import GROUP, WeightFormat
-from paceline.decoder.weights.free_memory import return_free_memory
+from paceline.core.errors import ConfigurationError, WeightValueError
+from paceline.decoder.weights.compressed import SCALE
+from paceline.decoder.weights.formats import E4M3_LARGEST, GROUP, WeightFormat
 
 _PIECE = 1 << 15  # numbers of a matrix that are quantised at a time
 
@@ -244,3 +252,85 @@ class PackedMatrix(nn.Module):
 
 MatrixLike = Tensor | PackedMatrix
 """A matrix that kernels multiply with."""
+
+
+_READ_PIECE = 1 << 17  # numbers that are read at a time
+_NXD_SCALE = ".scale"
+_LARGEST_BITS = int(torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def scale_name(matrix: str, names: Container[str]) -> str | None:
+    """The tensor among ``names`` that holds a matrix's scales, if there is one."""
+    stem = matrix.removesuffix(".weight")
+    candidates = (matrix + SCALE, stem + _NXD_SCALE) if stem != matrix else (matrix + SCALE,)
+    return next((name for name in candidates if name in names), None)
+
+
+def scaled_matrix(
+    name: str, form: WeightFormat, shape: tuple[int, ...], *, read: Callable[[int, int], Tensor], scales: Tensor
+) -> QuantizedTensor:
+    """The matrix, copied some rows at a time.
+
+    read    rows from one to another, as they are stored
+    scales  as they are stored
+
+    Raises:
+        WeightValueError: a number is NaN, or a scale is none that rows could have.
+    """
+    rows, columns = shape
+    flat = scales.float().flatten()
+    flat = flat.expand(rows) if len(flat) == 1 else flat
+    if len(flat) != rows or not bool((torch.isfinite(flat) & (flat > 0)).all()):
+        raise WeightValueError(
+            f"the scales of {name} must be a positive number for each of {rows} rows, or one for all; the checkpoint "
+            "is damaged, download the file again."
+        )
+    data = torch.empty(rows, columns, dtype=form.dtype)
+    beyond = False
+    step = max(1, _READ_PIECE // max(1, columns))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        piece = read(begin, end)
+        if form.dtype.is_floating_point and bool(piece.float().isnan().any()):
+            raise WeightValueError(f"{name} holds NaN; the checkpoint is damaged, download the file again.")
+        data[begin:end] = piece
+        beyond = beyond or (form is WeightFormat.FP8_E4M3 and bool(_beyond(piece).any()))
+    return QuantizedTensor(data, flat.clone(), form, columns, beyond)
+
+
+def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
+    """A matrix of fp8_e4m3 without numbers above `E4M3_LARGEST`.
+
+    Rows that have some get half of every number and twice the scale: the same weights, but for numbers below 2^-5,
+    whose halves are stored with a fixed step and may be rounded by half of it.
+    """
+    assert matrix.format is WeightFormat.FP8_E4M3 and matrix.scales is not None
+    rows = _beyond(matrix.data).any(1).nonzero().flatten()
+    if not len(rows):
+        return matrix
+    data, scales = matrix.data.clone(), matrix.scales.clone()
+    for some in rows.split(max(1, _READ_PIECE // max(1, matrix.columns))):
+        data[some] = (data[some].float() / 2).to(data.dtype)
+    scales[rows] *= 2
+    return replace(matrix, data=data, scales=scales, beyond=False)
+
+
+def _beyond(data: Tensor) -> Tensor:
+    """Whether each number of e4m3, none of them NaN, is above the largest one: by its bits, as its type has few
+    operations.
+    """
+    return (data.view(torch.uint8) & 0x7F) > _LARGEST_BITS
+
+
+def return_free_memory() -> None:
+    """Ask the allocator to give the pages that it holds free back to the system; where it cannot, nothing happens.
+
+    glibc keeps what is freed in its heap. While a model is built, that is the parts of matrices that were joined;
+    whether the next ones fit there depends on addresses, so the peak of a load grows by a number of megabytes that
+    nobody chose.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: malloc_trim(3)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -23,7 +23,7 @@ from paceline.decoder.weights.compressed import SCALE, quantization_config
 from paceline.decoder.weights.files import write_weight_file
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.packed import packed_parts
 from paceline.decoder.weights.quantize import QuantizedTensor
 

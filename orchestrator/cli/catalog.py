@@ -15,7 +15,7 @@ from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
-from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched
+from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, fetched
 from paceline.draft_spec import CHOICE
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
 

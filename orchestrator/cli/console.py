@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from paceline.decoder.decoder import CompiledDecoder
-    from paceline.decoder.graph_events import GraphEvent
-    from paceline.decoder.graph_key import GraphKey
+    from paceline.decoder.graph_key import GraphEvent, GraphKey
 
 REFUSED = 2
 """Exit status of a command whose options or files are refused."""

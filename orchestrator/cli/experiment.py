@@ -517,7 +517,7 @@ def _hardware(
 ) -> list[LoadPlan]:
     from paceline.diagnostics.round_graphs import read_config
     from paceline.experiments.speed_plan import HardwareQuestion, from_hardware, parse_rates
-    from paceline.placement.planning.detect import instance_named
+    from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:
         raise ConfigurationError("a plan by arithmetic needs --target, --draft and --acceptance")

@@ -18,7 +18,7 @@ from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.environment import cache_root
 from paceline.draft_spec import parse_draft
-from paceline.placement.planning.detect import instance_named
+from paceline.placement.planning.instances import instance_named
 
 app = typer.Typer()
 

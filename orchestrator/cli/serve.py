@@ -23,12 +23,11 @@ from paceline.core.errors import BackendError, ConfigurationError, WorkerError
 from paceline.draft_checks import prepared
 from paceline.loadable import loadable
 from paceline.placement import FaultPolicy, ModelSpec, Plan, plan, read_fault_policy, read_models
-from paceline.placement.planning import validate_plan
-from paceline.placement.planning.detect import instance_named
-from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning import planner
+from paceline.placement.planning.groups import ReplicaGroupPlan, fit_together, plan_groups
+from paceline.placement.planning.instances import instance_named
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.planning.render_plan import marks, render_plan
-from paceline.placement.planning.room import fit_together
+from paceline.placement.planning.plan import marks, render_plan
 from paceline.serving.settings import (
     DEFAULT_MAX_BODY,
     DEFAULT_STREAM_INTERVAL_MS,
@@ -181,7 +180,7 @@ def serve_models(
         if options.address is None and not options.print_serve_config:
             groups = fit_together(groups, groups[0].plan.instance)
         for group in groups:
-            validate_plan.check(group.plan)
+            planner.check(group.plan)
             _check_target(group)
         try:
             from paceline.serving.app import deploy_config

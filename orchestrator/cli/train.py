@@ -20,9 +20,8 @@ from paceline.cli import console
 from paceline.cli.options import TargetFolder, command, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle.options import EagleHeadOptions, EagleTraining
-from paceline.medusa.config import MedusaConfig
-from paceline.medusa.options import MedusaTexts, MedusaTraining
+from paceline.eagle.config import EagleHeadOptions, EagleTraining
+from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 from paceline.training.options import CachedTextOptions
@@ -359,7 +358,7 @@ def _search(
     """The tree, and what a search with independent heads would expect of it."""
     import torch
 
-    from paceline.medusa import accuracy, checkpoint, search
+    from paceline.medusa import checkpoint, search
     from paceline.training.features import Windows
     from paceline.training.frozen_model import FrozenTarget
 
@@ -372,8 +371,8 @@ def _search(
             assert isinstance(text, torch.Tensor)
             windows.append(Windows(text, frozen.states(text), len(row) - 1))
             shown.advance()
-    measured = accuracy.measure(heads, windows, frozen.output.detach())
-    best = search.best(search.by_places(measured.ranks, top=accuracy.TOP), nodes)
+    measured = search.measure(heads, windows, frozen.output.detach())
+    best = search.best(search.by_places(measured.ranks, top=search.TOP), nodes)
     return best, search.expected(best.choices, search.by_heads(measured.top()))
 
 
@@ -396,7 +395,7 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
     if tree.prompts is None:
-        from paceline.training.data import cut
+        from paceline.training.features import cut
 
         stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]

@@ -24,7 +24,7 @@ from paceline.decoder import environment
 from paceline.decoder.backends.neuron import noise_record
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.decoder.native import build
-from paceline.placement.planning import detect
+from paceline.placement.planning import instances
 
 Level = Literal["good", "note", "bad"]
 _SECONDS = 20
@@ -99,9 +99,9 @@ def _chips() -> Iterator[Line]:
 
 
 def _cores() -> Iterator[Line]:
-    program = detect.tool()
+    program = instances.tool()
     if program is None:
-        yield Line("neuron-ls", "bad", f"not found on PATH or at {detect.USUAL_PLACE}; install aws-neuronx-tools")
+        yield Line("neuron-ls", "bad", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
         return
     try:
         done = subprocess.run([str(program), "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Reading, Round, movable, move_request
-from paceline.core.reading import finish
+from paceline.core.protocols import Reading, Round, finish, movable, move_request
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot

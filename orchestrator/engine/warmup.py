@@ -12,8 +12,7 @@ from itertools import product
 
 import torch
 
-from paceline.core.protocols import Round, movable, move_request
-from paceline.core.reading import finish
+from paceline.core.protocols import Round, finish, movable, move_request
 from paceline.core.sampling import COMPILED_KINDS
 from paceline.core.types import (
     IDLE,

@@ -23,7 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from paceline.config import parse_k
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft, parse_rule
 

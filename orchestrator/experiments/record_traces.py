@@ -23,8 +23,7 @@ import torch
 
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, PacelineError, TraceError
-from paceline.core.protocols import Drafter, Reading, ReportsConfidence, Verifier
-from paceline.core.reading import finish
+from paceline.core.protocols import Drafter, Reading, ReportsConfidence, Verifier, finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PAD, Commit, PrefillResult, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder

@@ -29,7 +29,7 @@ from paceline.core.types import (
     RoundResult,
     SamplingTensors,
 )
-from paceline.draft.fallback import shortened_of
+from paceline.draft.choice import shortened_of
 from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
 from paceline.engine.batch import RoundShape
 from paceline.engine.engine import Engine, ListQueue, Variant

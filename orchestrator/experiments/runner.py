@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import paceline
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.experiments.config import (
     Cell,
     ExperimentConfig,

@@ -15,9 +15,8 @@ import numpy as np
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter
-from paceline.draft.fallback import FallbackDrafter
-from paceline.draft.none import NoDrafter
+from paceline.draft.base import NoDrafter
+from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter, FallbackDrafter
 from paceline.draft_checks import check_options
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance

@@ -25,9 +25,9 @@ from ray import serve
 from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.planning import validate_plan
-from paceline.placement.planning.detect import instance_named
+from paceline.placement.planning import planner
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.instances import instance_named
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.yaml_file import validate
 from paceline.serving.deployments import (
@@ -106,7 +106,7 @@ def application(
         PlanError: a model cannot be run as it was planned.
     """
     for group in groups:
-        validate_plan.check(group.plan)
+        planner.check(group.plan)
     handles = {group.name: model_deployment(group, fault_policy) for group in groups if not group.is_on_demand}
     ingress = serve.deployment(
         Ingress,

@@ -2,7 +2,7 @@
 
 `ModelLifecycle` decides; a `Loader` does it. One lifecycle has all models of a service, and is used from one event
 loop. Other processes that answer requests ask it through `paceline.serving.serve_lifecycle`, and report who uses what.
-What fits is the planner's answer (`paceline.placement.planning.room`), which the loader asks for. No HTTP, no Ray.
+What fits is the planner's answer (`paceline.placement.planning.groups`), which the loader asks for. No HTTP, no Ray.
 """
 
 from __future__ import annotations

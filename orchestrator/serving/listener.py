@@ -24,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigurationError, WorkerError
-from paceline.placement.host import private_dir
+from paceline.placement.host import environment
 from paceline.placement.remote import channel
 
 _BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
@@ -44,7 +44,7 @@ class ListeningSocket:
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = _bound(host, port)
-        self.handover = str(private_dir.scratch() / "sockets" / f"http-{secrets.token_hex(4)}")
+        self.handover = str(environment.scratch() / "sockets" / f"http-{secrets.token_hex(4)}")
         try:
             self._gives = channel.listen(channel.Address(path=self.handover))
         except BaseException:

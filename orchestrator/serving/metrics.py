@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
 
-from paceline.core.drafter_health import DrafterHealth
+from paceline.core.drafter_statistics import DrafterHealth
 from paceline.serving.router import Accepted, Chunk, Failed, Item
 from paceline.workers.calls import RequestTiming
 from paceline.workers.engine_figures import EngineFigures

@@ -35,10 +35,9 @@ from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.residency import Residency
-from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving.deployments import Service, deployment_name, model_deployment
 from paceline.serving.lifecycle import (
     ANSWERS,

@@ -11,7 +11,7 @@ from paceline.core.detokenizer import Decodes, IncrementalDetokenizer, Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "prompt_ids"]
 

@@ -26,7 +26,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine import warmup
-from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.config import WorkerConfig
 
@@ -135,7 +135,7 @@ _CANDIDATES = 64  # noise for every id of a large vocabulary would take longer t
 
 
 class SecondChoices:
-    """A `paceline.placement.lookahead.drafter.SecondChoiceModel` over a draft model: reads rows of it again, to repair
+    """A `paceline.placement.lookahead.SecondChoiceModel` over a draft model: reads rows of it again, to repair
     its cache, or for second choices.
 
     Both are one pass over a window of the draft's own cache, where a proposal takes a pass for every token. The graphs

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from paceline.core.drafter_counts import DrafterCounts
+from paceline.core.drafter_statistics import DrafterCounts
 from paceline.outputs import Statistics
 from paceline.workers.calls import RequestTiming
 

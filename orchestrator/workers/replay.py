@@ -11,10 +11,8 @@ from collections.abc import Generator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.core.drafter_counts import DrafterCounts
-from paceline.core.drafter_health import DrafterHealth
-from paceline.core.protocols import Drafter, ReadsInChunks
-from paceline.core.reading import finish
+from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
+from paceline.core.protocols import Drafter, ReadsInChunks, finish
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.outputs import ReportsChoices, ReportsHealth
 

@@ -14,7 +14,7 @@ from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.placement.cluster.roles import GenerateRequest
-from paceline.placement.host.threads import run_apart
+from paceline.placement.host.processes import run_apart
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 from paceline.workers.config import WorkerConfig
 from paceline.workers.replay import Replay

@@ -1,7 +1,7 @@
 """The Ray actors: one process for each placement, started with the environment of its plan.
 
 An actor first compares its environment with the plan, then takes its cores, and only then loads a model. Ray counts
-cores (`neuron_cores`) and restarts processes; it does not choose cores. Not here: what starts actors (`worker_group`).
+cores (`neuron_cores`) and restarts processes; it does not choose cores. Not here: what starts actors (`deployment`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from paceline.placement.cluster.roles import (
 from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
-from paceline.placement.host.processes import Process
-from paceline.placement.host.threads import run_apart
+from paceline.placement.host.processes import Process, run_apart
 from paceline.placement.remote.channel import BACKLOG, Address, bind
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint

@@ -28,8 +28,7 @@ from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.detect import detect
-from paceline.placement.planning.instances import Instance, instance
+from paceline.placement.planning.instances import Instance, detect, instance
 from paceline.placement.planning.planner import cpus_of
 from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 

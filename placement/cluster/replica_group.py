@@ -3,7 +3,7 @@
 Serve starts and replaces replicas, each in a placement group whose first bundle is the replica itself; the others are
 those of its drafts. The replica asks the core allocator which cores of its node are free, sets the variables of the
 runtime in its own process, and only then loads the target. Drafts end with the replica. Not here: groups that restart
-their targets themselves (`worker_group`), and what a replica serves.
+their targets themselves (`deployment`), and what a replica serves.
 """
 
 from __future__ import annotations

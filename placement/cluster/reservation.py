@@ -1,6 +1,6 @@
 """What a group of workers holds in the cluster: a place on nodes, as Ray counts it, and cores, as the allocator does.
 
-Not here: the workers themselves (`worker_group`).
+Not here: the workers themselves (`deployment`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What each worker of a group is: its cores and variables, what it makes, where drafts listen and which target calls.
 
 Values that travel to the workers, and what makes them. Nothing is started here and no core is taken
-(`worker_group`, `core_allocator`).
+(`deployment`, `core_allocator`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from paceline.placement.cluster import nodes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.roles import Settings
-from paceline.placement.host import environment, private_dir
+from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
@@ -138,7 +138,7 @@ def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location
         if item.role == "draft":
             node = locations[item.label].node
             targets = [target for target in placements if (target.name, target.replica) in item.drafts_for]
-            file = private_dir.scratch() / "sockets" / f"{item.label[:_NAME_LETTERS]}-{secrets.token_hex(4)}"
+            file = environment.scratch() / "sockets" / f"{item.label[:_NAME_LETTERS]}-{secrets.token_hex(4)}"
             on_node = all(locations[target.label].node == node for target in targets)
             addresses[item.label] = Address(path=str(file)) if on_node else nodes.tcp_address(node)
     return addresses

@@ -16,8 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from paceline.core.errors import CoresBusyError, WorkerError
-from paceline.placement.host.environment import lock_folder
-from paceline.placement.host.private_dir import private
+from paceline.placement.host.environment import lock_folder, private
 from paceline.placement.planning.core_range import CoreRange
 
 _PAUSE = 0.05

@@ -38,7 +38,7 @@ loaded here, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,25 +46,111 @@ from typing import Annotated, Literal
 import pydantic
 
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import PlanError
+from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.hub import HubId
-from paceline.decoder.weights.known_models import KNOWN_MODELS
-from paceline.decoder.weights.locate import checkpoint_path
-from paceline.placement.planning.footprint import Shape
-from paceline.placement.planning.in_process_draft import (
-    KEYS,
-    InProcessDraft,
-    adapted,
-    in_process_drafts,
-    read_speculative,
-)
+from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
+from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
 from paceline.placement.planning.quota import Quota, QuotaEntry
 from paceline.placement.planning.residency import Residency, ResidencyEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
+
+_KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary", "prefix_caching")
+"""Keys of a target in a models file; they mean what they mean in Python."""
+
+_STORED_BYTES = 2  # of a number in a file of heads, which says nothing of the format it is loaded in
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class _InProcessDraft:
+    """A draft model or heads that a target loads beside itself.
+
+    name        as it was asked for
+    config      of a draft model; None for heads
+    file_bytes  size of the weight files, from which heads are estimated
+    degree      tensor-parallel degree; None = the target's
+    """
+
+    name: str
+    config: ModelConfig | None
+    file_bytes: int
+    degree: int | None = None
+
+    def footprint(self, target: ModelConfig, shape: Shape, target_degree: int) -> Footprint:
+        """Bytes on each of the target's cores, besides the target's own.
+
+        Heads count as one more layer of the target with a cache of its own, and as whole on every core, which Medusa's
+        and small EAGLE heads are: a large EAGLE head is divided and takes less. Scratch and programs are the target's.
+        """
+        if self.config is None:
+            weights = self.file_bytes * NUMBER_BYTES[shape.amp] // _STORED_BYTES
+            return Footprint(weights, cache_bytes(replace(target, num_layers=1), shape, target_degree), 0)
+        degree = target_degree if self.degree is None else self.degree
+        positions = min(shape.n_positions, self.config.max_position_embeddings)
+        own = footprint(self.config, replace(shape, quantization=None, n_positions=positions), degree)
+        return Footprint(own.weights, own.cache, 0)
+
+
+def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[str], Path]) -> SpeculativeConfig:
+    """The keys of a target that say who drafts in its process. ``resolve``: from a path as written to a
+    folder or a GGUF file.
+
+    Raises:
+        PlanError: a value is wrong, or names a folder that is not there.
+    """
+    try:
+        config = SpeculativeConfig(**keys)
+    except ConfigurationError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+    def located(path: str) -> str:
+        folder = resolve(path)
+        if not folder.is_dir() and not is_gguf(folder):
+            raise PlanError(
+                f"{where}: draft {path!r} is neither a drafter's name nor a folder; correct it, or give {{path: DIR}}"
+            )
+        return str(folder)
+
+    return config.with_paths(located)
+
+
+def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> SpeculativeConfig:
+    """With ``k="auto"`` where nothing says a length: under load, the longest that pays is a short one, or none.
+
+    Heads keep the length of their tree, or the usual one. ``drafts``: those of the configuration that have weights.
+    """
+    leaves = config.leaves()
+    lengths = [spec.k for spec in (*config.draft, *leaves) if spec.k is not None]
+    heads = any(draft.config is None for draft in drafts)
+    if config.k is not None or lengths or heads or not leaves or any(leaf.name == "none" for leaf in leaves):
+        return config
+    return config.model_copy(update={"k": "auto"})
+
+
+def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProcessDraft, ...]:
+    """The drafters of a target that have weights, with what is known of them without loading any.
+
+    Raises:
+        PlanError: a folder holds neither a model nor heads.
+    """
+    drafts = []
+    for spec in config.leaves():
+        if spec.path is None:
+            continue
+        folder, degree = Path(spec.path), dict(spec.options).get("tp_degree")
+        size = sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
+        try:
+            model: ModelConfig | None = ModelConfig.from_pretrained(folder)
+        except CheckpointError as error:
+            if not size:
+                raise PlanError(f"{where}: draft {spec.path!r} holds neither a model nor heads ({error})") from error
+            model = None
+        drafts.append(_InProcessDraft(str(spec), model, size, degree if isinstance(degree, int) else None))
+    return tuple(drafts)
+
 
 MAX_WAITING = 1024
 """Requests of a replica that wait for a slot."""
@@ -89,7 +175,7 @@ class ModelSpec:
     degree: int | None = None
     draft_of: tuple[str, ...] = ()
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    drafts: tuple[InProcessDraft, ...] = ()
+    drafts: tuple[_InProcessDraft, ...] = ()
     replicas: int = 1
     num_targets: int = 1
     backend: str = "native"
@@ -160,7 +246,7 @@ class ModelEntry(ResidencyEntry):
             raise PlanError(f"{where}: quantization: gguf keeps what a GGUF file has; give the path of one")
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
         speculative = self._speculative(folder, where)
-        drafts = in_process_drafts(speculative, where)
+        drafts = _in_process_drafts(speculative, where)
         residency = self.residency(where, batch_size=self.batch_size, is_draft=bool(targets), replicas=self.replicas)
         return ModelSpec(
             self.name,
@@ -175,7 +261,7 @@ class ModelEntry(ResidencyEntry):
             ),
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
-            adapted(speculative, drafts),
+            _adapted(speculative, drafts),
             drafts,
             self.replicas or 1,
             backend=self.backend,
@@ -186,7 +272,7 @@ class ModelEntry(ResidencyEntry):
 
     def _speculative(self, folder: Path, where: str) -> SpeculativeConfig:
         """Who drafts in a target's process, and how it decodes; of a draft, its k alone."""
-        keys = {key: value for key in KEYS if (value := getattr(self, key)) is not None}
+        keys = {key: value for key in _KEYS if (value := getattr(self, key)) is not None}
         if self.draft_of:
             foreign = [key for key in (*keys, *(["max_waiting"] if self.max_waiting else [])) if key != "k"]
             if foreign:
@@ -195,7 +281,7 @@ class ModelEntry(ResidencyEntry):
                 )
             if not isinstance(self.k, int | None) or isinstance(self.k, bool) or self.k == 0:
                 raise PlanError(f"{where}: k of a draft must be a whole number of at least 1, not {self.k!r:.80}")
-        return read_speculative(keys, where, lambda path: _resolve(folder, path, where))
+        return _read_speculative(keys, where, lambda path: _resolve(folder, path, where))
 
 
 class _ModelsFile(pydantic.BaseModel):

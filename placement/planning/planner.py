@@ -2,7 +2,8 @@
 
 Rules, each with its own error: a degree the runtime accepts; K/V heads that can be laid out as asked; a share, filled
 up as `paceline.decoder.parallel.sharding` does, that fits on a core; a contiguous run that starts at a multiple of its
-length; every core in one process only.
+length; every core in one process only. `check` says whether a backend here can run the plan, which may be made from
+configurations alone. Not here: whether cores are free now (`cluster.core_allocator`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigurationError, PlanError, RoomError
+from paceline.decoder.backends.registry import BACKENDS, why_not_cached, why_not_quantized
+from paceline.decoder.models.config import check_positions
+from paceline.decoder.options import MAX_WIDTH
 from paceline.decoder.parallel.sharding import layout
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
@@ -180,3 +184,36 @@ def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: i
     threads = last - first + 1 if instance.sdk else share
     env = environment.planned(instance, cores, label=label, threads=threads, timeout=_TIMEOUT)
     return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT)
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError for the first model that cannot be loaded as it was planned."""
+    for item in plan.placements:
+        model, degree = item.model, len(item.cores)
+        if model.folder is None:
+            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        if model.shape.n_positions > model.config.max_position_embeddings:
+            raise PlanError(
+                f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
+                f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
+            )
+        try:
+            check_positions(model.config.rope, model.shape.n_positions)
+        except ConfigurationError as error:
+            raise PlanError(f"{item.name}: {error}") from error
+        if (item.role == "draft" or model.speculative.draft) and model.k >= MAX_WIDTH:
+            raise PlanError(
+                f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
+                "tokens a round; ask for fewer"
+            )
+        row = BACKENDS[model.backend]
+        if reason := why_not_quantized(row, model.shape.quantization) or why_not_cached(
+            row, model.shape.kv_cache_dtype
+        ):
+            raise PlanError(f"{item.name}: {reason}")
+        if degree > 1 and not BACKENDS[model.backend].divided:
+            able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
+            raise PlanError(
+                f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "
+                f"`tp_degree: 1`, or a backend that divides a model: {able}"
+            )

@@ -4,7 +4,7 @@
     - {name: code, path: models/code, load: on_demand, idle_ttl_s: 600}
     - {name: many, path: models/many, autoscaling: {min_replicas: 1, max_replicas: 4, target_ongoing_requests: 16}}
 
-Values only. What has to leave the cores for another model is in `room`; who loads and unloads is
+Values only. What has to leave the cores for another model is in `groups`; who loads and unloads is
 `paceline.serving.lifecycle`.
 """
 

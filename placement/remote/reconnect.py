@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from paceline.core.drafter_health import State
+from paceline.core.drafter_statistics import State
 from paceline.core.errors import ChannelError
 from paceline.placement.host.processes import Process
 from paceline.placement.remote import messages

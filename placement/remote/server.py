@@ -2,8 +2,7 @@
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are
 fair: the target that has used the least time (over its weight) is next, so that a busy one cannot starve the others.
-Not here: the replies to messages (`session`), how the process is started (`process`, `cluster.actors`), and what a
-target does when this fails (`drafter`).
+Not here: how the process is started (`process`, `cluster.actors`), and what a target does when this fails (`drafter`).
 """
 
 from __future__ import annotations
@@ -16,17 +15,141 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from time import perf_counter, sleep
 from typing import Protocol
 
 from paceline.core.errors import ChannelError
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Varies
+from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.placement.host import processes
+from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
-from paceline.placement.remote.channel import Channel
-from paceline.placement.remote.session import Grant, TargetSession
+from paceline.placement.remote.channel import Channel, RequestWarmer
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    """What a target got at its handshake.
+
+    slots      of its batch, which count towards the quota
+    weight     of its turns
+    lookahead  the drafter, if it works while the target does
+    varies     its proposals may be shorter than its draft shape; those that travel are padded
+    """
+
+    drafter: Drafter
+    slots: int
+    weight: float
+    lookahead: LookaheadDrafter | None
+    varies: bool
+
+    @classmethod
+    def of(cls, drafter: Drafter, slots: int, weight: float) -> _Grant:
+        """The grant of a drafter; its kind is looked at once, since every round depends on it."""
+        lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
+        return cls(drafter, slots, weight, lookahead, isinstance(drafter, Varies))
+
+
+class _TargetSession:
+    """A connected target. ``time_used`` is what its messages took, over its weight, on the server's clock."""
+
+    def __init__(self, channel: Channel, time_used: float) -> None:
+        self.channel = channel
+        self.time_used = time_used
+        self.grant: _Grant | None = None
+        self.inbox: deque[bytearray] = deque()
+        self.warmer = RequestWarmer(self._encoded)
+        self._sampling: SamplingTensors | None = None
+        self._used_slots: int | None = None  # of `RoundLimits`; as long as the sampling stays, so do the requests
+        self._error = ""  # what failed where no reply was due; the next reply says it
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether its drafter has something to do before the target asks."""
+        lookahead = None if self.grant is None else self.grant.lookahead
+        return lookahead is not None and not lookahead.idle
+
+    def charge(self, seconds: float) -> None:
+        """So much time was spent on it."""
+        self.time_used += seconds if self.grant is None else seconds / self.grant.weight
+
+    def add_request(self, request: messages.AddRequest) -> None:
+        """Read a prompt. No reply is due; the next one says if it failed."""
+        drafter = self._granted().drafter
+        try:
+            drafter.add_request(request.slot, request.prompt)
+        except Exception as error:  # a drafter may be anything; what its failure means is for the target to decide
+            self._error = repr(error)
+
+    def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
+        """The reply to a round, encoded: a proposal, or why there is none. ``frame``: the request as it arrived."""
+        grant = self._granted()
+        error, self._error = self._error, ""
+        if error:
+            return messages.encode(messages.ErrorReply(request.number, error))
+        try:
+            for slot, text in request.texts:
+                grant.drafter.add_request(slot, text)
+            if request.sampling is not None:
+                self._sampling = request.sampling.tensors()
+                self._used_slots = _used_slots(self._sampling)
+            if self._sampling is None:
+                raise ValueError("the first round of a connection must say how to sample")
+            buffer, commit, limits = self.warmer.commit(request)
+            if request.pause_us and grant.lookahead is not None:
+                grant.lookahead.paused(request.pause_us / 1e6)
+            grant.drafter.update(commit)
+            limits = replace(limits, used_slots=self._used_slots)
+            proposal = grant.drafter.propose(commit, self._sampling, limits)
+            reply = self._encoded(request.number, proposal)
+            self.warmer.prepared(buffer, proposal, None if request.texts else frame)
+            return reply
+        except Exception as failure:  # as above
+            self.warmer.failed()
+            return messages.encode(messages.ErrorReply(request.number, repr(failure)))
+
+    def work_ahead(self) -> None:
+        """Do one unit of what there is to do before the target asks."""
+        lookahead = self._granted().lookahead
+        assert lookahead is not None
+        try:
+            lookahead.work()
+        except Exception as error:  # as above
+            self._error = repr(error)
+
+    def _encoded(self, number: int, proposal: Proposal) -> bytes:
+        """A proposal as the reply to the request of that number."""
+        grant, rows = self._granted(), _undrawn_rows(proposal)
+        if grant.varies:
+            width = grant.drafter.draft_shape.num_draft_tokens
+            rows = [row + [PAD] * (width - len(row)) for row in rows]
+        tokens = messages.pack_words([*chain.from_iterable(rows)])
+        ahead = grant.lookahead is not None and grant.lookahead.hit
+        return messages.encode(messages.ProposeReply(number, len(rows), len(rows[0]), tokens, ahead))
+
+    def _granted(self) -> _Grant:
+        if self.grant is None:
+            raise ChannelError("a target must send a handshake first, and then requests")
+        return self.grant
+
+
+def _used_slots(sampling: SamplingTensors) -> int:
+    """So many slots, from the first on, hold every request."""
+    return max((slot for slot, seated in enumerate(sampling.seated.tolist(), 1) if seated), default=1)
+
+
+def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
+    """The ids of a proposal; only chains that were not drawn can cross processes: no probabilities travel with them."""
+    if proposal.draft_probs is not None or proposal.parents is not None:
+        raise ValueError("a drafter in another process must propose chains that are not drawn")
+    rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `channel`
+    if not isinstance(rows[0][0], int):
+        raise ValueError("a proposal's tokens must be integers")
+    return rows
+
 
 log = logging.getLogger("paceline")
 
@@ -135,26 +258,26 @@ class Turns:
 
     def __init__(self) -> None:
         self._clock = 0.0
-        self._ready: list[TargetSession] = []  # those whose messages wait
-        self._lookahead: list[TargetSession] = []  # those whose drafters work while their targets do
+        self._ready: list[_TargetSession] = []  # those whose messages wait
+        self._lookahead: list[_TargetSession] = []  # those whose drafters work while their targets do
 
-    def session(self, channel: Channel) -> TargetSession:
+    def session(self, channel: Channel) -> _TargetSession:
         """A new target; it has used as much time as the others."""
-        return TargetSession(channel, self._clock)
+        return _TargetSession(channel, self._clock)
 
-    def granted(self, session: TargetSession) -> None:
+    def granted(self, session: _TargetSession) -> None:
         """It has a drafter now."""
         if session.grant is not None and session.grant.lookahead is not None:
             self._lookahead.append(session)
 
-    def arrived(self, session: TargetSession, frames: list[bytearray]) -> None:
+    def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
         """Messages of a target."""
         if not session.inbox:  # time in which it wanted nothing is not saved up
             session.time_used = max(session.time_used, self._clock)
             self._ready.append(session)
         session.inbox += frames
 
-    def next(self) -> TargetSession | None:
+    def next(self) -> _TargetSession | None:
         """The target whose message is next, if there is one; its turn begins."""
         if not self._ready:
             return None
@@ -162,12 +285,12 @@ class Turns:
         self._clock = session.time_used
         return session
 
-    def served(self, session: TargetSession) -> None:
+    def served(self, session: _TargetSession) -> None:
         """One of its messages was dealt with."""
         if not session.inbox:
             self._ready.remove(session)
 
-    def next_lookahead(self) -> TargetSession | None:
+    def next_lookahead(self) -> _TargetSession | None:
         """The target for which there is something to do before it asks."""
         return min((s for s in self._lookahead if s.works_ahead), key=_time_used, default=None)
 
@@ -176,7 +299,7 @@ class Turns:
         """Whether something is to be done even if nothing more arrives."""
         return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
 
-    def remove(self, session: TargetSession) -> None:
+    def remove(self, session: _TargetSession) -> None:
         """It hung up."""
         for sessions in self._lookahead, self._ready:
             if session in sessions:
@@ -191,9 +314,9 @@ class DraftServer:
     ) -> None:
         self._pool, self._quota = pool, quota or Quota()
         self._acceptor = Acceptor(listener, secret)
-        self._sessions: dict[int, TargetSession] = {}  # by the number of its socket
+        self._sessions: dict[int, _TargetSession] = {}  # by the number of its socket
         self._turns = Turns()
-        self._replied: TargetSession | None = None  # had the last reply, and is not prepared for its next round
+        self._replied: _TargetSession | None = None  # had the last reply, and is not prepared for its next round
         self._stopped = False
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
         self._poll.register(self._acceptor, select.POLLIN)
@@ -244,7 +367,7 @@ class DraftServer:
             return self._poll.poll(None)
         return session.warmer.wait(self._poll.poll, only_target=len(self._sessions) == 1)
 
-    def _read(self, session: TargetSession) -> None:
+    def _read(self, session: _TargetSession) -> None:
         try:
             frames = session.channel.arrived()
         except ChannelError:
@@ -255,7 +378,7 @@ class DraftServer:
             if len(session.inbox) > _MAX_INBOX:
                 self._drop(session)
 
-    def _serve(self, session: TargetSession) -> None:
+    def _serve(self, session: _TargetSession) -> None:
         begin = perf_counter()
         frame = session.inbox.popleft()
         try:
@@ -273,7 +396,7 @@ class DraftServer:
             self._drop(session)
         session.charge(perf_counter() - begin)
 
-    def _accept(self, session: TargetSession, handshake: messages.Handshake) -> messages.Reply:
+    def _accept(self, session: _TargetSession, handshake: messages.Handshake) -> messages.Reply:
         """The reply to a handshake: what the target is granted, or why nothing."""
         number = handshake.number
         if session.grant is not None:
@@ -292,12 +415,12 @@ class DraftServer:
             return messages.ErrorReply(
                 number, "a drafter in another process must propose chains, and read no features; run it with its target"
             )
-        session.grant = Grant.of(drafter, handshake.slots, self._quota.weights.get(handshake.target, 1.0))
+        session.grant = _Grant.of(drafter, handshake.slots, self._quota.weights.get(handshake.target, 1.0))
         self._turns.granted(session)
         process = processes.running(os.getpid())
         return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
 
-    def _drop(self, session: TargetSession) -> None:
+    def _drop(self, session: _TargetSession) -> None:
         number = session.channel.fileno()
         self._poll.unregister(number)
         del self._sessions[number]
@@ -307,5 +430,5 @@ class DraftServer:
             self._pool.release(session.grant.drafter)
 
 
-def _time_used(session: TargetSession) -> float:
+def _time_used(session: _TargetSession) -> float:
     return session.time_used

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.pending import PendingCommits
 from paceline.core.protocols import Drafter, DraftsUnderMask, TraceableDrafter
 from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.read_prompts import ReadPrompts
-from paceline.draft.fallback import FallbackDrafter
+from paceline.draft.choice import FallbackDrafter
+from paceline.draft.heads import PendingCommits
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler

@@ -27,7 +27,7 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import VocabMap
-from paceline.eagle import initial
+from paceline.eagle import train
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import DraftTree
 from paceline.medusa.config import MedusaConfig
@@ -82,7 +82,7 @@ def eagle_round(
 ) -> nn.Module:
     """An EAGLE head that drafts ``drafted`` of the target's ids; version 1, of EAGLE-1 and 2, drafts them all."""
     target = body(degree)
-    config = initial.default_config(target.config, version=version, layers=LAYERS, draft_vocab_size=drafted)
+    config = train.default_config(target.config, version=version, layers=LAYERS, draft_vocab_size=drafted)
     config = replace(config, num_heads=1, num_kv_heads=1)  # every rank has all of the head
     weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     if version == 3:

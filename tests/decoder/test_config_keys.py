@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from paceline.core.errors import PacelineError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models import registry
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.known_keys import HARMLESS, NEUTRAL, STANDARD
+from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES
 from tests.decoder.families import FAMILIES
 

@@ -14,7 +14,7 @@ from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.native.shapes import SHAPES
+from paceline.decoder.native.ops import SHAPES
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead

@@ -24,7 +24,7 @@ from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights import checkpoint, files
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from tests.decoder.gguf_files import END, HEADS, SCALES, START, VOCABULARY, network, write
 from tests.fakes_models import generated
 

@@ -16,8 +16,8 @@ from paceline.core.sampling import Sampling, kind_of, sampling_tensors, widest
 from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.compile.lowering import constants_of, lower
 from paceline.decoder.kernels import graph_sampling
+from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.traceable import TraceableKernels
-from paceline.decoder.kernels.vocab_part import VocabPart
 from tests.float32_integers import IntegersThroughFloat32
 
 KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full", "wide")

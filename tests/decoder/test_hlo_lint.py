@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.decoder.compile import hlo, hlo_lint
+from paceline.decoder.compile import hlo_lint
 
 CLEAN = """HloModule IrToHlo.9, entry_computation_layout={(f32[4,8]{1,0})->(f32[4]{0})}
 
@@ -90,7 +90,7 @@ def test_what_looks_like_a_breach_and_is_none() -> None:
 
 
 def test_instructions_are_read_with_their_parts() -> None:
-    module = hlo.parse(CLEAN)
+    module = hlo_lint.parse(CLEAN)
     assert len(module.instructions) == 8
     (reduce,) = module.of("reduce")
     assert reduce.operands == ("p0.1", "constant.2") and reduce.elements == ("f32",)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.decoder.compile import hlo, hlo_lint, hlo_proto
+from paceline.decoder.compile import hlo_lint
 from tests.decoder.test_hlo_lint import CLEAN
 
 S32, S64, BF16, F32, TUPLE = 4, 5, 16, 11, 13
@@ -46,7 +46,7 @@ def proto(*lines: SimpleNamespace) -> SimpleNamespace:
 
 
 def test_a_module_is_what_its_text_is() -> None:
-    made, read = hlo_proto.module_of(proto()), hlo.parse(CLEAN)
+    made, read = hlo_lint.module_of(proto()), hlo_lint.parse(CLEAN)
     for ours, theirs in zip(made.instructions, read.instructions, strict=True):
         for part in ("computation", "name", "opcode", "is_root", "operands", "elements"):
             assert getattr(ours, part) == getattr(theirs, part), (part, str(ours))
@@ -67,7 +67,7 @@ BREAKING = {
 
 @pytest.mark.parametrize("rule", BREAKING)
 def test_a_line_that_breaks_a_rule_is_found(rule: str) -> None:
-    assert [one.rule for one in hlo_lint.lint_module(hlo_proto.module_of(proto(BREAKING[rule])))] == [rule]
+    assert [one.rule for one in hlo_lint.lint_module(hlo_lint.module_of(proto(BREAKING[rule])))] == [rule]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_line_that_breaks_a_rule_is_found(rule: str) -> None:
     ],
 )
 def test_constants_say_whether_they_are_finite(literal: SimpleNamespace, said: str) -> None:
-    module = hlo_proto.module_of(proto(line(10, "c", "constant", shape(F32, 2), literal=literal)))
+    module = hlo_lint.module_of(proto(line(10, "c", "constant", shape(F32, 2), literal=literal)))
     (found,) = (one for one in module.instructions if one.name == "c.10")
     assert found.inside == said
     assert [one.rule for one in hlo_lint.lint_module(module)] == (["infinite constant"] if said else [])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.decoder.native.huge_pages import PAGE, use_huge_pages
+from paceline.decoder.native.ops import PAGE, use_huge_pages
 
 
 def huge_bytes(address: int) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.acceptance.match import Match
-from paceline.core.reading import finish
+from paceline.core.protocols import finish
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, RoundLimits
 from paceline.decoder.native import ops

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import kv_memory
+from paceline.decoder.kernels import cache_rows
 from paceline.decoder.parallel.sharding import Shard
 from tests.decoder.tiny import Workshop
 
@@ -15,7 +15,7 @@ def test_what_is_counted_is_what_a_decoder_holds(workshop: Workshop) -> None:
     for amp in ("f32", "bf16"):
         decoder = workshop.decoder(amp=amp, slots=4)
         held = sum(side.nbytes for layer in decoder.body.caches for side in layer)
-        assert kv_memory.cache_bytes(Shard(decoder.config), decoder.options) == held
+        assert cache_rows.cache_bytes(Shard(decoder.config), decoder.options) == held
 
 
 def test_a_cache_beyond_the_machine_is_refused_with_what_may_be_less(workshop: Workshop) -> None:
@@ -32,5 +32,5 @@ def test_a_container_s_limit_counts(tmp_path: Path, said: str | None, smaller: b
     file = tmp_path / "memory.max"
     if said is not None:
         file.write_text(said)
-    assert (kv_memory.machine_bytes(file) == 1 << 20) == smaller
-    assert kv_memory.machine_bytes(file) <= kv_memory.machine_bytes(tmp_path / "none")
+    assert (cache_rows.machine_bytes(file) == 1 << 20) == smaller
+    assert cache_rows.machine_bytes(file) <= cache_rows.machine_bytes(tmp_path / "none")

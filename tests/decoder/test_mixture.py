@@ -15,9 +15,14 @@ from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
-from paceline.decoder.models.assembled import AssembledLayer, AssembledModel
+from paceline.decoder.models.assembled import (
+    AssembledLayer,
+    AssembledModel,
+    ChosenExperts,
+    EveryExpert,
+    MixtureOfExperts,
+)
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.mlp import ChosenExperts, EveryExpert, MixtureOfExperts
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights

@@ -7,8 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 
 SIZES: dict[str, object] = {
     "model_type": "llama",

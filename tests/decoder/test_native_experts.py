@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.activations import ACTIVATIONS
+from paceline.decoder.kernels.plain import ACTIVATIONS
 from paceline.decoder.kernels.protocol import ExpertWeights, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native

@@ -12,9 +12,9 @@ from torch import Tensor
 from paceline.core import tree
 from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.models.config import RopeConfig
 from paceline.decoder.models.layers import gated_mlp
 from paceline.decoder.models.rope import rope_tables
-from paceline.decoder.models.rope_config import RopeConfig
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.weights.quantize import MatrixLike

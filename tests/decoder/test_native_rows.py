@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.activations import ACTIVATIONS
-from paceline.decoder.kernels.plain import NORMS, NormKind, PlainOperations
+from paceline.decoder.kernels.plain import ACTIVATIONS, NORMS, NormKind, PlainOperations
 from paceline.decoder.native.ops import Native
 
 PLAIN = PlainOperations()

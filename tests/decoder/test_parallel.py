@@ -141,7 +141,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_read(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
 ) -> None:
     monkeypatch.setattr("paceline.auto.load_weights", None)
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", None)
+    monkeypatch.setattr("paceline.decoder.backends.eager.shared", None)
     with pytest.raises(ConfigurationError, match=words):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)
 

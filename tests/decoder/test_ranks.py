@@ -22,7 +22,7 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.backends.ranked import RankedBackend
+from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
 from paceline.medusa import checkpoint as medusa
@@ -211,7 +211,7 @@ def gone(processes: list[int]) -> bool:
 @pytest.fixture
 def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
     """A decoder in processes of its own."""
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", Ranks)
+    monkeypatch.setattr("paceline.decoder.backends.eager.shared", Ranks)
     return load(workshop, 2)
 
 
@@ -221,7 +221,7 @@ def test_processes_end_with_the_last_decoder_that_is_closed_or_dropped(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = Ranks(2)
     assert not list(tmp_path.iterdir())  # a kill would leave it
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda *_: own)
+    monkeypatch.setattr("paceline.decoder.backends.eager.shared", lambda *_: own)
     first, second = load(workshop, 2), load(workshop, 2, "draft")
     processes = own.processes
     tokens(first)
@@ -275,7 +275,7 @@ def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
 ) -> None:
     folder = shutil.copytree(workshop.checkpoint(), tmp_path / "model")
     own, adopt = Ranks(2), Ranks.adopt
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda *_: own)
+    monkeypatch.setattr("paceline.decoder.backends.eager.shared", lambda *_: own)
 
     def late(*given: object, **named: object) -> int:
         """The files are gone by the time the others look."""

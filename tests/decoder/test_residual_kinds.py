@@ -10,8 +10,8 @@ from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Proposal, SamplingKind, SamplingTensors
-from paceline.decoder.compile.cost_lint import row_cost
 from paceline.decoder.compile.lowering import lower
+from paceline.decoder.compile.step_work import row_cost
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 

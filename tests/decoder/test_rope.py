@@ -13,10 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from paceline import AutoDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.kernels.plain import apply_rope
-from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.models.rope import rope_tables
-from paceline.decoder.models.rope_config import RopeConfig
-from paceline.eagle.initial import default_config
+from paceline.eagle.train import default_config
 
 HEAD = 16
 LENGTH = 256  # max_position_embeddings of every configuration here

@@ -13,8 +13,8 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind
-from paceline.decoder.compile.cost_lint import RowCost, row_cost, step_cost
 from paceline.decoder.compile.lowering import lower
+from paceline.decoder.compile.step_work import RowCost, row_cost, step_cost
 from paceline.eagle.tree import Chain, DynamicTree
 from paceline.medusa.tree import Choices
 from tests.decoder import large

@@ -17,7 +17,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.quantize import QuantizedTensor, quantize
 from tests.decoder.checkpoints import State, load, refused, small_model
 from tests.decoder.test_weight_files import Attack

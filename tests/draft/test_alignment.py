@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.types import Commit
-from paceline.draft.copy_tracker import CopyTracker
-from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.suffix import CopyTracker, SuffixDrafter
 
 SOURCE = list(range(100, 160))
 

@@ -9,8 +9,7 @@ import pytest
 
 from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.draft.choice import ChoiceDrafter
-from paceline.draft.shadow_scores import ShadowScores
+from paceline.draft.choice import ChoiceDrafter, ShadowScores
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import StaticTree
 from tests.contract.drafters import BRANCHES

@@ -13,8 +13,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, FeatureSpec, RoundLimits
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import CachePosition
-from paceline.draft.head_drafter import HeadDrafter
-from paceline.draft.heads import AutoregressiveHead, ParallelHead, at_index
+from paceline.draft.heads import AutoregressiveHead, HeadDrafter, ParallelHead, at_index
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3, 9], list(range(30)), [1, 2, 3]]

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
 from paceline.core.types import Commit
-from paceline.draft.head_drafter import HeadDrafter
+from paceline.draft.heads import HeadDrafter
 from paceline.eagle.tree import Chain, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaDrafter

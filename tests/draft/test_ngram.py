@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.function import FunctionDrafter
+from paceline.draft.base import FunctionDrafter
 from paceline.draft.ngram import NgramDrafter
 
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline import GenerationResult, SpeculativeGenerator, TokenizerPair
 from paceline.core.errors import ConfigurationError, PairingError
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.retokenize_text import DraftText, TargetText
-from paceline.draft.retokenizing import RetokenizingDrafter
+from paceline.draft.retokenizing import DraftText, RetokenizingDrafter, TargetText
 from tests.draft.tokenizers_of_two import CORPUS, TEXT, by_heart, bytes_merged, marked_words
 from tests.fakes import TableDecoder, table
 

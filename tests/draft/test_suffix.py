@@ -13,9 +13,8 @@ from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.decoder.token_files import write_tokens
-from paceline.draft.fallback import FallbackDrafter
-from paceline.draft.suffix import OutputCorpus, SuffixDrafter
-from paceline.draft.suffix_index import SuffixAutomaton
+from paceline.draft.choice import FallbackDrafter
+from paceline.draft.suffix import OutputCorpus, SuffixAutomaton, SuffixDrafter
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
 

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from paceline.auto import SamplingDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
-from paceline.eagle import checkpoint, initial
+from paceline.eagle import checkpoint, train
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
@@ -31,7 +31,7 @@ LAYERS = (0, 1, 2)
 
 def config(target: ModelConfig, version: int, **changes: object) -> EagleConfig:
     """Sizes of a head; version 3 reads all streams of the tiny target and drafts half of its vocabulary."""
-    made = initial.default_config(target, version=version, layers=LAYERS, draft_vocab_size=DRAFTED)
+    made = train.default_config(target, version=version, layers=LAYERS, draft_vocab_size=DRAFTED)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle import initial
+from paceline.eagle import train
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab
+from paceline.eagle.train import DraftVocab
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget
 from paceline.training.options import CachedTextOptions
@@ -38,6 +38,6 @@ def parts(
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
     vocabulary = DraftVocab.frequent(counts, 60 if version == 3 else VOCABULARY)
-    made = initial.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
-    network = initial.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
+    made = train.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
+    network = train.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary

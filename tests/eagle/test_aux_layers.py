@@ -14,9 +14,8 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError, PairingError, WeightShapeError
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint, train
-from paceline.eagle.aux_layers import default_layers, parse_layers
+from paceline.eagle.config import EagleHeadOptions, default_layers, parse_layers
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.options import EagleHeadOptions
 from paceline.registry import DRAFTERS, options_of
 from paceline.training.options import CachedTextOptions
 from tests.decoder.tiny import Workshop

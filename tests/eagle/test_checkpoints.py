@@ -21,8 +21,7 @@ from paceline.core.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint, TargetTensors
 from paceline.eagle.drafter import EagleDrafter

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
+from paceline.eagle.config import EagleTraining
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, acceptance, objective, target_probs
-from paceline.eagle.options import EagleTraining
+from paceline.eagle.train import DraftVocab, acceptance, objective, target_probs
 from paceline.training.frozen_model import Texts
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import Plain, config, random_head

@@ -16,11 +16,10 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import train
+from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, acceptance, objective
-from paceline.eagle.options import EagleHeadOptions, EagleTraining
-from paceline.eagle.train import EagleTrainer, muon
+from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, muon, objective
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop

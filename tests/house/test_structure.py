@@ -82,7 +82,7 @@ def test_the_repository_keeps_every_rule() -> None:
         ("orchestrator/a.py", "from ray import serve", "`ray` may be imported only in placement/cluster/"),
         ("placement/planning/a.py", "import ray", "`ray` may be imported only in placement/cluster/"),
         ("placement/planning/a.py", "from paceline.placement.cluster import X", "placement/planning/ may not import"),
-        ("placement/lookahead/a.py", "from paceline.placement.remote import X", "placement/lookahead/ may not import"),
+        ("placement/lookahead.py", "from paceline.placement.remote import X", "placement/lookahead.py may not import"),
         ("placement/host/a.py", "import paceline.decoder", "placement/host/ may not import paceline.decoder"),
         ("orchestrator/build.py", "from paceline.cli.options import X", "is imported by orchestrator/cli/ only"),
         ("orchestrator/text/a.py", "from paceline.engine.batch import X", "orchestrator/text/ may not import"),

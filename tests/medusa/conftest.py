@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from paceline.medusa import train
-from paceline.medusa.config import MedusaConfig
-from paceline.medusa.options import MedusaTexts, MedusaTraining
+from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop

@@ -17,7 +17,7 @@ from paceline.core.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from paceline.medusa import checkpoint, formats
+from paceline.medusa import checkpoint
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import Heads
 
@@ -65,7 +65,7 @@ def test_heads_that_are_not_filled_say_nothing() -> None:
     assert bool(torch.isnan(made(torch.ones(1, 6), nn.functional.linear)).all())
 
 
-@pytest.mark.parametrize("layout", formats.LAYOUTS)
+@pytest.mark.parametrize("layout", checkpoint.LAYOUTS)
 def test_every_layout_reads_back(tmp_path: Path, layout: str) -> None:
     named = weights(OWN)
     checkpoint.save(tmp_path, OWN, named, layout=layout)
@@ -75,8 +75,8 @@ def test_every_layout_reads_back(tmp_path: Path, layout: str) -> None:
     assert all(torch.equal(found.weights[name], named[name]) for name in named)
 
 
-@pytest.mark.parametrize("source", formats.LAYOUTS)
-@pytest.mark.parametrize("layout", formats.LAYOUTS)
+@pytest.mark.parametrize("source", checkpoint.LAYOUTS)
+@pytest.mark.parametrize("layout", checkpoint.LAYOUTS)
 def test_every_layout_is_converted_to_every_other(tmp_path: Path, source: str, layout: str) -> None:
     named = weights(OWN)
     checkpoint.save(tmp_path / "a", OWN, named, layout=source)
@@ -88,7 +88,7 @@ def test_every_layout_is_converted_to_every_other(tmp_path: Path, source: str, l
 
 def test_the_other_file_of_medusa_and_heads_in_several_files(tmp_path: Path) -> None:
     named = weights(OWN)
-    theirs = formats.renamed(OWN, named, "medusa")
+    theirs = checkpoint.renamed(OWN, named, "medusa")
     (tmp_path / "one").mkdir()
     save_file(theirs, tmp_path / "one" / "medusa_lm_head.safetensors")
     (tmp_path / "many").mkdir()
@@ -119,7 +119,7 @@ def test_the_names_of_other_projects(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head.", "model.medusa_head_"])
 def test_heads_inside_a_whole_model_are_found(tmp_path: Path, prefix: str) -> None:
     named = weights(OWN)
-    bare = formats.renamed(OWN, named, "medusa")
+    bare = checkpoint.renamed(OWN, named, "medusa")
     save_file(
         {**{prefix + k: v for k, v in bare.items()}, "model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors"
     )
@@ -143,26 +143,28 @@ def test_a_module_that_medusa_itself_would_build_reads_its_files() -> None:
 
     theirs = nn.ModuleList(head(2) for _ in range(3))
     config = replace(OWN, layers=2)
-    names = formats.canonical(theirs.state_dict())
+    names = checkpoint.canonical(theirs.state_dict())
     named = {ours: theirs.state_dict()[name] for ours, name in names.items()}
-    assert formats.survey({name: tuple(x.shape) for name, x in named.items()}, vocab_size=9) == replace(config, base="")
-    assert formats.shared(config, named)
+    assert checkpoint.survey({name: tuple(x.shape) for name, x in named.items()}, vocab_size=9) == replace(
+        config, base=""
+    )
+    assert checkpoint.shared(config, named)
     states = torch.randn(5, 6)
     ours = filled(config, named)(states, nn.functional.linear)
     torch.testing.assert_close(ours, torch.stack([one(states) for one in theirs], 1).detach())
-    theirs.load_state_dict(formats.renamed(config, named, "medusa"))
+    theirs.load_state_dict(checkpoint.renamed(config, named, "medusa"))
 
 
 def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
     config = replace(OWN, layers=2)
-    assert not formats.shared(config, weights(config))
+    assert not checkpoint.shared(config, weights(config))
     with pytest.raises(ConfigurationError, match="repeats one block 2 times"):
-        formats.renamed(config, weights(config), "medusa")
+        checkpoint.renamed(config, weights(config), "medusa")
     for wrong in (config, TIED):
         with pytest.raises(ConfigurationError, match="NxD Inference reads"):
-            formats.renamed(wrong, weights(wrong), "nxd")
+            checkpoint.renamed(wrong, weights(wrong), "nxd")
     with pytest.raises(ConfigurationError, match="unknown"):
-        formats.renamed(OWN, weights(OWN), "eagle")
+        checkpoint.renamed(OWN, weights(OWN), "eagle")
 
 
 def test_tied_heads_get_copies_of_the_output_layer_elsewhere(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
 def test_a_whole_head_that_is_missing_is_named() -> None:
     shapes = {name: shape for name, shape in OWN.shapes().items() if not name.startswith("heads.1.")}
     with pytest.raises(MissingWeightsError, match="head 1 of 3"):
-        formats.survey(shapes, vocab_size=9)
+        checkpoint.survey(shapes, vocab_size=9)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

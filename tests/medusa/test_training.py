@@ -14,13 +14,11 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.medusa import accuracy, checkpoint, train
-from paceline.medusa.config import MedusaConfig
+from paceline.medusa import checkpoint, search, train
+from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import fresh
-from paceline.medusa.options import MedusaTexts, MedusaTraining
 from paceline.medusa.train import MedusaTrainer
-from paceline.training.data import cut
-from paceline.training.features import Windows, read_features
+from paceline.training.features import Windows, cut, read_features
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
@@ -172,8 +170,8 @@ def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tm
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.fill_(torch.nan)
-    found = accuracy.measure(heads, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
-    assert found.top() == [[0.0] * accuracy.TOP] * 2
+    found = search.measure(heads, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    assert found.top() == [[0.0] * search.TOP] * 2
 
 
 def test_other_data_are_not_taken_for_those_of_the_run_before(
@@ -205,8 +203,8 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
                 continue
             logits = heads(states[t : t + 1], torch.nn.functional.linear)[0]
             order = logits.argsort(-1, descending=True).tolist()
-            expected.append([min(order[i].index(choices[t + i + 1]), accuracy.TOP) for i in range(2)])
-    found = accuracy.measure(heads, [part], target.output.detach())
+            expected.append([min(order[i].index(choices[t + i + 1]), search.TOP) for i in range(2)])
+    found = search.measure(heads, [part], target.output.detach())
     assert found.ranks.tolist() == expected
     top = found.top()
     assert top[0][0] == pytest.approx(sum(row[0] == 0 for row in expected) / len(expected))
@@ -222,7 +220,7 @@ def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Pat
     table = json.loads((tmp_path / "accuracy.json").read_text())
     assert table["places"] == found.places > 0
     again = checkpoint.heads(tmp_path, target.output, torch.float32)
-    measured = accuracy.measure(again, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    measured = search.measure(again, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
@@ -254,6 +252,6 @@ def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTar
             fresh(CONFIG, target.output), short, MedusaTraining(), output=target.output, folder=tmp_path, data="short"
         )
     with pytest.raises(ConfigurationError, match="no text was long enough"):
-        accuracy.measure(fresh(CONFIG, target.output), [Windows(short[0].tokens, short[0].states, 2)], target.output)
+        search.measure(fresh(CONFIG, target.output), [Windows(short[0].tokens, short[0].states, 2)], target.output)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         FrozenTarget(tmp_path)

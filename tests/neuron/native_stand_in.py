@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 from paceline.decoder import environment
-from paceline.decoder.backends.neuron_native import Runtime
-from paceline.decoder.backends.neuron_native_ranks import NativeMember
+from paceline.decoder.backends.neuron_native import NativeMember, Runtime
 from paceline.decoder.parallel.collectives import GlooGroup, join, leave
 
 VERSIONS = ("2.13.3.0", "2.28.7631.0")

@@ -19,7 +19,7 @@ from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.diagnostics import round_cost, round_graphs
 from paceline.diagnostics.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
-from paceline.eagle import initial
+from paceline.eagle import train
 from paceline.eagle.config import EagleConfig
 from paceline.placement.planning.instances import instance
 
@@ -62,7 +62,7 @@ def qwen3(**more: Any) -> RoundSetup:
 
 
 def eagle3(target: ModelConfig) -> EagleConfig:
-    return initial.default_config(target, version=3, layers=(2, 18, 33), draft_vocab_size=32_000)
+    return train.default_config(target, version=3, layers=(2, 18, 33), draft_vocab_size=32_000)
 
 
 def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:

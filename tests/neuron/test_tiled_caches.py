@@ -11,7 +11,7 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.neuron import backend as neuron
-from paceline.decoder.backends.neuron.state import tiled
+from paceline.decoder.backends.neuron.chip import tiled
 from tests.decoder.tiny import Workshop, fresh
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]

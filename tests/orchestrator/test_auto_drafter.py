@@ -14,11 +14,10 @@ from paceline.config import SpeculativeConfig
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import CheckpointError, ConfigurationError
-from paceline.draft.fallback import FallbackDrafter
-from paceline.draft.function import FunctionDrafter
+from paceline.draft.base import FunctionDrafter, NoDrafter
+from paceline.draft.choice import FallbackDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.none import NoDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft_checks import make_rule, recognise
 from paceline.eagle.drafter import EagleDrafter

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 
 from paceline import AutoDecoder, AutoDrafter, SpeculativeGenerator
 from paceline.core.errors import DownloadError, FetchError
-from paceline.decoder.weights.hub import HubId, snapshot
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import HubId, checkpoint_path, snapshot
 from paceline.fetch import fetch_model
 from paceline.placement.planning.model_specs import models_of
 from tests.cli.calling import call

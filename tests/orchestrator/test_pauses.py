@@ -14,7 +14,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.backends.native import NativeBackend
-from paceline.decoder.graph_events import GraphEvent
+from paceline.decoder.graph_key import GraphEvent
 from paceline.engine.request import Request, SamplingParams
 from paceline.text.structured_output import StructuredOutput
 from tests.decoder.tiny import CHUNK, Workshop

@@ -19,7 +19,7 @@ from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, Sampl
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.placement.host.processes import Process
-from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters

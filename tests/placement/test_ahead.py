@@ -10,14 +10,13 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core import probs
-from paceline.core.drafter_health import DrafterHealth
+from paceline.core.drafter_statistics import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.decoder import steps
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.placement.lookahead.drafter import LookaheadDrafter
-from paceline.placement.lookahead.outcomes import DraftedSlot
+from paceline.placement.lookahead import DraftedSlot, LookaheadDrafter
 from paceline.workers.draft import SecondChoices
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder

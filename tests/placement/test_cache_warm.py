@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.placement.remote.cache_warm import DueTime
+from paceline.placement.remote.channel import DueTime
 
 
 def test_it_is_expected_after_the_shortest_pause_of_late_and_a_little_before() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import WorkerError
 from paceline.placement.host.core_locks import CoreLocks
-from paceline.placement.host.private_dir import private
+from paceline.placement.host.environment import private
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.remote.channel import Address, listen
 

@@ -10,15 +10,14 @@ pytest.importorskip("ray")
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
-from paceline.placement.cluster import deployment, worker_group
-from paceline.placement.cluster.deployment import Deployment
-from paceline.placement.cluster.worker_group import Worker
+from paceline.placement.cluster import deployment
+from paceline.placement.cluster.deployment import Deployment, Worker
 from paceline.placement.cluster.worker_spec import Location, worker_specs
 from paceline.placement.host.processes import Process
 from tests.placement.wishes import model
 
 
-class Broken(worker_group.WorkerGroup):
+class Broken(deployment.WorkerGroup):
     """Its node lives, and its target does not start again."""
 
     def _nodes_live(self) -> bool:
@@ -29,7 +28,7 @@ class Broken(worker_group.WorkerGroup):
 
 
 def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "_kill", [].append)
+    monkeypatch.setattr(deployment, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
     broken = Broken(made.instance, made.placements, FaultPolicy(), existing=object())
     location = Location("chat", "here", made.placements[0].cores)
@@ -38,7 +37,7 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(WorkerError, match=r"could not be started again \(its folder is gone\)"):
         broken.restart("chat", seen)
     broken._workers["chat"].process, killed = (process := Process(77, 1)), []
-    monkeypatch.setattr(worker_group.nodes, "kill", lambda *process: killed.append(process))
+    monkeypatch.setattr(deployment.nodes, "kill", lambda *process: killed.append(process))
     for _ in range(2):  # the number may be another process's by the second time
         with pytest.raises(WorkerError, match="could not be started again"):
             broken.restart("chat", seen, hung=True)
@@ -97,7 +96,7 @@ def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatc
     assert address == specs["d" * 63].address and address is not None and len(address.path) < 108
 
 
-class Homeless(worker_group.WorkerGroup):
+class Homeless(deployment.WorkerGroup):
     """Whose node died; ``room``: whether another one has room for it."""
 
     room = True
@@ -118,7 +117,7 @@ class Homeless(worker_group.WorkerGroup):
 
 
 def test_a_move_that_failed_is_tried_again_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "_kill", [].append)
+    monkeypatch.setattr(deployment, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
     group = Homeless(made.instance, made.placements, FaultPolicy())
     group.launch()

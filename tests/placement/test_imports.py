@@ -9,8 +9,8 @@ import pytest
 
 PLANNING = (
     "import paceline.placement.planning.model_specs, paceline.placement.planning.planner, "
-    "paceline.placement.planning.render_plan, paceline.placement.planning.validate_plan, "
-    "paceline.placement.planning.detect; from paceline.placement import Plan, plan, read_models"
+    "paceline.placement.planning.plan, paceline.placement.planning.planner, "
+    "paceline.placement.planning.instances; from paceline.placement import Plan, plan, read_models"
 )
 
 

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from paceline.core.types import PAD
-from paceline.placement.lookahead.idle_budget import IdleBudget
-from paceline.placement.lookahead.outcomes import DraftedSlot, OutcomeModel
+from paceline.placement.lookahead import DraftedSlot, IdleBudget, OutcomeModel
 
 
 def learnt(first: int, second: int, neither: int, gap: float) -> OutcomeModel:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import PlanError
 from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_fault_policy, read_models
-from paceline.placement.planning import detect, validate_plan
-from paceline.placement.planning.detect import matching, parse
+from paceline.placement.planning import instances, planner
+from paceline.placement.planning.instances import matching, parse
 from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -206,7 +206,7 @@ def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home:
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
     for backend in ("eager", "neuron"):
         call(home, CHAT.replace("config", "path").replace(": 8,", f": 8, backend: {backend},"))
-        validate_plan.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
+        planner.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
 
 
 def test_files_that_are_no_models_file(home: Path) -> None:
@@ -251,7 +251,7 @@ def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytes
     rows = [{"nc_count": 2, "memory_size": 32 << 30, "neuroncore_ids": [2 * n, 2 * n + 1]} for n in range(12)]
     tool = home / "neuron-ls"
     monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")
-    monkeypatch.setattr(detect, "USUAL_PLACE", home / "nowhere")
+    monkeypatch.setattr(instances, "USUAL_PLACE", home / "nowhere")
     call(home, CHAT, DRAFT)
     for answer, says in ((f"echo '{json.dumps(rows)}'", ""), ("exit 3", "-j failed"), ("echo []", "are not alike")):
         tool.write_text(f'#!/bin/sh\n[ "$1" = -j ] && {answer}\n')

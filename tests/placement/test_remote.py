@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.core.drafter_health import DrafterHealth
+from paceline.core.drafter_statistics import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.draft.suffix import SuffixDrafter

@@ -10,10 +10,9 @@ import pytest
 from paceline.core.errors import PlanError, RoomError
 from paceline.placement import INSTANCES
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, fit_together, plan_groups, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.planning.room import Resident, fit_together, to_unload
 from tests.decoder.tiny import Workshop
 
 SMALL = INSTANCES["inf2.xlarge"]  # two cores

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.types import PAD, Commit
-from paceline.placement.remote.sequence_tracker import CommitRows, SequenceTracker
+from paceline.placement.remote.drafter import CommitRows, SequenceTracker
 
 SLOTS, WIDTH = 3, 3
 

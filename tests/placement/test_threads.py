@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from paceline.placement.host.threads import run_apart
+from paceline.placement.host.processes import run_apart
 
 PROGRAM = """
 import os, time, torch
-from paceline.placement.host.threads import run_apart
+from paceline.placement.host.processes import run_apart
 torch.set_num_threads(2)
 def work():
     torch.ones(2000, 2000).exp().sum()  # a parallel loop

@@ -19,8 +19,7 @@ from paceline.core.types import Commit, DraftShape, Proposal
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
-from paceline.placement.remote.cache_warm import CommitBuffer
-from paceline.placement.remote.channel import Address, Channel, connect, listen
+from paceline.placement.remote.channel import Address, Channel, CommitBuffer, connect, listen
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.rope_config import RopeConfig
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.planning.model_specs import ModelSpec
 

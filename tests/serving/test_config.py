@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.weights import known_models
+from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
@@ -153,7 +153,7 @@ def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: P
 
 def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """`paceline serve --target smollm2`, as the README has it."""
-    monkeypatch.setattr(known_models, "fetched", lambda _row: workshop.checkpoint())
+    monkeypatch.setattr(hub, "fetched", lambda _row: workshop.checkpoint())
     line = ["serve", "--target", "smollm2", "--draft", "suffix", "--amp", "f32", "--backend", "eager"]
     done = CliRunner().invoke(app, [*line, "--print-serve-config"])
     assert done.exit_code == 0, done.output

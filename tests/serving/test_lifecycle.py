@@ -21,10 +21,9 @@ from paceline.cli.main import app as command_line
 from paceline.core.errors import WorkerError
 from paceline.engine.request import TargetLimits
 from paceline.placement import INSTANCES
-from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, plan_groups, to_unload
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
-from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving.api import create_app
 from paceline.serving.lifecycle import Decisions, ModelLifecycle
 from paceline.serving.local import LocalRouter

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.core.drafter_counts import DrafterCounts
-from paceline.core.drafter_health import DrafterHealth
+from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.serving.metrics import METRICS, MetricSet, merged, timed
 from paceline.serving.router import Accepted, Chunk, Failed, Item
 from paceline.workers.calls import RequestTiming

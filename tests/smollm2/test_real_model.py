@@ -13,7 +13,7 @@ from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.decoder import steps
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights import known_models
+from paceline.decoder.weights import hub
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.text.tokenizer import has_tokenizer, load_tokenizer
 from tests.fakes_models import generated
@@ -95,7 +95,7 @@ def test_the_configuration_of_both_is_one(smollm2: Path) -> None:
 
 def test_a_name_and_a_file_have_a_tokenizer(smollm2: Path, alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`paceline verify` takes texts and stop strings from it, and used to find it in folders alone."""
-    monkeypatch.setattr(known_models, "fetched", lambda _row: smollm2)
+    monkeypatch.setattr(hub, "fetched", lambda _row: smollm2)
     assert all(map(has_tokenizer, (Path("smollm2"), smollm2, alone)))
     assert not has_tokenizer(alone.parent / "nowhere")
 

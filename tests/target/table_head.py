@@ -9,8 +9,7 @@ from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.options import DecoderOptions
-from paceline.draft.head_drafter import HeadDrafter
-from paceline.draft.heads import DraftHead
+from paceline.draft.heads import DraftHead, HeadDrafter
 from paceline.eagle.head import LastPair
 from paceline.eagle.tree import DynamicTree, StaticTree
 from tests.fakes import TableDecoder

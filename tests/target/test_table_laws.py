@@ -18,10 +18,9 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row, sampling_tensors, seed_row
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.function import FunctionDrafter
+from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.none import NoDrafter
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableBody, TableDecoder, joint, misfit
 from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, SlotText, V, model, three_tokens

@@ -11,7 +11,7 @@ from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.reading import finish
+from paceline.core.protocols import finish
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier

@@ -17,7 +17,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.draft.model import ModelDrafter
-from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter

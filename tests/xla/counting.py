@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paceline.decoder.compile import hlo
+from paceline.decoder.compile import hlo_lint
 
 
 def census(text: str) -> Counter[str]:
     """How often each operator occurs."""
-    return Counter(line.opcode for line in hlo.parse(text).instructions)
+    return Counter(line.opcode for line in hlo_lint.parse(text).instructions)

@@ -27,7 +27,7 @@ from paceline.decoder.backends.neuron.chip import Chip, chip
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.layout import Entry
 from paceline.decoder.backends.neuron.stateful import Stateful
-from paceline.decoder.compile import cache, graph_lint, hlo_lint, hlo_proto
+from paceline.decoder.compile import cache, graph_lint, hlo_lint
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
@@ -160,7 +160,7 @@ def _check(name: str, module: Any, announce: Callable[[str], None]) -> None:
 
     What no document refuses is only told.
     """
-    found = hlo_lint.lint_module(hlo_proto.module_of(module))
+    found = hlo_lint.lint_module(hlo_lint.module_of(module))
     if refused := [one for one in found if one.rule not in hlo_lint.UNDECIDED]:
         raise BackendError(f"{name} cannot be compiled for Neuron as it was traced: {'; '.join(map(str, refused[:3]))}")
     if found:

@@ -3,7 +3,7 @@
 The steps are those of ModelBuilder V2's `compile` with a `priority_model_key` (neuronx_distributed, April 2026), by the
 functions below it, since graphs come here one by one. The priority model is the graph of a round that has the most
 weights: a round runs for every few tokens, a prompt is read once. When a larger one comes, all are compiled for that.
-Not here: names and states (`paceline.decoder.backends.neuron.state`).
+Not here: names and states (`paceline.decoder.backends.neuron.chip`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
 from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import DraftVocab, acceptance
-from paceline.eagle.train import MEASURED
+from paceline.eagle.train import MEASURED, DraftVocab, acceptance
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget
 from paceline.training.options import CachedTextOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.medusa import accuracy, checkpoint, search
+from paceline.medusa import checkpoint, search
 from paceline.training.features import read_features
 from paceline.training.frozen_model import FrozenTarget
 
@@ -27,8 +27,8 @@ def main() -> None:
     args = parser.parse_args()
     target = FrozenTarget(args.target)
     heads = checkpoint.heads(args.medusa, target.output, torch.float32)
-    measured = accuracy.measure(heads, read_features(args.states, first=args.prompt - 1), target.output.detach())
-    children = search.by_places(measured.ranks, top=accuracy.TOP)
+    measured = search.measure(heads, read_features(args.states, first=args.prompt - 1), target.output.detach())
+    children = search.by_places(measured.ranks, top=search.TOP)
     taus = {}
     for nodes in args.nodes:
         found = search.best(children, nodes)

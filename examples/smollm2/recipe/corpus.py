@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens, write_tokens
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.text.tokenizer import load_tokenizer
 
 

@@ -25,10 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.cli.train import token_stream
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.locate import checkpoint_path
-from paceline.eagle.aux_layers import default_layers
-from paceline.eagle.objective import DraftVocab, target_probs, text_part
-from paceline.eagle.train import Corpus, muon
+from paceline.decoder.weights.hub import checkpoint_path
+from paceline.eagle.config import default_layers
+from paceline.eagle.train import Corpus, DraftVocab, muon, target_probs, text_part
 from paceline.training.features import FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
 from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions, TrainingOptions

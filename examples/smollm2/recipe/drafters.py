@@ -25,15 +25,12 @@ from torch import Tensor
 import draft
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
-from paceline.eagle import initial
-from paceline.eagle.aux_layers import default_layers
-from paceline.eagle.objective import DraftVocab, acceptance
-from paceline.eagle.options import EagleTraining
-from paceline.eagle.train import EagleTrainer, write
-from paceline.medusa import accuracy, checkpoint
-from paceline.medusa.config import MedusaConfig
+from paceline.eagle import train
+from paceline.eagle.config import EagleTraining, default_layers
+from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, write
+from paceline.medusa import checkpoint, search
+from paceline.medusa.config import MedusaConfig, MedusaTraining
 from paceline.medusa.network import fresh
-from paceline.medusa.options import MedusaTraining
 from paceline.medusa.train import MedusaTrainer
 from paceline.text.tokenizer import load_tokenizer
 from paceline.training.features import Windows
@@ -90,8 +87,8 @@ def eagle3(given: argparse.Namespace, target: FrozenTarget, corpus: Conversation
     """Train a head and write it. Returns the share of places where chains of 1, 2, ... drafts are all right."""
     sizes = ModelConfig.from_pretrained(given.target)
     vocabulary = DraftVocab.frequent(counts, given.ids or 8192)
-    config = initial.default_config(sizes, version=3, layers=target.layers, draft_vocab_size=len(vocabulary.ids))
-    network = initial.fresh(config, target, depth=sizes.num_layers, vocabulary=vocabulary)
+    config = train.default_config(sizes, version=3, layers=target.layers, draft_vocab_size=len(vocabulary.ids))
+    network = train.fresh(config, target, depth=sizes.num_layers, vocabulary=vocabulary)
     vocabulary, output = vocabulary.to(given.device), target.output.detach()
     texts = corpus.eval_texts()
     options = EagleTraining(
@@ -162,11 +159,11 @@ def medusa(given: argparse.Namespace, target: FrozenTarget, corpus: Conversation
         loss_vocab_size=given.ids or 8192,
     )
     trainer = MedusaByTime(heads, windows, options, output=target.output, folder=given.work, data=corpus.key)
-    trainer.minutes, trainer.measured = given.minutes, lambda: accuracy.measure(heads, measured, output).top()[0][:1]
+    trainer.minutes, trainer.measured = given.minutes, lambda: search.measure(heads, measured, output).top()[0][:1]
     trainer.run(show)
     given.out.mkdir(parents=True, exist_ok=True)
     checkpoint.save(given.out, config, {n: p.detach().to("cpu", torch.bfloat16) for n, p in heads.own().items()})
-    found = accuracy.measure(heads, measured, output)
+    found = search.measure(heads, measured, output)
     found.write(given.out / "accuracy.json")
     return {"steps": trainer.step, "top 1": [round(row[0], 4) for row in found.top()]}
 

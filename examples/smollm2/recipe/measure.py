@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 from paceline.outputs import GenerationResult
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import load_tokenizer

@@ -3,7 +3,7 @@
 The likeliest outcome is often that everything is accepted and that the target's own token is the one the drafter would
 have drafted next: so the drafter underneath proposes one token more than is sent. The other outcomes end with a second
 choice of the drafter's, earlier, if there is a model that tells those (`SecondChoiceModel`). Outcomes are drafted one
-after the other as long as time allows (`idle_budget`). If the next commit is one of them, its proposal is ready; if
+after the other as long as time allows (`IdleBudget`). If the next commit is one of them, its proposal is ready; if
 not, all are dropped.
 
 All outcomes are read into the same cache rows. If one comes true that was not the last to be read, its rows are read
@@ -15,9 +15,14 @@ as n-grams do, would remember what never happened.
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import median
 from time import perf_counter
 from typing import Protocol
 
@@ -26,8 +31,174 @@ from torch import Tensor
 
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.placement.lookahead.idle_budget import IdleBudget
-from paceline.placement.lookahead.outcomes import Candidate, DraftedSlot, OutcomeModel
+
+_KEPT = 15  # of the last times, whose median is expected
+
+
+class IdleBudget:
+    """Predicts the seconds until the target's next call from the last ones.
+
+    A unit of work that was begun is finished: if the target calls meanwhile, its reply is delayed. Begun too late,
+    a unit costs more than it saves.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._since = clock, 0.0
+        self._pauses: deque[float] = deque(maxlen=_KEPT)
+        self._units: dict[str, deque[float]] = {}
+
+    def begin(self) -> None:
+        """The target has its reply: the idle time begins."""
+        self._since = self._clock()
+
+    def paused(self, seconds: float) -> None:
+        """The target took so long from a reply to its next call."""
+        self._pauses.append(seconds)
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Time a unit of work of that kind."""
+        begin = self._clock()
+        yield
+        self._units.setdefault(kind, deque(maxlen=_KEPT)).append(self._clock() - begin)
+
+    def saves(self, kind: str, odds: float, *, after: str | None = None) -> float:
+        """Expected seconds saved, less those lost, by a unit of a kind whose result is used with probability ``odds``.
+
+        If it is used, the part that is done before the call is saved. If not, the part that is left then is waited for
+        in vain. ``after``: a unit of that kind comes first. Before the first calls, when nothing is known, a unit is
+        assumed to take a second, and to fit.
+        """
+        takes, left = 1.0, math.inf
+        if self._pauses and kind in self._units:
+            takes = median(self._units[kind])
+            left = median(self._pauses) - (self._clock() - self._since)
+            if after in self._units:
+                left -= median(self._units[after])
+        before = min(takes, left)
+        return odds * before - (1 - odds) * (takes - before) if before > 0 else 0.0
+
+
+_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # of gaps between the scores of two choices
+_MEMORY = 512  # choices, after which older ones count half, since texts change
+_MIN_ODDS = 0.01  # of an outcome; less likely ones are not worth the energy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """``tokens`` that the target may commit in every slot, and the ``odds`` (probability) of that."""
+
+    odds: float
+    tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedSlot:
+    """What was drafted for one slot.
+
+    drafts   in order; a PAD ends them
+    limit    how many of them may be accepted
+    seconds  the second choices at the same places, or None
+    gaps     how far the scores of these were below those of the drafts, or None
+    """
+
+    drafts: Sequence[int]
+    limit: int
+    seconds: Sequence[int] | None = None
+    gaps: Sequence[float] | None = None
+
+    def gap(self, place: int) -> float | None:
+        return None if self.gaps is None else self.gaps[place]
+
+
+class OutcomeModel:
+    """How often the target's token was the draft's choice, and how often its second one, for every range of gaps.
+
+    Some drafts are accepted, and one token of the target's own follows. Where that is not the drafter's choice, it
+    is most often the drafter's second one: so an outcome is some of the drafts, and the first or the second choice
+    after them. How likely it is depends on how far apart the two scores were.
+    """
+
+    def __init__(self) -> None:
+        # Per range of gaps: choices, first was right, second was right; with a small prior. The last is for any gap.
+        self._counts = [[1.0, 0.5, 0.25] for _ in range(len(_EDGES) + 2)]
+
+    def of(self, gap: float | None) -> tuple[float, float]:
+        """Odds of the first and of the second choice if everything before was right; None = the gap is not known."""
+        times, first, second = self._counts[-1 if gap is None else bisect(_EDGES, gap)]
+        return first / times, second / times
+
+    def learn(self, slot: DraftedSlot, committed: Sequence[int]) -> None:
+        """What the target committed where this was drafted."""
+        for place, (draft, token) in enumerate(zip(slot.drafts, committed, strict=False)):
+            if draft == PAD:
+                return
+            second = slot.seconds is not None and token == slot.seconds[place] != draft
+            self._count(None, token == draft, second)
+            if slot.gaps is not None:
+                self._count(slot.gaps[place], token == draft, second)
+            if token != draft:
+                return
+
+    def full(self, slots: Sequence[DraftedSlot]) -> Candidate | None:
+        """All drafts are accepted, and the target's own token is the next draft; None where there is no such draft."""
+        texts = [_first(slot) for slot in slots]
+        if any(PAD in tokens for tokens in texts):
+            return None
+        odds = [self.of(slot.gap(place))[0] for slot, t in zip(slots, texts, strict=True) for place in range(len(t))]
+        return Candidate(math.prod(odds), tuple(texts))
+
+    def outcomes(self, slots: Sequence[DraftedSlot]) -> Iterator[Candidate]:
+        """Outcomes of all slots together, likeliest first. ``slots`` have second choices."""
+        return _jointly([self._of_slot(slot) for slot in slots])
+
+    def _of_slot(self, slot: DraftedSlot) -> list[Candidate]:
+        """Outcomes of one slot, likeliest first."""
+        assert slot.seconds is not None
+        candidates, so_far, drafts = [], 1.0, _first(slot)
+        for place, draft in enumerate(drafts):
+            if draft == PAD:
+                break
+            first, second = self.of(slot.gap(place))
+            candidates.append(Candidate(so_far * second, ((*drafts[:place], slot.seconds[place]),)))
+            so_far *= first
+        else:
+            candidates.append(Candidate(so_far, (drafts,)))
+        return sorted(candidates, key=lambda outcome: -outcome.odds)
+
+    def _count(self, gap: float | None, first: bool, second: bool) -> None:
+        counts = self._counts[-1 if gap is None else bisect(_EDGES, gap)]
+        if counts[0] >= _MEMORY:
+            counts[:] = [number / 2 for number in counts]
+        counts[0] += 1
+        counts[1] += first
+        counts[2] += second
+
+
+def _first(slot: DraftedSlot) -> tuple[int, ...]:
+    """The drafts that may be accepted, and one more."""
+    return tuple(slot.drafts[: slot.limit + 1])
+
+
+def _jointly(slots: Sequence[Sequence[Candidate]]) -> Iterator[Candidate]:
+    """Combinations of one outcome of every slot (each list is sorted), likeliest first, down to `_MIN_ODDS`."""
+    if not all(slots):
+        return
+    start = (0,) * len(slots)
+    waiting, known = [(-math.prod(slot[0].odds for slot in slots), start)], {start}
+    while waiting:
+        odds, places = heapq.heappop(waiting)
+        if -odds < _MIN_ODDS:
+            return
+        chosen = [slot[place] for slot, place in zip(slots, places, strict=True)]
+        yield Candidate(-odds, tuple(candidate.tokens[0] for candidate in chosen))
+        for index, place in enumerate(places):
+            after = (*places[:index], place + 1, *places[index + 1 :])
+            if place + 1 < len(slots[index]) and after not in known:
+                known.add(after)
+                odds = math.prod(slot[at].odds for slot, at in zip(slots, after, strict=True))
+                heapq.heappush(waiting, (-odds, after))
+
 
 _Text = tuple[int, list[int]]  # the cache row of the first token, and the tokens of one slot
 _Texts = list[_Text | None]

@@ -1,1 +1,0 @@
-"""Drafting for the likeliest outcomes while the target verifies."""
