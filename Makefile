@@ -39,7 +39,7 @@ WORKERS ?= 3
 
 # Threads that wait must not spin on cores that others need.
 test: setup
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 # NVIDIA's aiperf against our server. It pins some 140 packages (1.2 GB), so it gets an environment of its own, too.
 AIPERF ?= aiperf==0.13.0

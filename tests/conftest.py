@@ -18,7 +18,9 @@ from tests import order
 from tests.decoder.tiny import Workshop
 from tests.simulation import check_nothing_left, simulated
 
-settings.register_profile("thorough", max_examples=2000)  # pytest --hypothesis-profile=thorough
+settings.register_profile("any machine", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=2000)  # pytest --hypothesis-profile=thorough
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

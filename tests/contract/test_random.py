@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator, TokenizerPair
@@ -150,7 +150,6 @@ def plain(prompt: list[int], seed: int, asked: dict[str, object]) -> tuple[list[
     return PLAIN[key]
 
 
-@settings(deadline=None)
 @given(
     case=CASES,
     call=CALLS,

@@ -49,7 +49,7 @@ def pushed(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     return [*pieces, rest]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(tokens=st.lists(st.sampled_from(PARTS) | st.integers(0, len(EVERY_BYTE) - 1), max_size=40))
 def test_any_bytes_add_up_to_the_text_decoded_at_once(tokens: list[int]) -> None:
     assert "".join(pushed(EVERY_BYTE, tokens)) == plain_text(EVERY_BYTE, tokens)
@@ -68,7 +68,7 @@ def test_bytes_that_become_no_character_are_not_held_to_the_end(tokenizer: Any) 
     assert counted.most < 24
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text("a\u00e9\u65e5\U0001f642", max_size=12), special=st.integers(0, 40))
 def test_characters_that_are_spelled_in_bytes_come_out_one_by_one(text: str, special: int) -> None:
     tokens = [byte + 1 for byte in text.encode()]

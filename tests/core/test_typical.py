@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,7 +61,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...] | None, list[list[int]], Ten
     return parents, drafts, distribution
 
 
-@settings(deadline=None)
 @given(cases(), st.sampled_from([Typical(), Typical(0.3, 0.5), Typical(0.5, 0.9)]))
 def test_the_longest_plausible_path_stands(
     case: tuple[tuple[int, ...] | None, list[list[int]], Tensor], rule: Typical
@@ -101,7 +100,6 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
     assert committed(Proposal(drafts), verdict).tolist() == [[4, 0, PAD, PAD, PAD]]
 
 
-@settings(deadline=None)
 @given(cases())
 def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[list[int]], Tensor]) -> None:
     parents, drafts, distribution = case

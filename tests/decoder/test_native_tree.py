@@ -54,7 +54,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_ancestors(heads: str, dtype: torc
         assert torch.equal(native.attend(chain.qkv, chain.cache, chain.place)[:, -1], made[:, way[-1]])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 8).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n)))))
 def test_any_tree_agrees_with_plain_pytorch_and_with_its_chains(parents: tuple[int, ...]) -> None:
     start = case(window=len(parents) + 1)

@@ -164,7 +164,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 7), st.integers(0, 7)), max_size=9))
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_any_order_of_reads_and_writes(operations: list[tuple[str, int, int]]) -> None:
     """What is left out or moved must not be seen: of random operations, some in place, on inputs, views and state."""
 

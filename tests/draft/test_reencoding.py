@@ -119,7 +119,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -
     assert 0 < made.statistics.num_draft_tokens_per_pos[0] < made.statistics.num_rounds
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     text=st.text("achet \u00e9\u65e5", max_size=40), cut=st.integers(0, 60), marked=st.booleans(), fine=st.booleans()
 )

@@ -31,7 +31,7 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
 
 
 @given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_kept_is_connected_and_in_order_even_among_equals(steps: list[int], random: object) -> None:
     """A child has its parent's value plus a step that is never above 0; many are equal."""
     parents = [random.randrange(-1, node) if node else -1 for node in range(len(steps))]  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @given(DRAFTS, st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_identities(drafts: list[Draft], undrafted: int) -> None:
     accepted = sum(draft.accepted for draft in drafts)
     rounds = len(drafts) + undrafted

@@ -21,7 +21,7 @@ def every_tree(nodes: int, *, heads: int, top: int) -> list[Choices]:
 rank_tables = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rank_tables, st.integers(1, 5))
 def test_no_tree_of_the_size_is_better(ranks: list[tuple[int, int]], nodes: int) -> None:
     places = search.by_places(torch.tensor(ranks), top=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import SpeculativeGenerator
@@ -50,7 +50,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[RoundResult]:
     return heard
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
     """Slots that wait, are free, end with an id or a length, draft nothing; buckets; drafts of short context."""

@@ -138,7 +138,7 @@ def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None
 WORDS = every_byte()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     tokens=st.lists(st.sampled_from([0, *WORDS.encode("ab the")]), min_size=1, max_size=10),
     stops=st.lists(st.sampled_from(["ab", "a<e>b", "<e>", "e<", "b the"]), min_size=1, max_size=3, unique=True),

@@ -40,7 +40,7 @@ def check(made: Plan, taken: tuple[CoreRange, ...] = ()) -> None:
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(dice=st.randoms(use_true_random=False))
 def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random) -> None:
     machine = instance(name)

@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,9 @@ SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
 HASTE = DraftTimeouts(
     reply_timeout_s=0.25, resync_timeout_s=5.0, hang_timeout_s=0.4, max_failures=3, backoff_s=0.002, max_backoff_s=0.02
 )
+
+PATIENT = replace(HASTE, reply_timeout_s=60.0, resync_timeout_s=60.0, hang_timeout_s=120.0)
+"""For drafters that answer, however busy the machine is."""
 
 
 def remote(
@@ -65,7 +68,9 @@ def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
 def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
-    draft = stack.enter_context(closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots)))
+    draft = stack.enter_context(
+        closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots, timeouts=PATIENT))
+    )
     calm = {"max_new_tokens": 30, **asked}
     there = run(Checked(draft, target(slots)), PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT, slots=slots), target(slots)), PROMPTS, **calm)
@@ -162,7 +167,8 @@ def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStack, number: signal.Signals) -> None:
     supervisor = stack.enter_context(closing(Forked(tmp_path)))
-    draft = stack.enter_context(closing(remote(supervisor)))
+    killed = number == signal.SIGKILL  # which is seen at once: only one that is stopped is waited for
+    draft = stack.enter_context(closing(remote(supervisor, timeouts=PATIENT if killed else HASTE)))
     generator = Checked(draft, target())
     found, before, after = list(PROMPTS[0]), 0, 0
     for index, event in enumerate(generator.stream(PROMPTS[:1], max_new_tokens=56)):
@@ -176,7 +182,8 @@ def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStac
             revived(draft)
     after = draft.health.answered
     assert [found] == wanted(PROMPTS[:1], max_new_tokens=56)
-    assert 0 < before < after and draft.health.restarts == 1 and draft.health.rereads == 1
+    assert 0 < before < after and draft.health.restarts >= 1 and draft.health.rereads >= 1
+    assert not killed or draft.health.restarts == draft.health.rereads == 1
 
 
 def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitStack) -> None:

@@ -190,7 +190,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     st.sampled_from(["completions", "chat/completions", "responses"]),

@@ -39,7 +39,7 @@ def served(workshop: Workshop) -> Iterator[Service]:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 def test_no_request_ends_in_a_server_error(case: schemathesis.Case, served: Service) -> None:
     """503 is the answer of a model that an operator has unloaded, which such requests do, too."""
     response = case.call(base_url=served.address, headers={"authorization": f"Bearer {KEY}"})
