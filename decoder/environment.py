@@ -4,11 +4,7 @@ Workers and their cores have theirs in `paceline.placement.host.environment`.
 
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
-PACELINE_NEURON_CACHE  "tiled": caches have their rows in tiles of 128 on Neuron; default "plain"
-PACELINE_NEURON_EAGER  1: backend='neuron-native' runs its graphs operation by operation, to look for errors
-PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
 PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
-PACELINE_NEURON_ROUNDS  rounds that a graph on Neuron has between two looks of the host; default 1
 
 Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
 
@@ -53,7 +49,6 @@ from pathlib import Path
 from paceline.core.errors import BackendError, ConfigurationError
 
 _ON = ("1", "true", "yes", "on")
-_MAX_ROUNDS = 32  # as many as may run without a look at the queue (`paceline.engine.batch`)
 
 
 def cache_root() -> Path:
@@ -103,54 +98,16 @@ def neuron_logical_cores() -> int | None:
     return int(cores)
 
 
-def neuron_layout() -> bool:
-    """Whether the graph of a round chooses the layout of the weights.
-
-    Raises:
-        ConfigurationError: the variable holds something else.
-    """
-    return _one_of("PACELINE_NEURON_LAYOUT", "plain", "rounds") == "rounds"
-
-
-def neuron_tiled_caches() -> bool:
-    """Whether caches have their rows in tiles on the device.
-
-    Raises:
-        ConfigurationError: the variable holds something else.
-    """
-    return _one_of("PACELINE_NEURON_CACHE", "plain", "tiled") == "tiled"
-
-
 def neuron_prompt_kernel() -> bool:
     """Whether prompts are attended to by the SDK's kernel, where it has one.
 
     Raises:
         ConfigurationError: the variable holds something else.
     """
-    return _one_of("PACELINE_NEURON_PROMPTS", "kernel", "plain") == "kernel"
-
-
-def _one_of(name: str, default: str, other: str) -> str:
-    """A variable that is one of two words."""
-    value = os.environ.get(name) or default
-    if value not in (default, other):
-        raise ConfigurationError(f"{name}={value!r} is unknown; make it {default} or {other}")
-    return value
-
-
-def neuron_rounds() -> int:
-    """How many rounds a graph of fused rounds has for the time between two looks of the host.
-
-    Raises:
-        ConfigurationError: the variable holds something else than a number from 1 to 32.
-    """
-    rounds = os.environ.get("PACELINE_NEURON_ROUNDS") or "1"
-    if not rounds.isdigit() or not 1 <= int(rounds) <= _MAX_ROUNDS:
-        raise ConfigurationError(
-            f"PACELINE_NEURON_ROUNDS={rounds!r} must be a number from 1 (the default: the host sees every round) to "
-            f"{_MAX_ROUNDS}; docs/neuron.md says when more than 1 pays"
-        )
-    return int(rounds)
+    prompts = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
+    if prompts not in ("kernel", "plain"):
+        raise ConfigurationError(f"PACELINE_NEURON_PROMPTS={prompts!r} is unknown; make it kernel or plain")
+    return prompts == "kernel"
 
 
 def neuron_defaults() -> None:
@@ -186,11 +143,6 @@ def neuron_native_defaults() -> None:
 def neuron_native_compile_only() -> bool:
     """Whether TorchNeuron is told to compile graphs and to run none."""
     return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in _ON
-
-
-def neuron_native_eager() -> bool:
-    """Whether TorchNeuron runs graphs operation by operation, without compiling them as a whole."""
-    return os.environ.get("PACELINE_NEURON_EAGER", "0").lower() in _ON
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:

@@ -169,18 +169,6 @@ class FusedStep(nn.Module):
         params, seeds, *read = rest
         if self.carry is not None and not read:
             read = [self.carry.features]
-        report, following, accepted, *features = self.round(tokens, count, start, limit, params, seeds, *read)
-        if self.carry is not None:
-            self.carry.features.copy_(features.pop())
-        return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
-
-    def round(self, tokens: Tensor, count: Tensor, start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """One round, which leaves a ``carry`` as it is. ``rest``: limit, params, seeds, and features if they are read.
-
-        -> the report; tokens [B, W] and count [B] of the next Commit; and its features if they are read, as many as a
-        ``carry`` holds.
-        """
-        limit, params, seeds, *read = rest
         proposed = self.draft(tokens, count, start, params, seeds, *read)
         missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
         if missing:  # a chain shorter than the window, and so are its probabilities, if it has any
@@ -192,10 +180,11 @@ class FusedStep(nn.Module):
         deep = self.verify.window(proposed[0], parents, limit=limit).reached()
         following, accepted, *features = self.verify(tokens, count, start, limit, params, seeds, *proposed)
         if self.carry is not None:
-            unused = self.carry.features.shape[1] - features[0].shape[1]
-            features = [nn.functional.pad(features[0], (0, 0, 0, unused))]
+            made = features.pop()
+            unused = self.carry.features.shape[1] - made.shape[1]
+            self.carry.features.copy_(nn.functional.pad(made, (0, 0, 0, unused)))
         report = torch.cat((following, accepted.unsqueeze(1), deep.unsqueeze(1)), 1)
-        return (report, following, accepted, *features)
+        return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
 
 
 def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,7 @@
 
 The steps are in `paceline.target.steps`; what needs the host for every token (processors, scores) is in
 `paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds, where a backend
-copies what goes in and out.
-
-Several fused rounds in one graph are for backends where a call of a graph costs more than the rounds that may be in
-vain (`Backend.rounds_in_graph`). Such a graph ends no text, so it runs only where no text can reach a length that ends
-it, or that needs another graph. A text that ends with an id goes on in its slot until the last of the rounds, and
-nobody reads what it gains. Not here: rounds in a row that the host's processor runs (`decoder/native/program.cpp`).
+copies what goes in and out. Not here: rounds in a row that the host's processor runs (`decoder/native/program.cpp`).
 """
 
 from __future__ import annotations
@@ -83,18 +78,16 @@ class _Fused:
 class _FusedRounds:
     """How fused rounds run, for as long as nothing changes that selects their graph.
 
-    which    the rounds; the kind of sampling is that of the batch
-    bucket   that of the target
-    rows     of the longest text, before a round: with others, draft or target need another bucket
-    run      runs rounds
-    several  whether it can run more than one in a call
+    which   the rounds; the kind of sampling is that of the batch
+    bucket  that of the target
+    rows    of the longest text, before a round: with others, draft or target need another bucket
+    run     runs rounds
     """
 
     which: _Fused
     bucket: int
     rows: range
     run: _RunRounds
-    several: bool
 
 
 class CompiledVerifier:
@@ -127,7 +120,7 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[_Verify, GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[tuple[_Fused, int, int], tuple[_RunRounds, bool]] = {}
+        self._fused_steps: dict[tuple[_Fused, int, int], _RunRounds] = {}
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -195,9 +188,7 @@ class CompiledVerifier:
         which, fused = _Fused(drafter, kept, sampling.kind, lines), self._fused
         if fused is None or limits.max_rows not in fused.rows or fused.which != which:
             fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
-        further = limits.multi_round if fused.several else None
-        if carry is not None and not kept:
-            further = None  # the next round has another graph
+        further = limits.multi_round
         if further is not None:
             last = min(limits.max_rows + (further.max_rounds - 1) * self._width, fused.bucket)
             further = further if last in fused.rows else self._in_one_bucket(further, fused, limits.max_rows)
@@ -216,35 +207,26 @@ class CompiledVerifier:
         step = (replace(which, kind=self.decoder.sampling_kind(which.kind)), *buckets)
         if step not in self._fused_steps:
             self._fused_steps[step] = self._run_fused(step[0], carry, inputs=inputs, buckets=buckets)
-        run, several = self._fused_steps[step]
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=which.drafter.bucket)
-        return _FusedRounds(which, bucket, range(rows, rows + same), run, several)
+        return _FusedRounds(which, bucket, range(rows, rows + same), self._fused_steps[step])
 
     def _run_fused(
         self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
-    ) -> tuple[_RunRounds, bool]:
-        """What runs fused rounds, and whether it can run more than one in a call. ``buckets``: target's, drafter's."""
+    ) -> _RunRounds:
+        """What runs fused rounds. ``buckets``: target's, drafter's."""
         drafter, kind, backend = which.drafter, which.kind, self.decoder.backend
         alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=which.lines))
         key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))
-        graph = partial(self.decoder.graph, guest=drafter.cache_key, owner=drafter.state)
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
             return FusedStep(drafter.step(buckets[1], kind), verify, carry, lean=backend.device_state)
 
-        step: Step | MultiRoundStep = graph(key, make, [first_slots(x, which.lines) for x in inputs])
+        given = [first_slots(x, which.lines) for x in inputs]
+        step: Step | MultiRoundStep = self.decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
         if isinstance(step, MultiRoundStep):
-            return step.run_rounds, True
-        one = partial(_one_round, step=step, lean=backend.device_state, lines=which.lines)
-        rounds = backend.rounds_in_graph
-        if rounds == 1 or (self._reads is not None and not which.kept):  # the next round has another graph
-            return one, False
-        several = partial(
-            graph, _consecutive_key(key, rounds), lambda body, bucket: _ConsecutiveStep(make(body, bucket), rounds)
-        )
-        consecutive = _ConsecutiveRounds(one, several, rounds=rounds, width=self._width, lines=which.lines)
-        return consecutive.run_rounds, True
+            return step.run_rounds
+        return partial(_one_round, step=step, lean=backend.device_state, lines=which.lines)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
@@ -308,67 +290,6 @@ _RunRounds = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list
 """`paceline.decoder.backends.base.MultiRoundStep.run_rounds`."""
 
 
-class _ConsecutiveStep(nn.Module):
-    """``rounds`` times a `FusedStep`, each round on what the one before it committed, unrolled."""
-
-    def __init__(self, fused: FusedStep, rounds: int) -> None:
-        super().__init__()
-        self.fused, self._rounds = fused, rounds
-
-    def forward(
-        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
-    ) -> tuple[Tensor]:
-        """The fields of a Commit; limit [B] int32 of every round; params [B, 4], seeds [B, 4].
-
-        -> what a `FusedStep` reports, of every round: [rounds, B, W + 2] int32. Slots without a request stay where they
-        are, as they do where the host looks at each round.
-        """
-        carry = self.fused.carry
-        read = [] if carry is None else [carry.features]
-        seated = SamplingTensors(params, seeds).seated
-        reports = []
-        for _ in range(self._rounds):
-            report, following, accepted, *read = self.fused.round(tokens, count, start, limit, params, seeds, *read)
-            tokens, count, start = following, accepted, start + count * seated
-            reports.append(report.unsqueeze(0))
-        if carry is not None:
-            carry.features.copy_(read[0])
-        return (torch.cat(reports),)
-
-
-class _ConsecutiveRounds:
-    """Runs one round a call, or ``rounds`` where the host can do without a look. A `MultiRoundStep`.
-
-    one      runs one round
-    several  gives the graph of `_ConsecutiveStep` for such inputs, compiled when it is first needed
-    width    W of the commits
-    lines    as in `GraphKey`; inputs and what comes out have a line for every slot
-    """
-
-    def __init__(
-        self, one: _RunRounds, several: Callable[[list[Tensor]], Step], *, rounds: int, width: int, lines: int = 0
-    ) -> None:
-        self._one, self._several, self._rounds, self._lines = one, several, rounds, lines
-        # What the last round starts from has room for all that it may accept, whatever those before it accept.
-        self._room = rounds * width - 1
-
-    def run_rounds(
-        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
-    ) -> tuple[list[RoundReport], list[Tensor]]:
-        """See `paceline.decoder.backends.base.MultiRoundStep`. The number of rounds does not depend on the time."""
-        if limits is None or limits.max_rounds < self._rounds or min(limits.remaining) < self._room:
-            return self._one(inputs, seconds, None)
-        begin = perf_counter()
-        given = [first_slots(x, self._lines) for x in inputs]
-        packed = self._several(given)(*given)[0].transpose(0, 1)
-        idle = [_idle_report(packed.shape[-1] - 2)] * self._rounds
-        packed = for_all_slots(packed, len(inputs[0]), idle).transpose(0, 1)
-        taken = (perf_counter() - begin) / self._rounds
-        tokens, counts = packed[-1, :, :-2].contiguous(), packed[:, :, -2]
-        first_row = inputs[2] + inputs[1] + counts[:-1].sum(0, dtype=torch.int32)
-        return [RoundReport.of(rows, taken) for rows in packed.tolist()], [tokens, counts[-1].contiguous(), first_row]
-
-
 def _one_round(
     inputs: list[Tensor], _seconds: float, _limits: MultiRoundLimits | None, *, step: Step, lean: bool, lines: int
 ) -> tuple[list[RoundReport], list[Tensor]]:
@@ -380,18 +301,8 @@ def _one_round(
     packed, *outputs = step(*([first_slots(x, lines) for x in inputs] if lines else inputs))
     if lines:
         slots = len(inputs[0])
-        packed = for_all_slots(packed, slots, _idle_report(packed.shape[1] - 2))
+        packed = for_all_slots(packed, slots, [*idle_tokens(packed.shape[1] - 2), 1, 0])
         outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they go out
     if lean or lines:
         outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
     return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs
-
-
-def _idle_report(width: int) -> list[int]:
-    """What a `FusedStep` reports of a slot without a request."""
-    return [*idle_tokens(width), 1, 0]
-
-
-def _consecutive_key(key: GraphKey, rounds: int) -> GraphKey:
-    """Of the graph that runs so many of the rounds that ``key`` is the graph of."""
-    return replace(key, variant=f"{rounds} rounds")

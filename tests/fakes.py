@@ -139,10 +139,7 @@ class TableBody:
 
 
 class TableDecoder(SamplingDecoder):
-    """A decoder over a table: the real graphs, loop and cache discipline, without a network.
-
-    ``rounds_in_graph``: of its backend; with more than one, it has no native code that runs rounds in a row.
-    """
+    """A decoder over a table: the real graphs, loop and cache discipline, without a network."""
 
     def __init__(
         self,
@@ -152,12 +149,10 @@ class TableDecoder(SamplingDecoder):
         kv_buckets: tuple[int, ...] = (64,),
         eos: tuple[int, ...] = (),
         pad: int | None = None,
-        rounds_in_graph: int = 1,
     ) -> None:
         self.config = config(logits.shape[-1], eos=eos, pad=pad)
         self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
         self.backend, self.kv_buckets, self.batch_buckets = EagerBackend(), kv_buckets, (slots,)
-        self.backend.rounds_in_graph = rounds_in_graph
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.folder = None
         self._made: dict[tuple[GraphKey, object], tuple[list[torch.Size], Step]] = {}
@@ -177,8 +172,8 @@ class TableDecoder(SamplingDecoder):
         full = (key, owner)
         if full not in self._made:
             module = make(self.body, key.bucket)
-            native = key.draft and key.is_round and self.backend.rounds_in_graph == 1
-            self._made[full] = shapes, FusedTableStep(self.body, module) if native else module
+            fused = key.draft and key.is_round
+            self._made[full] = shapes, FusedTableStep(self.body, module) if fused else module
         assert self._made[full][0] == shapes, f"{full} was compiled for {self._made[full][0]} and is given {shapes}"
         return self._made[full][1]
 

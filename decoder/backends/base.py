@@ -82,10 +82,6 @@ class Backend(Protocol):
         """
 
     @property
-    def rounds_in_graph(self) -> int:
-        """How many fused rounds share a graph while no request needs the host in between; 1 = a round is a graph."""
-
-    @property
     def draft_lengths(self) -> tuple[int, ...]:
         """Lengths of drafts that k="auto" chooses among, 0 for rounds without one; () = the usual ones."""
 
@@ -167,7 +163,6 @@ class LocalBackend:
     name = "local"
     group: Collectives = SingleRank()
     device_state = False
-    rounds_in_graph = 1
     draft_lengths: tuple[int, ...] = ()
 
     def read_state(self, state: Tensor) -> Tensor:

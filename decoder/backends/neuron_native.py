@@ -126,7 +126,6 @@ class NeuronNativeBackend(LocalBackend):
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self) -> None:
-        self.rounds_in_graph = environment.neuron_rounds()
         self._runtime = runtime()
         self._prompts = prompt_form()
         self.kernels: Kernels = TraceableKernels(self._prompts)
@@ -211,9 +210,8 @@ class _Compiled:
         # Weak where a weight's life is the decoder's own: the copies are kept here.
         self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
         # A graph module has code of its own, so that each key is compiled once and none counts as another's recompile.
-        self._call: Callable[..., Any] = in_place(lowered, home.device, cores=cores)
-        if not environment.neuron_native_eager():
-            self._call = torch.compile(self._call, backend=home.compiler, fullgraph=True, dynamic=False)
+        step = in_place(lowered, home.device, cores=cores)
+        self._call: Callable[..., Any] = torch.compile(step, backend=home.compiler, fullgraph=True, dynamic=False)
         self._ready = False
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -357,7 +355,6 @@ class NeuronNativeRanks(RankedBackend):
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self, degree: int) -> None:
-        self.rounds_in_graph = environment.neuron_rounds()
         super().__init__(degree)
         member = self.ranks.member
         assert isinstance(member, NativeMember)

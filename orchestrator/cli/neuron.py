@@ -75,7 +75,6 @@ class GraphOptions:
     used_slots: Annotated[
         int | None, typer.Option(min=1, help="Slots that the graph computes, the first ones; default: all.")
     ] = None
-    rounds: Annotated[int, typer.Option(min=1, max=32, help="Rounds that share a graph (PACELINE_NEURON_ROUNDS).")] = 1
 
     def lines(self) -> int:
         """As `RoundSetup.lines`.
@@ -108,7 +107,7 @@ def cost_of_round(
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
-        found = round_cost(replace(setup, lines=lines), machine, rounds=graph.rounds)
+        found = round_cost(replace(setup, lines=lines), machine)
     if as_json:
         typer.echo(to_json(found))
         return

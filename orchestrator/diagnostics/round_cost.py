@@ -28,10 +28,8 @@ from paceline.target.steps import VerifyStep
 REST = "embedding, head and sampler"
 
 
-def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dict[str, object]:
+def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     """Figures of a round, as plain values: milliseconds by part and resource, and which limits are passed.
-
-    ``rounds``: that share a graph, and thus a call of the host.
 
     Raises:
         ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
@@ -46,7 +44,7 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
     sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
-    expected = busy + collectives * engines.COLLECTIVE.value + engines.LAUNCH.value / rounds
+    expected = busy + collectives * engines.COLLECTIVE.value + engines.LAUNCH.value
     slower = collectives * (engines.COLLECTIVE_SLOW.value - engines.COLLECTIVE.value)
     memory = memory_of(setup.target, setup) + setup.draft.memory(setup)
     ideal = sum(max(part["memory"] * engines.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
@@ -70,7 +68,6 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
             "worst_ms": round((expected + slower) * 1e3, 3),
             "sampler_share": round(sampler / expected, 4),
             "largest_gather": int(total.largest),
-            "launches": round(1 / rounds, 3),
             "bytes_read": int(total.read),
             "bytes_widened": int(total.widened),
             "operations": int(total.operations),
@@ -85,7 +82,7 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
             name: {kind: round(seconds * 1e3, 3) for kind, seconds in part.items()}
             for name, part in sorted(times.items(), key=lambda item: -sum(item[1].values()))
         },
-        "over_limits": _over(total, memory, instance, rounds=rounds),
+        "over_limits": _over(total, memory, instance),
         "sources": {figure.what: figure.source for figure in _FIGURES},
     }
 
@@ -133,12 +130,12 @@ def _times_of(work: Work, instance: Instance) -> dict[str, float]:
     }
 
 
-def _over(work: Work, memory: int, instance: Instance, *, rounds: int) -> list[str]:
+def _over(work: Work, memory: int, instance: Instance) -> list[str]:
     found = []
     if memory > instance.memory:
         found.append(f"memory: {memory / 2**30:.1f} GiB a core of {instance.memory / 2**30:.0f}")
-    if rounds * work.tiles > engines.MAX_INSTRUCTIONS.value:
-        found.append(f"instructions: about {rounds * work.tiles:.0f} of {engines.MAX_INSTRUCTIONS.value:.0f}")
+    if work.tiles > engines.MAX_INSTRUCTIONS.value:
+        found.append(f"instructions: about {work.tiles:.0f} of {engines.MAX_INSTRUCTIONS.value:.0f}")
     if work.widened:
         found.append(f"widened weights: {work.widened:.0f} bytes a round")
     return found

@@ -15,10 +15,8 @@ import torch
 from paceline.core.protocols import Round, finish, movable, move_request
 from paceline.core.sampling import COMPILED_KINDS
 from paceline.core.types import (
-    IDLE,
     Commit,
     DeviceFeatures,
-    MultiRoundLimits,
     Proposal,
     RoundLimits,
     SamplingKind,
@@ -77,7 +75,7 @@ def compile_graphs(
             own = commit if own_width == width else fitted(commit, own_width)[1]
             for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
                 asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
-                _run(one, own, sampling=asked, most=most, limits=limits, rounds=target.backend.rounds_in_graph)
+                _run(one, own, sampling=asked, most=most, limits=limits)
         if isinstance(variant.round, MixedRound) and not backends.compiles(target.backend):
             # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
             for used, rows in product(fills(decoders), lengths(target)):
@@ -117,20 +115,14 @@ def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
         yield known.rest.round, known.rest.width, [shape.max_accept]
 
 
-def _run(
-    one: Round, commit: Commit, *, sampling: SamplingTensors, most: RoundLimits, limits: list[int], rounds: int
-) -> None:
-    """A round over texts of that length, in slots as ``most`` says, and ``rounds`` in one graph."""
-    several = MultiRoundLimits([IDLE] * len(commit.count), frozenset(), rounds) if rounds > 1 else None
+def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, most: RoundLimits, limits: list[int]) -> None:
+    """A round over texts of that length, in slots as ``most`` says."""
     for limit in limits:
         full = replace(most, max_accept=torch.full_like(commit.count, limit))
-        result, later = one(commit, sampling, full), commit
+        result = one(commit, sampling, full)
         features = result.commit.features
         if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
-            later = replace(commit, features=features)
-            one(later, sampling, full)
-        if limit and several is not None:
-            one(later, sampling, replace(full, multi_round=several))
+            one(replace(commit, features=features), sampling, full)
         if limit and isinstance(one, TwoGraphRound):
             _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.decoder import steps
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import backend
 from paceline.decoder.graph_key import GraphKey
+from tests.decoder.tiny import Workshop, fresh
 from tests.neuron.conftest import SDK, forget
 
 
@@ -75,3 +77,21 @@ def test_the_key_holds_versions_chip_flags_and_the_graph(cache: Cache) -> None:
     assert [cache.compiled(**change) for change in changes] == [[]] * len(changes), "and found again"
     assert "-O1" in flags[-1][0] and "-O2" in flags[0][0]
     assert "--lnc=2" in flags[0][0] and "--lnc=1" in flags[7][0] and "--target=inf2" in flags[5][0]
+
+
+def test_another_process_that_traces_in_another_order_finds_every_graph(workshop: Workshop, runtime: Any) -> None:
+    tokens, row, said, seen = torch.ones(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), [], 0
+    for order in (1, -1):
+        decoder = fresh(workshop.checkpoint(), backend="neuron", amp="f32", batch_size=2)
+        jobs: list[Any] = [
+            lambda one=decoder: steps.prefill(one, 0, [1, 2, 3]),
+            lambda one=decoder: steps.window(one, tokens, row, bucket=64),
+            lambda one=decoder: one.sample([[5, 5]], max_new_tokens=3),
+        ]
+        for job in jobs[::order]:
+            job()
+        said.append(decoder.sample([[5, 5]], max_new_tokens=3).tolist())
+        made, seen = len(runtime().compiled) - seen, len(runtime().compiled)
+        backend.chip.cache_clear()
+    assert said[0] == said[1]
+    assert (made, seen >= 3) == (0, True)

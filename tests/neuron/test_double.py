@@ -225,18 +225,6 @@ def test_every_weight_must_be_there_as_it_was_traced(maker: Maker) -> None:
         maker.model.to_neuron()
 
 
-def test_weights_lie_as_the_graph_was_compiled_for(sdk: Any, tmp_path: Path) -> None:
-    functions = sdk("neuronx_distributed.trace.functions")
-    traced = functions.trace(Step(count), kwargs={"x": torch.ones(2)})
-    with pytest.raises(RuntimeError, match="no weights of a are marked"):
-        functions.compile_wlo(traced.hlo, traced.metaneff, str(tmp_path), FLAGS, "a")
-    traced.hlo.laid = {"weight"}  # as a priority model would have it
-    maker = Maker(sdk, tmp_path)
-    maker.model.add("a", traced, functions.compile(traced.hlo, traced.metaneff, str(tmp_path), FLAGS, "a"))
-    with pytest.raises(RuntimeError, match="lies otherwise"):
-        maker.ready()
-
-
 @pytest.mark.parametrize("cores", ["3,5,6", "5,4", "7-4"])
 def test_cores_lie_side_by_side(sdk: Any, cores: str) -> None:
     with pytest.raises((RuntimeError, IndexError), match=r"not contiguous|range"):

@@ -8,35 +8,54 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.decoder.backends import base
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import backend as neuron
-from paceline.decoder.backends.neuron import layout
+from paceline.decoder.backends.neuron import chip
 from paceline.decoder.graph_key import GraphKey
 from tests.decoder.tiny import Workshop
 from tests.neuron.test_backend import PROMPTS, pair
-from tests.neuron.test_layout import Products, weights
 
 Runtime = Callable[[], Any]
 X = torch.ones(2, 4)
+
+
+class Products(nn.Module):
+    """x times every weight, and a state that counts calls."""
+
+    def __init__(self, weights: list[nn.Parameter], state: Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.register_buffer("calls", state)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        for weight in self.weights:
+            x = x @ weight
+        return x, self.calls + 0
+
+
+def weights(count: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 4), requires_grad=False) for _ in range(count)]
 
 
 def kinds(runtime: Any) -> list[str]:
     return ["graph" if kind[0] == "g" else kind for kind, _ in runtime.loads]
 
 
-def made(name: str, own: list[nn.Parameter], state: torch.Tensor) -> Graph:
+def made(name: str, own: list[nn.Parameter], state: Tensor) -> Graph:
     return Graph(GraphKey(name), Products(own, state), (X,), {"graph": name})
 
 
 def test_prepared_graphs_compile_side_by_side_and_load_once(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "_MAX_COMPILERS", 3)
+    monkeypatch.setattr(chip, "_MAX_COMPILERS", 3)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     backend, own, state, said = neuron.NeuronBackend(), weights(2), torch.zeros(1), []
     runtime().meeting = threading.Barrier(3, timeout=60)  # breaks unless three compile at a time
@@ -72,14 +91,14 @@ def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, own, state = neuron.NeuronBackend(), weights(1), torch.zeros(1)
-    compile_one = backend._chip._compiler._compile
+    compile_one = backend._chip._compile
 
-    def compile_but_one(entry: Any, traced: Any, folder: Any) -> None:
+    def compile_but_one(entry: Any, folder: Any) -> None:
         if entry.key.kind == "bad":
             raise BackendError("neuronx-cc refused bad")
-        compile_one(entry, traced, folder)
+        compile_one(entry, folder)
 
-    monkeypatch.setattr(backend._chip._compiler, "_compile", compile_but_one)
+    monkeypatch.setattr(backend._chip, "_compile", compile_but_one)
     runtime().refused = {"g2"}
     steps = {}
     with pytest.raises(BackendError, match="2 of 4 graphs cannot be used; the others are ready"), base.prepare(backend):
@@ -89,6 +108,18 @@ def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
         with pytest.raises(BackendError, match=reason):
             steps[name](X)
     assert [steps[name](X)[1].item() for name in ("good", "better", "good")] == [1, 2, 3]
+
+
+def test_a_graph_of_a_preparation_that_was_broken_off_is_compiled_at_its_call(
+    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, steps = neuron.NeuronBackend(), []
+    with pytest.raises(KeyError), base.prepare(backend), monkeypatch.context() as patch:
+        patch.setattr(backend._chip, "_compiled", lambda _entry: None)  # as if its turn had not come
+        steps.append(backend.compile(made("one", weights(1), torch.zeros(1)), print))
+        raise KeyError
+    assert not runtime().compiled
+    assert steps[0](X)[1].item() == 1 and len(runtime().compiled) == 1
 
 
 def test_more_than_a_core_holds_is_refused(install: Any, runtime: Runtime) -> None:

@@ -131,17 +131,6 @@ def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Wo
         torch.testing.assert_close(state[name].float(), value.float(), rtol=0.05, atol=0.1)
 
 
-def test_a_step_runs_operation_by_operation_to_look_for_errors(
-    workshop: Workshop, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_NEURON_EAGER", "1")
-    decoder = fresh(workshop.checkpoint(), backend="neuron-native")
-    decoder.on_graph = lambda _event: None
-    wanted = workshop.decoder(backend="eager").sample([PROMPTS[1]], max_new_tokens=4)
-    assert torch.equal(decoder.sample([PROMPTS[1]], max_new_tokens=4), wanted)
-    assert not recorded.graphs
-
-
 def test_compiling_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron_native.runtime.cache_clear()
     monkeypatch.setenv("TORCH_NEURONX_COMPILE_ONLY", "1")

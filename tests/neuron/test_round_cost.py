@@ -166,11 +166,10 @@ def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields(name)))
     asked = ["cost", "--target", str(tmp_path / "Llama-3-70B"), "--draft", str(tmp_path / "Llama-3.2-1B"), "--k", "1"]
-    done = CliRunner().invoke(app, [*asked, "--rounds", "10", "--json"])
+    done = CliRunner().invoke(app, [*asked, "--tp", "1", "--batch-size", "256", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["round"]["launches"] == 0.1 and found["round"]["instructions"] > 500_000
-    assert found["over_limits"][1].startswith("instructions: about "), "ten rounds are too many for one graph"
+    assert found["over_limits"][1].startswith("instructions: about ") and found["round"]["instructions"] > 5e6
     assert found["over_limits"][0].startswith("memory: ") and found["round"]["memory_per_core"] > 16 * 2**30
     assert {"ideal_ms", "expected_ms", "sampler_share", "largest_gather"} <= set(found["round"])
 

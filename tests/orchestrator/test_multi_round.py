@@ -66,15 +66,12 @@ def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
         "seed": data.draw(st.integers(0, 9)),
     }
 
-    def made(kind: type[SpeculativeGenerator] = Checked, rounds_in_graph: int = 1) -> SpeculativeGenerator:
+    def made() -> SpeculativeGenerator:
         draft = TableDecoder(DRAFT, slots=slots, kv_buckets=short)
-        target = TableDecoder(TARGET, slots=slots, kv_buckets=kv_buckets, rounds_in_graph=rounds_in_graph)
-        return kind(draft, target, k=k)
+        return Checked(draft, TableDecoder(TARGET, slots=slots, kv_buckets=kv_buckets), k=k)
 
     single, many = (run(made(), prompts, seconds, **asked) for seconds in (0.0, 60.0))
     assert counts(many) == counts(single)
-    unrolled = made(SpeculativeGenerator, rounds_in_graph=data.draw(st.integers(2, 4)))
-    assert counts(run(unrolled, prompts, 0.0, **asked)) == counts(single)
     plain = TableDecoder(TARGET, slots=slots, kv_buckets=kv_buckets).sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
@@ -131,27 +128,3 @@ def test_a_slot_without_a_text_ends_no_row(calls: list[RoundResult]) -> None:
     calls.clear()
     run(generator, [[1, 2, 3]], 60.0, eos_token_id=sorted(idle - set(text)), **asked)
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("end", [False, True])
-def test_a_graph_of_several_rounds_runs_where_no_text_can_reach_its_length(calls: list[RoundResult], end: bool) -> None:
-    """One that ends with an id ends in the middle of them."""
-    logits, rounds_in_graph, k = table(60, seed=3), 4, 2
-    asked = {"max_new_tokens": 50, "do_sample": True, "eos_token_id": []}
-    draft = TableDecoder(near(logits, seed=4, spread=0.5))
-    generator = SpeculativeGenerator(draft, TableDecoder(logits, rounds_in_graph=rounds_in_graph), k=k)
-    text = run(generator, [[1, 2, 3]], 0.0, **asked).sequences[0, 3:].tolist()
-    if end:
-        calls.clear()
-        last = next(token for place, token in enumerate(text) if place > 14 and token not in text[:place])
-        done = run(generator, [[1, 2, 3]], 0.0, **{**asked, "eos_token_id": [last]})
-        assert done.sequences[0, 3:].tolist() == text[: text.index(last) + 1] and done.finish_reasons == ["stop"]
-        assert {len(one.reports) for one in calls} == {rounds_in_graph}
-        assert any(last in report.tokens[0] for report in calls[-1].reports)
-        return
-    sizes = [len(one.reports) for one in calls]
-    single = sizes[sizes.index(1) :]
-    assert set(single) == {1} and sizes.count(rounds_in_graph) >= 3, "several, and single ones where it ends"
-    gained = [sum(len(report.tokens[0]) for report in one.reports) for one in calls]
-    # The first token is the prompt's; a single round comes where the others could give more than is left.
-    assert 50 - 1 - sum(gained[: len(sizes) - len(single)]) < rounds_in_graph * (k + 1)

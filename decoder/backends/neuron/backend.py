@@ -23,9 +23,8 @@ from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.backends.neuron import attention_kernel, noise_record
 from paceline.decoder.backends.neuron import ranks as neuron_ranks
-from paceline.decoder.backends.neuron.chip import Chip, chip
+from paceline.decoder.backends.neuron.chip import Chip, Entry, chip
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
-from paceline.decoder.backends.neuron.layout import Entry
 from paceline.decoder.backends.neuron.stateful import Stateful
 from paceline.decoder.compile import cache, graph_lint, hlo_lint
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
@@ -43,7 +42,6 @@ class NeuronBackend:
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self, degree: int = 1) -> None:
-        self.rounds_in_graph = environment.neuron_rounds()
         self._chip = chip()
         self._chip.claim(degree)
         self._prompts = self._chip.sdk.prompts()
@@ -75,7 +73,6 @@ class NeuronBackend:
                 self._chip.names.of(graph.module, lowered),
                 self._chip.ranks,
                 attention=attention_kernel.through_xla(self._prompts.cores),
-                laid=self._chip.names.laid,
             ),
             graph,
         )
@@ -84,13 +81,12 @@ class NeuronBackend:
         flags = self._chip.sdk.flags(prompt=graph.key.is_prompt, e4m3=e4m3)
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo), "flags": flags})
 
-        def folder(more: dict[str, object], build: Callable[[Path], None]) -> Path:
-            every = {**facts, **more}
-            found = cache.find(self._shipped, every) if self._shipped else None
+        def folder(build: Callable[[Path], None]) -> Path:
+            found = cache.find(self._shipped, facts) if self._shipped else None
             if found is None:
-                if cache.find(self._root, every) is None:
+                if cache.find(self._root, facts) is None:
                     announce(f"compiling {graph.name} for {self._chip.sdk.chip.value}")
-                found = cache.ensure(self._root, every, build)
+                found = cache.ensure(self._root, facts, build)
             self._folders[found] = None
             return found
 
@@ -126,7 +122,7 @@ class NeuronBackend:
         """Cores are this process's until it ends."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        """Copy every graph of this decoder, in every layout of weights that it was compiled for."""
+        """Copy every graph of this decoder."""
         if not self._folders:
             raise ArtefactError("no graph is compiled for Neuron yet: call compile() before save()")
         for path in self._folders:

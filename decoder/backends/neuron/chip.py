@@ -9,10 +9,13 @@ against the source of neuronx_distributed (`NxDModel`, April 2026): `add` and `S
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +28,40 @@ from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import ranks as neuron_ranks
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
-from paceline.decoder.backends.neuron.layout import NEFF, Arrangement, Compiler, Entry, compilers
 from paceline.decoder.backends.neuron.stateful import MAX_INPUTS, Stateful, input_names
 from paceline.decoder.compile.lowering import Lowered, constants_of, state_of
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
 
-TILE = 128
+NEFF = "graph.neff"
+_MAX_COMPILERS = 8  # each is a process of several GB
 
 
-def tiled(tensor: Tensor) -> Tensor:
-    """A cache [slots, G, R, D] as [slots, G, 128, R / 128, D], over the same numbers in the same order; anything else,
-    and a cache whose rows are no multiple of 128, as it is.
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A traced graph.
 
-    A hint for the compiler, which NxD Inference gives it where writes into a cache follow each other in one graph
-    (`kv_cache_tiling`, release 2.29). Whether it helps here, only a chip can tell.
+    traced    the SDK's record of it
+    folder    its place in the cache; filled by the function if it is not there
+    announce  tells who asked for it how far it is
     """
-    if tensor.dim() != 4 or tensor.shape[2] % TILE or tensor.shape[2] == TILE:
-        return tensor
-    return tensor.view(*tensor.shape[:2], TILE, -1, tensor.shape[3])
+
+    key: GraphKey
+    traced: Any
+    flags: str
+    folder: Callable[[Callable[[Path], None]], Path]
+    announce: Callable[[str], None]
 
 
 class Names:
-    """From tensors of the host to the names they have on the device. ``tiles``: whether states are `tiled` there.
+    """From tensors of the host to the names they have on the device.
 
     The SDK shares by name, and two steps may reach one tensor by two paths, or two tensors by the same one. A
     tensor gets one name for as long as the process lives.
     """
 
-    def __init__(self, *, tiles: bool = False) -> None:
-        self._tiles = tiles
+    def __init__(self) -> None:
         self._names = WeakTensorKeyDictionary()
         self._changed: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
@@ -106,17 +113,11 @@ class Names:
         for tensor in self._changed.values():
             if tensor not in self._parts:
                 self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
-        return [
-            {name: self.laid(self._of(tensor, rank)) for name, tensor in self._changed.items()} for rank in range(ranks)
-        ]
+        return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
 
     def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
         """Tensors that no graph changes, by name, for every rank. What is not divided, all ranks share."""
         return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
-
-    def laid(self, state: Tensor) -> Tensor:
-        """A state of the host in its shape on the device, over the same numbers."""
-        return tiled(state) if self._tiles else state
 
     def _of(self, tensor: Tensor, rank: int) -> Tensor:
         if not rank or tensor not in self._parts:
@@ -141,27 +142,21 @@ Ranks = list[dict[str, Tensor]]
 class Resident:
     """One `NxDModel`, to which weights, states and graphs may be added while it is on the device.
 
-    leader  the graph whose layout of weights everything has; None = they lie as they came
     states  names of the states that are there
     keys    of the graphs that are there
     """
 
-    def __init__(self, degree: int, arrangement: Arrangement) -> None:
+    def __init__(self, degree: int) -> None:
         self._base: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.base_nxd_model")
         models: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.nxd_model")
         self._parts: Any = importlib.import_module("neuronx_distributed.trace.model_builder_utils")
         self._degree = degree
         self._model: Any = models.NxDModel(world_size=degree, state_initializer=self._zeros({}))
-        self._home: Ranks = [{} for _ in range(degree)]  # the host's states whose values are on the device
         self._weights: set[str] = set()
-        self.leader = arrangement.leader
+        self.states: set[str] = set()
         self.keys: set[str] = set()
 
-    @property
-    def states(self) -> set[str]:
-        return set(self._home[0])
-
-    def add_weights(self, weights: Ranks, arrangement: Arrangement) -> None:
+    def add_weights(self, weights: Ranks) -> None:
         """Bring those that are not there yet.
 
         Raises:
@@ -170,19 +165,13 @@ class Resident:
         new = [{name: x for name, x in rank.items() if name not in self._weights} for rank in weights]
         if not new[0] and self._model.loaded_on_neuron:
             return
-        plain = [{name: x for name, x in rank.items() if name not in arrangement.moved} for rank in new]
         try:
             if not self._model.loaded_on_neuron:
-                self._model.set_weights(plain)
+                self._model.set_weights(new)
                 self._model.to_neuron()  # without graphs: it makes the states and opens the cores
-            elif plain[0]:
-                self._update(self._load(plain))
-            if arrangement.transformer is not None and (moved := arrangement.moved & set(new[0])):
-                # What the model would do by itself with all weights; nothing says how it treats those of other graphs.
-                own = [{name: rank[name] for name in rank if name in moved} for rank in new]
-                self._update(
-                    arrangement.transformer.construct_layout_transformer_object(self._degree).forward(own, False)
-                )
+            else:  # what `set_weights` does, which refuses once the model is loaded
+                for rank, held in enumerate(torch.ops.neuron._parallel_load(new)):
+                    self._model.weights[rank].update(held)
         except RuntimeError as error:
             raise BackendError(f"the device does not take {_size(new)}: {error}") from error
         self._weights |= set(new[0])
@@ -204,11 +193,10 @@ class Resident:
         for rank, held in enumerate(new):
             for name, tensor in held.items():
                 self._model.write_to_neuron_buffer(tensor, name, rank)
-            self._home[rank] |= held
+        self.states |= set(new[0])
 
-    def add_graph(self, key: str, part: tuple[Any, Path]) -> None:
+    def add_graph(self, key: str, traced: Any, folder: Path) -> None:
         """Initialise one graph over the weights and states that are there. Its error leaves the others as they are."""
-        traced, folder = part
         try:
             self._model.add(key, traced, self._parts.CompilationArtifacts(str(folder / NEFF)))
             self._model.spmd_models[key].initialize(self._model.states, self._model.weights, self._model.start_rank)
@@ -227,21 +215,6 @@ class Resident:
         """Rank 0's state of that name, as it is now."""
         state: Tensor = self._model.read_from_neuron_buffer(name, 0)
         return state
-
-    def unload(self) -> None:
-        """Bring the states home, so that nothing of a text is lost."""
-        for rank, held in enumerate(self._home):
-            for name, tensor in held.items():
-                tensor.copy_(self._model.read_from_neuron_buffer(name, rank))
-
-    def _load(self, weights: Ranks) -> Ranks:
-        """What `NxDModel.set_weights` does, which refuses once the model is loaded."""
-        loaded: Ranks = torch.ops.neuron._parallel_load(weights)
-        return loaded
-
-    def _update(self, weights: Ranks) -> None:
-        for rank, held in enumerate(weights):
-            self._model.weights[rank].update(held)
 
     def _zeros(self, states: dict[str, Tensor]) -> Any:
         shapes = {name: list(x.shape) for name, x in states.items()}
@@ -262,10 +235,9 @@ class Chip:
         try:
             importlib.import_module("torch_neuronx")
             self._functions: Any = importlib.import_module("neuronx_distributed.trace.functions")
-            self._compiler = Compiler(layout=environment.neuron_layout(), logical=self.sdk.logical)
         except ImportError as error:
             raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
-        self.names = Names(tiles=environment.neuron_tiled_caches())
+        self.names = Names()
         self.graphs: dict[str, Entry] = {}  # that are compiled, and loaded unless nothing is
         self.failed: dict[str, BackendError] = {}
         self.resident: Resident | None = None
@@ -319,7 +291,7 @@ class Chip:
             yield
             return
         before = set(self.failed)
-        with ThreadPoolExecutor(compilers()) as pool:
+        with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
             self._pool = pool
             try:
                 yield
@@ -339,16 +311,14 @@ class Chip:
     def add(self, entry: Entry) -> str:
         """Take a graph in, compiled; it is loaded at its first call, or at the end of `prepare`. -> its key
 
-        Where a graph chooses the layout of the weights, compiling has to wait until then.
-
         Raises:
             BackendError: the compiler refuses it. While graphs are prepared, `prepare` says so at its end.
         """
         key, self._made = f"g{self._made}", self._made + 1
-        if self._pool is not None and not self._compiler.layout:
-            self._waiting[self._pool.submit(self._compiler.plain, entry)] = key
-        elif not self._compiler.layout:
-            self._compiler.plain(entry)
+        if self._pool is None:
+            self._compiled(entry)
+        else:
+            self._waiting[self._pool.submit(self._compiled, entry)] = key
         self.graphs[key] = entry
         return key
 
@@ -370,7 +340,22 @@ class Chip:
         name = self.names.find(state)
         if self.resident is None or name not in self.resident.states:
             return state.clone()
-        return self.resident.read(name).reshape(state.shape)
+        return self.resident.read(name)
+
+    def _compiled(self, entry: Entry) -> Path:
+        """The folder of a graph in the cache, into which it is compiled unless it is there."""
+        return entry.folder(partial(self._compile, entry))
+
+    def _compile(self, entry: Entry, folder: Path) -> None:
+        """Into a folder of the cache: the SDK itself caches nothing on this way."""
+        work, traced = folder / "work", entry.traced
+        try:
+            compiled = self._functions.compile(traced.hlo, traced.metaneff, str(work), entry.flags, "graph")
+            shutil.copyfile(compiled.neff_filepath, folder / NEFF)
+        except Exception as error:
+            raise BackendError(f"neuronx-cc refused {entry.key} ({entry.flags}): {error}") from error
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
     def _wait(self) -> None:
         """For the compilers, telling who asked for a graph when it is there; what fails is dropped."""
@@ -387,26 +372,19 @@ class Chip:
                 self.graphs[key].announce(f"{done} of {total} graphs done: {self.graphs[key].key}")
 
     def _load(self) -> None:
-        """Bring what is not on the device there; everything again only if weights are to lie otherwise."""
-        arrangement = self._compiler.arrange(self.graphs)
-        for key, error in arrangement.failed.items():
-            self._drop(key, error)
-        if self.resident is not None and self.resident.leader != arrangement.leader:
-            self.resident.unload()
-            self.resident = None
+        """Bring what is not on the device there."""
         if self.resident is None:
-            self.resident = Resident(self.degree, arrangement)
-        self._bring(self.resident, arrangement)
-
-    def _bring(self, resident: Resident, arrangement: Arrangement) -> None:
-        resident.add_weights(self.names.weights(self.degree), arrangement)
-        resident.add_states(self.names.states(self.degree))
-        for key, part in arrangement.parts.items():
-            if key not in resident.keys:
+            self.resident = Resident(self.degree)
+        self.resident.add_weights(self.names.weights(self.degree))
+        self.resident.add_states(self.names.states(self.degree))
+        for key, entry in [*self.graphs.items()]:
+            if key not in self.resident.keys:
                 try:
-                    resident.add_graph(key, part)
+                    self.resident.add_graph(key, entry.traced, self._compiled(entry))
+                except BackendError as error:  # of a preparation that was broken off
+                    self._drop(key, error)
                 except Exception as error:
-                    refused = BackendError(f"{self.graphs[key].key} is compiled, and the device refuses it: {error}")
+                    refused = BackendError(f"{entry.key} is compiled, and the device refuses it: {error}")
                     refused.__cause__ = error
                     self._drop(key, refused)
 

@@ -20,21 +20,11 @@ MAX_INPUTS = 16
 _TOPK_MULTIPLE = 8
 
 
-def _as_it_is(state: Tensor) -> Tensor:
-    return state
-
-
-def _shaped(state: Tensor, shape: torch.Size) -> Tensor:
-    """A state in another shape; no operation is traced where it has that one."""
-    return state if state.shape == shape else state.reshape(shape)
-
-
 class Stateful(nn.Module):
     """A lowered step as the tracer wants it: weights and states of its own, and states replaced, never written into.
 
     Its inputs are named and optional behind the first, the same for all graphs: one `NxDModel` holds only graphs of one
-    signature. ``tensors`` are the host's, by the names that all graphs of the process share; ``laid`` gives states the
-    shape that they have on the device.
+    signature. ``tensors`` are the host's, by the names that all graphs of the process share.
     """
 
     def __init__(
@@ -44,18 +34,14 @@ class Stateful(nn.Module):
         ranks: Collectives | None = None,
         *,
         attention: Attention | None = None,
-        laid: Callable[[Tensor], Tensor] = _as_it_is,
     ) -> None:
         super().__init__()
         self._lowered, self._ranks, self._attention = lowered, ranks, attention
         self.shared = {inner: name for inner, (name, _) in tensors.items()}
-        self._shapes = {inner: tensors[inner][1].shape for inner in lowered.changed}
         for inner, (name, tensor) in tensors.items():
             if hasattr(self, name):
                 continue
-            if inner in lowered.changed:
-                self.register_buffer(name, laid(tensor))
-            elif not isinstance(tensor, nn.Parameter):
+            if inner in lowered.changed or not isinstance(tensor, nn.Parameter):
                 self.register_buffer(name, tensor)
             else:
                 # A parameter of its own, over the same numbers: the tracer moves parameters to its device in place.
@@ -64,13 +50,12 @@ class Stateful(nn.Module):
     def step(self, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
         """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
         present = [x for x in inputs if x is not None]
-        held = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        state = {**held, **{inner: _shaped(held[inner], shape) for inner, shape in self._shapes.items()}}
+        state = {inner: getattr(self, name) for inner, name in self.shared.items()}
         changed, outputs = self._lowered.run(
             state, present, ranks=self._ranks, topk=device_topk, product=xla_product, attention=self._attention
         )
         for inner, value in changed.items():
-            setattr(self, self.shared[inner], _shaped(value, held[inner].shape))
+            setattr(self, self.shared[inner], value)
         return tuple(outputs)
 
 

@@ -12,7 +12,3 @@ def neuron_xla_compile(*, module_bytes, compiler_flags, input_format, platform_t
         raise RuntimeError(f"no --target for {platform_target}")
     torch_neuronx.RUNTIME.compile(compiler_flags)
     return module_bytes
-
-
-def neuron_xla_wlo_compile(*_given, **_named):
-    raise NotImplementedError("layouts of weights need the real compiler")

@@ -60,7 +60,6 @@ def execute(key, graph, states, weights, args):
     def one(rank):
         try:
             values = [(states[rank] if name in states[rank] else weights[rank])[name] for name in graph.weights]
-            values = [x.T if getattr(x, "laid", False) else x for x in values]
             with torch.no_grad():
                 # A flat list: what a graph of lists takes, in order.
                 return Rank(graph.graph, rank, meeting).run(*values, *[x.clone() for x in args])

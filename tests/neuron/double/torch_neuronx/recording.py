@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -26,15 +26,10 @@ class Recorded:
     graph: torch.fx.GraphModule
     weights: list[str]
     states: list[str]
-    marked: set[str] | None = None  # weights whose layout a priority model may choose
-    laid: set[str] = field(default_factory=set)  # weights that lie as a priority model wants them
 
     def SerializeToString(self, *, deterministic: bool = False) -> bytes:  # noqa: N802  # protobuf's name
         assert deterministic, "the maps of a protobuf have no order: bytes to compare must be deterministic"
-        return f"{self.graph.code}{sorted(self.marked or ())}{sorted(self.laid)}".encode()
-
-    def __deepcopy__(self, _memo):
-        return replace(self, laid=set(self.laid))  # the graph is never written into
+        return str(self.graph.code).encode()
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.SerializeToString(deterministic=True)).hexdigest()

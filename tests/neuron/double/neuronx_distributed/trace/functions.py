@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from pathlib import Path
 
@@ -14,19 +13,17 @@ from torch_neuronx.recording import Recorded, record
 from neuronx_distributed.trace.model_builder_utils import (
     CompilationArtifacts,
     Flattener,
-    LayoutTransformerArtifacts,
     MetaNeff,
     ModelParamInfo,
     ProvidedArgInfo,
     TraceArtifacts,
-    WLOArtifacts,
 )
 
 TARGETS = ("inf2", "trn1", "trn2")
-__all__ = ["Recorded", "compile", "compile_layout_transformer", "compile_wlo", "trace"]
+__all__ = ["Recorded", "compile", "trace"]
 
 
-def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, weights_to_skip_layout_optimization=None):
+def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True):
     if not spmd:
         raise NotImplementedError("MPMD tracing is not currently supported")
     params = _parameters(model)
@@ -44,40 +41,13 @@ def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, we
         {name: shapes[name] for name in recorded.states},
     )
     places = {name: place for place, name in enumerate(meta.weights)}
-    skipped = set(weights_to_skip_layout_optimization or ())
     flattener = Flattener(tuple(range(len(provided))))
-    return TraceArtifacts(recorded, meta, flattener, places, skipped, provided, list(params.values()))
+    return TraceArtifacts(recorded, meta, flattener, places, provided, list(params.values()))
 
 
 def compile(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):  # noqa: A001
-    if hlo_module.marked is not None:
-        raise RuntimeError(f"{key} is marked for compile_wlo")
     _check_types(metaneff, compiler_args or "")
     return CompilationArtifacts(_neff(hlo_module, compiler_workdir, compiler_args, key))
-
-
-def compile_wlo(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):
-    if hlo_module.marked is None:
-        raise RuntimeError(f"no weights of {key} are marked")
-    _check_types(metaneff, compiler_args or "")
-    neff = _neff(hlo_module, compiler_workdir, compiler_args, key)
-    wrapped = Path(neff).with_name("wrapped_neff.hlo")
-    wrapped.write_text(json.dumps(sorted(hlo_module.laid)))
-    return WLOArtifacts(neff, str(wrapped) if hlo_module.laid else None)
-
-
-def compile_layout_transformer(
-    wlo_artifacts, priority_model_weight_name_to_idx, compiler_workdir=None, logical_nc_config=1
-):
-    if wlo_artifacts.wrapped_neff_hlo_filepath is None:
-        return None
-    folder = Path(compiler_workdir or "/tmp/nxd_models") / "layout_opt"
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / name for name in ("graph.hlo", "graph.neff", "metaneff.pb")]
-    files[0].write_text(str(logical_nc_config))
-    files[1].write_text(Path(wlo_artifacts.wrapped_neff_hlo_filepath).read_text())
-    files[2].write_text(json.dumps(sorted(priority_model_weight_name_to_idx)))
-    return LayoutTransformerArtifacts(*map(str, files))
 
 
 def _check_types(metaneff, flags) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ class TraceArtifacts:
     metaneff: MetaNeff
     flattener: Flattener
     weight_name_to_idx: dict[str, int]
-    weight_names_to_skip: set[str]
     provided_args: list[ProvidedArgInfo]
     model_params: list[ModelParamInfo]
 
@@ -53,37 +51,3 @@ class CompilationArtifacts:
 
     def get_neff_bytes(self) -> bytes:
         return Path(self.neff_filepath).read_bytes()
-
-
-class WLOArtifacts(CompilationArtifacts):
-    def __init__(self, neff_filepath: str, wrapped_neff_hlo_filepath: str | None = None) -> None:
-        super().__init__(neff_filepath)
-        self.wrapped_neff_hlo_filepath = wrapped_neff_hlo_filepath
-
-
-class LayoutTransformation:
-    """`torch.classes.neuron.LayoutTransformation`: takes the weights it was made for, all of them and no others."""
-
-    def __init__(self, neff: bytes, metaneff: bytes, local_ranks_size: int) -> None:
-        self.moved, self.names, self.ranks = set(json.loads(neff)), set(json.loads(metaneff)), local_ranks_size
-
-    def forward(self, sharded_checkpoint, serialize):
-        assert len(sharded_checkpoint) == self.ranks and not serialize
-        made = []
-        for rank in sharded_checkpoint:
-            if set(rank) != self.names:
-                raise RuntimeError(f"other weights than the priority model's: {sorted(set(rank) ^ self.names)}")
-            laid = {name: x.T.contiguous() if name in self.moved else x.clone() for name, x in rank.items()}
-            for name in self.moved:
-                laid[name].laid = True
-            made.append(laid)
-        return made
-
-
-class LayoutTransformerArtifacts:
-    def __init__(self, hlo_filepath: str, neff_filepath: str, metaneff_filepath: str) -> None:
-        self.hlo_filepath, self.neff_filepath, self.metaneff_filepath = hlo_filepath, neff_filepath, metaneff_filepath
-
-    def construct_layout_transformer_object(self, local_ranks_size):
-        neff, metaneff = (Path(file).read_bytes() for file in (self.neff_filepath, self.metaneff_filepath))
-        return LayoutTransformation(neff, metaneff, local_ranks_size)

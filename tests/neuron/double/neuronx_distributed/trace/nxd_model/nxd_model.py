@@ -22,10 +22,6 @@ class SPMDModel:
                 if name not in store[rank]:
                     raise RuntimeError(f"{self.key}: {name} is not there for rank {rank}")
                 found = store[rank][name]
-                laid = getattr(found, "laid", False)
-                if laid != (name in self.graph.hlo.laid):
-                    raise RuntimeError(f"{self.key}: {name} lies otherwise than this graph was compiled for")
-                found = found.T if laid else found
                 if (list(found.shape), found.dtype) != (shape, dtype):
                     raise RuntimeError(f"{self.key}: {name} has another shape or type on rank {rank}")
         torch_neuronx.RUNTIME.load_graph(self.key, self.neff)
@@ -33,9 +29,7 @@ class SPMDModel:
 
 
 class NxDModel(torch.nn.Module):
-    def __init__(
-        self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None, layout_transformer=None
-    ) -> None:
+    def __init__(self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None) -> None:
         super().__init__()
         assert start_rank is None or local_ranks_size is not None
         self.world_size, self.state_initializer = world_size, state_initializer
