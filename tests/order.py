@@ -43,6 +43,7 @@ LONG = (
     "tests/placement/test_processes.py",
     "tests/decoder/test_ranks.py",
     "tests/neuron/test_noise_record.py",
+    "tests/neuron/test_artefacts.py",
     "tests/eagle/test_compiled.py",
     "tests/placement/test_remote.py",
     "tests/decoder/test_narrow_cache.py",
