@@ -111,46 +111,6 @@ def row_cost(lowered: Lowered, width: int) -> RowCost:
     return cost
 
 
-def step_cost(step: nn.Module, example: Sequence[Tensor], width: int) -> RowCost:
-    """As `row_cost` of the graph that a step is lowered to, without making it, which may take minutes.
-
-    The step runs on shapes alone, and every operation is rewritten as it is while a step is lowered.
-    """
-    counting = _RowCounting(width)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, counting:
-        fakes = [fake.from_tensor(x) for x in example]
-        counting.note([*fakes, *step.parameters(), *step.buffers()])
-        step(*fakes)
-    return counting.cost
-
-
-class _RowCounting(TorchDispatchMode):
-    """Counts the operations that depend on tensors it was told of."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cost = RowCost(width)
-        self._rewrites, self._noted = lowering.rewrites(), WeakTensorKeyDictionary()
-
-    def note(self, values: object) -> None:
-        for x in tensors(values):
-            self._noted[x] = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in self._rewrites:
-            with self:
-                result = self._rewrites[func](*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **(kwargs or {}))
-        if any(x in self._noted for x in tensors(args)):
-            self.note(result)
-            self.cost.add(operator(func), args, result)
-        return result
-
-
 def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on an input or a state of the step."""
     dependent: set[fx.Node] = set()

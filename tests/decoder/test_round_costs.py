@@ -14,13 +14,14 @@ from paceline.core.acceptance.typical import Typical
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind
 from paceline.decoder.compile.lowering import lower
-from paceline.decoder.compile.step_work import RowCost, row_cost, step_cost
+from paceline.decoder.compile.step_work import RowCost, row_cost, step_work
 from paceline.eagle.tree import Chain, DynamicTree
 from paceline.medusa.tree import Choices
 from tests.decoder import large
 from tests.decoder.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
 
 K = 4
+TILE = 128  # of step_work; what is compared here has none
 WIDTH, DEPTH, NODES = 10, 8, 60  # of EAGLE-2's own tree
 BUDGETS: dict[SamplingKind, tuple[float, float, float]] = {
     "greedy": (6, 2, 0),
@@ -48,7 +49,7 @@ MAKERS = {"reject": Reject, "typical": Typical}
 
 
 def cost(step: nn.Module, degree: int, *, depth: int = K) -> RowCost:
-    return step_cost(step, inputs(step, depth), VOCABULARY // degree)
+    return step_work(step, inputs(step, depth), VOCABULARY // degree, tile=TILE).rows
 
 
 def check(found: RowCost, budget: tuple[float, float, float], rows: int) -> None:
@@ -117,7 +118,7 @@ def test_the_lowered_graph_has_the_counts_of_the_step(make: partial[nn.Module]) 
     depth = 2 if make.func is pair_round else 1
     width = VOCABULARY // 8
     found = row_cost(lower("round", step, inputs(step, depth)), width)
-    assert found == step_cost(step, inputs(step, depth), width)
+    assert found == step_work(step, inputs(step, depth), width, tile=TILE).rows
     assert found.sent > 0 and found.passes + found.topk > 0
 
 
@@ -136,5 +137,6 @@ class Gathering(nn.Module):
 
 @pytest.mark.parametrize("what", ["sent", "gathered", "rows"])
 def test_gathers_and_collectives_are_counted(what: str) -> None:
-    found = step_cost(Gathering(what), (torch.zeros(2, 900), torch.zeros(900, dtype=torch.int32)), 900)
+    example = torch.zeros(2, 900), torch.zeros(900, dtype=torch.int32)
+    found = step_work(Gathering(what), example, 900, tile=TILE).rows
     assert (found.sent, found.gathered) == {"sent": (900, 0), "gathered": (0, 1800), "rows": (0, 0)}[what]
