@@ -84,6 +84,8 @@ def making(
             if (folder / MANIFEST).is_file():
                 yield None
                 return
+            for left in root.glob(f"{folder.name}.*/"):  # by a process that was killed: it held the lock
+                shutil.rmtree(left, ignore_errors=True)
             draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
             try:
                 yield draft

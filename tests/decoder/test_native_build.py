@@ -123,6 +123,15 @@ def test_a_damaged_library_is_built_again(tiny: Library, damage: str, capsys: py
     assert path.read_bytes() == whole
 
 
+def test_what_a_killed_process_left_is_removed(tiny: Library) -> None:
+    root = environment.cache_root() / "native"
+    left = root / f"{cache.key(build.facts(tiny))}.left"
+    left.mkdir(parents=True)
+    (left / "tiny.tiny.o").touch()
+    assert answer(tiny) == 42
+    assert not left.exists() and len(cached()) == 1
+
+
 def test_a_cache_that_cannot_be_written_is_no_end(
     tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
