@@ -89,7 +89,7 @@ def fair_share() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def drawn_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What chooses by measured time gets times drawn from a fixed seed, so that no test depends on the machine's load."""
+    """Whatever chooses by measured time gets times drawn from a fixed seed: no test depends on the machine's load."""
     dice, now = random.Random(0), [0.0]
 
     def perf_counter() -> float:

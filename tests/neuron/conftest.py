@@ -25,6 +25,13 @@ SDK = {
 Install = Callable[..., ModuleType | None]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder belongs to `make test-full`."""
+    for item in items:
+        if item.path.is_relative_to(DOUBLE.parent):
+            item.add_marker("full")
+
+
 def forget() -> None:
     """What the end of a process does to the SDK."""
     backend.chip.cache_clear()

@@ -117,6 +117,7 @@ def revived(draft: RemoteDrafter) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) -> None:
     """Faults of every kind at random, from inside and from outside; every text is that of plain decoding."""
     dice = random.Random(11)
