@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
@@ -27,6 +26,7 @@ from paceline.decoder.weights.formats import WeightFormat
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
+from paceline.neuron.graph_sampling import VocabPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,16 @@ ROOT_FOLDER = "orchestrator"
 # The import table: folder -> the parts of the package it may import.
 PARTS: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
-    "decoder": frozenset({"core", "decoder"}),
+    "decoder": frozenset({"core", "decoder", "neuron"}),
+    "neuron": frozenset({"core", "decoder", "draft", "target", "eagle", "placement", "neuron"}),
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
     "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.heads", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.heads", "training", "eagle"}),
+    "medusa": frozenset({"core", "decoder", "draft.heads", "training", "medusa", "neuron"}),
+    "eagle": frozenset({"core", "decoder", "draft.heads", "training", "eagle", "neuron"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
-        {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
+        {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator", "neuron"}
     ),
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")

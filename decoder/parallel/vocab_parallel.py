@@ -13,11 +13,11 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import graph_sampling
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.weights.quantize import MatrixLike
+from paceline.neuron import graph_sampling
+from paceline.neuron.graph_sampling import VocabPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.decoder import environment
-from paceline.decoder.backends.neuron import noise_record
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.decoder.native import build
+from paceline.neuron import noise_record
+from paceline.neuron import sdk as neuron_sdk
 from paceline.placement.planning import instances
 
 Level = Literal["good", "note", "bad"]

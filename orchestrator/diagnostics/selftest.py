@@ -24,15 +24,15 @@ from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
 from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
-from paceline.decoder.backends.neuron import engines
-from paceline.decoder.backends.neuron.sdk import instance_family
 from paceline.decoder.backends.registry import BACKENDS
-from paceline.decoder.compile.step_work import step_work
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.diagnostics import doctor
-from paceline.diagnostics.round_cost import expected_seconds
 from paceline.generator import Sampler, SpeculativeGenerator
+from paceline.neuron import engines
+from paceline.neuron.round_cost import expected_seconds
+from paceline.neuron.sdk import instance_family
+from paceline.neuron.step_work import step_work
 from paceline.outputs import GenerationResult
 from paceline.placement.planning.instances import INSTANCES, Instance
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingKind
-from paceline.decoder.backends.neuron import engines
 from paceline.decoder.models.config import ModelConfig
-from paceline.diagnostics.round_cost import PartTime, PartTimes, fits
-from paceline.diagnostics.round_graphs import ModelDraft, RoundSetup
 from paceline.experiments.round_times import PLAIN, RoundTimes
 from paceline.experiments.statistics import ratio_interval
 from paceline.experiments.trace import Trace
 from paceline.experiments.tune import search
 from paceline.experiments.whatif import Answer, Policy
+from paceline.neuron import engines
+from paceline.neuron.round_cost import PartTime, PartTimes, fits
+from paceline.neuron.round_graphs import ModelDraft, RoundSetup
 from paceline.placement.planning.instances import Instance
 
 
@@ -252,7 +252,7 @@ def from_hardware(question: HardwareQuestion, batch_sizes: Sequence[int]) -> lis
     """A plan for every load on Neuron chips, where times are arithmetic: bytes over bandwidth, operations, collectives,
     launches.
 
-    Figures and their sources are in `paceline.decoder.backends.neuron.engines` and
+    Figures and their sources are in `paceline.neuron.engines` and
     `paceline.placement.planning.instances`; none was measured by us on a chip. So every candidate is computed three
     times, with ideal, expected and the worst times, and the interval of a speed-up is from the least to the largest.
     Draft ahead, which hides drafting on cores of its own behind verification, is not counted on.

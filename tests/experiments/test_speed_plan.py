@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.decoder.backends.neuron import engines
-from paceline.diagnostics.round_cost import PartTimes, round_cost
 from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens, from_rates, ranked
+from paceline.neuron import engines
+from paceline.neuron.round_cost import PartTimes, round_cost
 from paceline.placement.planning.instances import instance
 from tests.cli.calling import call
 from tests.neuron.test_round_cost import fields, setup

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from paceline.decoder import environment
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.decoder.compile import cache
 from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.neuron import sdk as neuron_sdk
 
 DRIVER = Path("/sys/module/neuron/version")
 _RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")  # where aws-neuronx-runtime-lib has it

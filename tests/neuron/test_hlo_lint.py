@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.decoder.compile import hlo_lint
+from paceline.neuron import hlo_lint
 
 CLEAN = """HloModule IrToHlo.9, entry_computation_layout={(f32[4,8]{1,0})->(f32[4]{0})}
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.decoder.compile import hlo_lint
-from tests.decoder.test_hlo_lint import CLEAN
+from paceline.neuron import hlo_lint
+from tests.neuron.test_hlo_lint import CLEAN
 
 S32, S64, BF16, F32, TUPLE = 4, 5, 16, 11, 13
 SUM, ENTRY = 1, 2  # ids of computations

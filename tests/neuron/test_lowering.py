@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.core.errors import BackendError
-from paceline.decoder.compile import graph_lint
-from paceline.decoder.compile.lowering import Lowered, constants_of, lower, state_of
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import graph_lint
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import Lowered, constants_of, lower, state_of
 from paceline.target.steps import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop

@@ -26,13 +26,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.backends.neuron import ranks as neuron_ranks
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
-from paceline.decoder.backends.neuron.stateful import MAX_INPUTS, Stateful, input_names
-from paceline.decoder.compile.lowering import Lowered, constants_of, state_of
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
+from paceline.neuron import ranks as neuron_ranks
+from paceline.neuron import sdk as neuron_sdk
+from paceline.neuron.lowering import Lowered, constants_of, state_of
+from paceline.neuron.stateful import MAX_INPUTS, Stateful, input_names
 
 NEFF = "graph.neff"
 _MAX_COMPILERS = 8  # each is a process of several GB

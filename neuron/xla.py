@@ -21,11 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
-from paceline.decoder.compile.lowering import Lowered, TopK, lower, state_of
-from paceline.decoder.kernels.graph_product import xla_product
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.neuron.graph_product import xla_product
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import Lowered, TopK, lower, state_of
 
 
 class XlaBackend(LocalBackend):
@@ -208,7 +208,7 @@ def traced(
         changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk, product=xla_product)
     if strange := home.fallbacks():
         raise BackendError(
-            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/lowering.py"
+            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in neuron/lowering.py"
         )
     return [*changed.values(), *outputs]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.decoder.compile import graph_lint
-from paceline.decoder.compile.lowering import lower, state_of
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.steps import WindowStep
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import graph_lint
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import lower, state_of
 from tests.decoder.families import FAMILIES, POSITIONS, WINDOW, network
 from tests.decoder.test_families import TEXT, loaded, wanted
 

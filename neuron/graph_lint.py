@@ -1,7 +1,7 @@
 """What a lowered step must be before any compiler sees it: a fast check of the exported graph.
 
 It needs neither torch_xla nor a device, so it runs in every test run, and before every Neuron compilation, which may
-take an hour. What only shows in HLO is looked for in `paceline.decoder.compile.hlo_lint`.
+take an hour. What only shows in HLO is looked for in `paceline.neuron.hlo_lint`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from paceline.decoder.compile.hlo_lint import Finding
-from paceline.decoder.compile.lowering import Lowered, constants_of, operator
-from paceline.decoder.kernels import prompt_attention
+from paceline.neuron import prompt_attention
+from paceline.neuron.hlo_lint import Finding
+from paceline.neuron.lowering import Lowered, constants_of, operator
 
 _LOWERS = """
     __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not

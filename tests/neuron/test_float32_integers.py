@@ -18,7 +18,7 @@ from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop, fresh
 from tests.float32_integers import IntegersThroughFloat32

@@ -35,8 +35,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
-from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.neuron import graph_product, graph_sampling, prompt_attention
 
 _BLOCK = 128  # side of the triangle; also the width of a matrix engine
 _POWERS = (64, 32, 16, 8, 4, 2, 1)
@@ -200,11 +200,11 @@ def _typed(compare: Any) -> Callable[..., Tensor]:
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""As `paceline.decoder.kernels.graph_product.operator`."""
+"""As `paceline.neuron.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""As `paceline.decoder.kernels.graph_sampling.topk`."""
+"""As `paceline.neuron.graph_sampling.topk`."""
 Attention = Callable[..., Tensor]
-"""As `paceline.decoder.kernels.prompt_attention.operator`."""
+"""As `paceline.neuron.prompt_attention.operator`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Lowered:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
         ``ranks`` are what the step's collectives become there, and ``topk``, ``product`` and ``attention`` what
-        `paceline.decoder.kernels.graph_sampling`, `graph_product` and `prompt_attention` become; without them PyTorch's
+        `paceline.neuron.graph_sampling`, `graph_product` and `prompt_attention` become; without them PyTorch's
         own are called.
         """
         tensors = [state[name] for name in self.state]

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.compile import graph_lint
-from paceline.decoder.compile.lowering import lower
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels import graph_product
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.steps import WindowStep
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import graph_lint, graph_product
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import lower
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
 

@@ -2,7 +2,7 @@
 
 Such a kernel keeps the scores of a chunk in the core's own memory, where the plain form writes them out and reads them
 again, and it reads the rows before the chunk without waiting for the chunk's own to be written. Which chunks the NKI
-Library's takes is in `refusal`. Not here: the calls of the SDK (`paceline.decoder.backends.neuron.attention_kernel`),
+Library's takes is in `refusal`. Not here: the calls of the SDK (`paceline.neuron.attention_kernel`),
 and windows of rounds, which are too short for it.
 """
 

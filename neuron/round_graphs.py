@@ -16,7 +16,6 @@ from paceline.core.acceptance.match import Match
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Weights
@@ -30,6 +29,7 @@ from paceline.draft.vocab_map import VocabMap
 from paceline.eagle import division, formats
 from paceline.eagle.config import EagleConfig, is_eagle_config
 from paceline.eagle.head import EagleHead
+from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import FusedStep, VerifyStep
 
 Padding = dict[str, tuple[int, int]]

@@ -1,7 +1,7 @@
 """A model divided over the NeuronCores of one process: collectives of the SDK, and the parts of the other cores.
 
 One process drives all cores: it traces a step once, with rank 0's part, and gives every core its own weights and states
-under the same names. Not here: names (`paceline.decoder.backends.neuron.chip`), and which degrees a chip takes.
+under the same names. Not here: names (`paceline.neuron.chip`), and which degrees a chip takes.
 """
 
 from __future__ import annotations

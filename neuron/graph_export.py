@@ -1,6 +1,6 @@
 """Writes the graphs of a pair at real size into a folder, for a compiler on another machine: no weights, no chip.
 
-Where torch_xla can be imported they are HLO modules, which neuronx-cc takes (`paceline.diagnostics.compile_graphs` is
+Where torch_xla can be imported they are HLO modules, which neuronx-cc takes (`paceline.neuron.compile_graphs` is
 copied beside them); elsewhere the lowered graphs as text, for people. Not here: which graphs a round has at which
 lengths and buckets: one of each kind is written.
 """
@@ -10,22 +10,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import paceline
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.backends.neuron import engines
-from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, Sdk
-from paceline.decoder.compile.lowering import Lowered, lower
-from paceline.decoder.compile.step_work import step_work
 from paceline.decoder.steps import PrefillStep
-from paceline.diagnostics import compile_graphs
-from paceline.diagnostics.round_cost import expected_seconds
-from paceline.diagnostics.round_graphs import RoundSetup, body_of, fused_round
+from paceline.neuron import compile_graphs, engines
+from paceline.neuron.lowering import Lowered, lower
+from paceline.neuron.round_cost import expected_seconds
+from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round
+from paceline.neuron.sdk import CAPABILITIES, Chip, Sdk
+from paceline.neuron.step_work import step_work
 from paceline.placement.planning.instances import Instance
 
 MANIFEST = "manifest.json"
@@ -68,7 +67,7 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
             }
         )
     made: dict[str, object] = {
-        "paceline": paceline.__version__,
+        "paceline": metadata.version("paceline"),
         "torch": torch.__version__,
         "instance": instance.name,
         "tp_degree": setup.degree,
@@ -110,7 +109,7 @@ def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: 
         file = folder / f"{name}.fx.txt"
         file.write_text(str(lowered.graph.print_readable(print_output=False)), encoding="utf-8")
         return file
-    from paceline.decoder.backends import xla
+    from paceline.neuron import xla
 
     file = folder / f"{name}.hlo.pb"
     file.write_bytes(xla.hlo_module(lowered, degree=degree))

@@ -17,7 +17,6 @@ from paceline.core.acceptance.match import Match
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
@@ -34,6 +33,7 @@ from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaHead, MedusaStep
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
+from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import FusedStep, VerifyStep
 
 VOCABULARY, HEADS, HIDDEN, POSITIONS = 128_256, 8, 16, 32

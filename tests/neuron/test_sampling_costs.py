@@ -13,12 +13,12 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind
-from paceline.decoder.compile.lowering import lower
-from paceline.decoder.compile.step_work import RowCost, row_cost, step_work
 from paceline.eagle.tree import Chain, DynamicTree
 from paceline.medusa.tree import Choices
-from tests.decoder import large
-from tests.decoder.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
+from paceline.neuron.lowering import lower
+from paceline.neuron.step_work import RowCost, row_cost, step_work
+from tests.neuron import large
+from tests.neuron.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
 
 K = 4
 TILE = 128  # of step_work; what is compared here has none

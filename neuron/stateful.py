@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
-from paceline.decoder.compile.lowering import Attention, Lowered
-from paceline.decoder.kernels.graph_product import xla_product
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.neuron.graph_product import xla_product
+from paceline.neuron.lowering import Attention, Lowered
 
 MAX_INPUTS = 16
 _TOPK_MULTIPLE = 8
@@ -81,7 +81,7 @@ Stateful.forward = _forward()
 
 
 def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.kernels.graph_sampling.topk`.
+    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.neuron.graph_sampling.topk`.
 
     It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
     depends on it.

@@ -3,7 +3,7 @@
 Arguments are those of its page (nki/library/api/attention-cte, 2026-06-11) and of NxD Inference's call with a prefix
 (`perform_prefix_prefill`, release 2.29): heads are its batch, key-value heads are not repeated, queries are scaled
 before. It has run on a stand-in that computes what the page says, never on a chip. Not here: which prompts it is used
-for (`paceline.decoder.kernels.prompt_attention`).
+for (`paceline.neuron.prompt_attention`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import BackendError
-from paceline.decoder.kernels.prompt_attention import KERNEL
+from paceline.neuron.prompt_attention import KERNEL
 
 _MODULE = f"nkilib.core.attention.{KERNEL}"
 _SCALE = 1.0  # must be, where there are prior rows
 
 Call = Callable[..., Tensor]
-"""As `paceline.decoder.kernels.prompt_attention.operator`."""
+"""As `paceline.neuron.prompt_attention.operator`."""
 
 
 def through_xla(cores: int) -> Call:
@@ -90,7 +90,7 @@ def _first(kernel: Any) -> Call:
 
 
 def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: int) -> Tensor:
-    """Tensors as `paceline.decoder.kernels.prompt_attention.attend` has them, laid as the kernel's flags say."""
+    """Tensors as `paceline.neuron.prompt_attention.attend` has them, laid as the kernel's flags say."""
     flags = {"causal_mask": True, "sliding_window": window, "tp_q": True, "tp_k": True, "tp_out": False}
     before = dict(zip(("k_prior", "v_prior", "prior_used_len"), prior, strict=True)) if prior else {}
     mixed: Tensor = kernel(*chunk, _SCALE, **flags, **before)

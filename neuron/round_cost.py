@@ -1,7 +1,7 @@
 """What a round of speculation costs on Neuron at real size, from the graphs it would compile: no weights, no chip.
 
 A round of a pair is counted with one and with two layers of each model, which gives what a layer costs and what is
-left. Times are arithmetic from published figures (`paceline.decoder.backends.neuron.engines`); none was measured.
+left. Times are arithmetic from published figures (`paceline.neuron.engines`); none was measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
-from paceline.decoder.backends.neuron import engines
-from paceline.decoder.compile.step_work import Work, step_work
 from paceline.decoder.parallel import sharding
-from paceline.diagnostics.round_graphs import RoundSetup, body_of, fused_round, memory_of
+from paceline.neuron import engines
+from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, memory_of
+from paceline.neuron.step_work import Work, step_work
 from paceline.placement.planning.instances import Instance
 from paceline.target.steps import VerifyStep
 

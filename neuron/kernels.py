@@ -18,13 +18,13 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.plain import PlainOperations
-from paceline.decoder.kernels.prompt_attention import Chunk, PromptAttention
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+from paceline.neuron import graph_product, graph_sampling, prompt_attention
+from paceline.neuron.graph_sampling import VocabPart
+from paceline.neuron.prompt_attention import Chunk, PromptAttention
 
 MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""

@@ -8,7 +8,7 @@ import torch
 from paceline.core import noise, reduce
 from paceline.core.errors import BackendError
 from paceline.core.sampling import seed_row
-from paceline.decoder.compile import lowering
+from paceline.neuron import lowering
 
 
 def test_the_bits_of_a_float_are_the_machine_s() -> None:
@@ -69,10 +69,10 @@ def test_the_noise_is_the_same_bits_through_the_rewritten_operations() -> None:
         def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
             return (noise.gumbel(keys, positions, 1000, traced=True),)
 
-    from paceline.decoder.compile.lowering import lower
+    from paceline.neuron.lowering import lower
 
     lowered = lower("noise", Noise(), (keys, positions))
-    from paceline.decoder.compile.lowering import constants_of
+    from paceline.neuron.lowering import constants_of
 
     _, (found,) = lowered.run(constants_of(lowered), (keys, positions))
     assert torch.equal(found, noise.gumbel(keys, positions, 1000, traced=True))

@@ -3,7 +3,7 @@
 A step is lowered to a pure graph, as for every compiler of graphs; what it changes is then written back into the
 device's tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of
 Neuron SDK 2.33 (October 2026, a public beta); it has run on a stand-in for that compiler only, never on a chip. Not
-here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.decoder.backends.neuron`).
+here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.neuron.backend`).
 
 Of a divided model each core is a process, with its part of the weights and the caches. Every rank makes the same steps,
 whose sums and gathers are PyTorch's functional collectives (no DTensor), and compiles them by itself; the group is
@@ -31,16 +31,14 @@ from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.backends.eager import RankedBackend
-from paceline.decoder.backends.neuron import attention_kernel, noise_record
-from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
-from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, instance_family
-from paceline.decoder.compile import graph_lint
-from paceline.decoder.compile.lowering import Lowered, lower, state_of
-from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
-from paceline.decoder.kernels.prompt_attention import PromptAttention
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
+from paceline.neuron import attention_kernel, graph_lint, graph_product, graph_sampling, noise_record, prompt_attention
+from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import Lowered, lower, state_of
+from paceline.neuron.prompt_attention import PromptAttention
+from paceline.neuron.sdk import CAPABILITIES, Chip, instance_family
 
 DEVICE = "neuron"
 """TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""
@@ -350,7 +348,7 @@ class NeuronNativeRanks(RankedBackend):
     """As `NeuronNativeBackend`, on as many cores as the model is divided over; rank 0 is this process."""
 
     name = "neuron-native"
-    kind = "paceline.decoder.backends.neuron_native:NativeMember"
+    kind = "paceline.neuron.native:NativeMember"
     device_state = True
     draft_lengths = DRAFT_LENGTHS
 

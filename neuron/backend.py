@@ -3,7 +3,7 @@
 All graphs of a process live in one `NxDModel`, because only there do several graphs share one set of weights and one
 state on the device; `torch_neuronx.trace` gives every graph a state of its own. Written against the documented
 interface and the source of neuronx_distributed (2026-04); it has run on a double of it only, never on a chip. Not here:
-what is on the device (`paceline.decoder.backends.neuron.chip`).
+what is on the device (`paceline.neuron.chip`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.backends.neuron import attention_kernel, noise_record
-from paceline.decoder.backends.neuron import ranks as neuron_ranks
-from paceline.decoder.backends.neuron.chip import Chip, Entry, chip
-from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
-from paceline.decoder.backends.neuron.stateful import Stateful
-from paceline.decoder.compile import cache, graph_lint, hlo_lint
-from paceline.decoder.compile.lowering import Lowered, lower, state_of
+from paceline.decoder.compile import cache
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
+from paceline.neuron import attention_kernel, graph_lint, hlo_lint, noise_record
+from paceline.neuron import ranks as neuron_ranks
+from paceline.neuron.chip import Chip, Entry, chip
+from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import Lowered, lower, state_of
+from paceline.neuron.stateful import Stateful
 
 
 class NeuronBackend:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
-from paceline.decoder.kernels.prompt_attention import PromptAttention
+from paceline.neuron.prompt_attention import PromptAttention
 
 PACKAGES = {
     "neuronx-cc": "neuronxcc",
