@@ -34,9 +34,9 @@ from paceline.decoder.options import DecoderOptions, check_width
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.decoder.weights.quantize import PackedMatrix
-from paceline.neuron.graph_sampling import VocabPart
 
 StepMaker = Callable[["ModelWithCache", int], nn.Module]
 

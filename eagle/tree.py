@@ -17,9 +17,9 @@ from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
+from paceline.decoder.parallel.vocab_part import topk
 from paceline.draft.heads import ChainStep, row_shift
 from paceline.eagle.head import EagleHead, LastPair
-from paceline.neuron.graph_sampling import topk
 
 
 class Chain:

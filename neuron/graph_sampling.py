@@ -10,16 +10,14 @@ only what it needs, over rows of logits that may be divided over ranks:
     wide    as full, for top-k above 256: two searches over the row find its border and the nucleus
 
 Equals stand or fall together at the border of top-k and of the nucleus, so that it does not matter in which order the
-compiler's top-k gives them. That top-k is one operator here, which every compiler of graphs replaces by what it has:
-PyTorch's own gives 64-bit places, and lowers to a sort, which the Neuron compiler refuses. No sort, no table, no
-integer above 2**24, and nothing is gathered from a row by its id.
+compiler's top-k gives them (`paceline.decoder.parallel.vocab_part.topk`). No sort, no table, no integer above 2**24,
+and nothing is gathered from a row by its id.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,74 +25,18 @@ from torch import Tensor
 from paceline.core import noise, reduce
 from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind, SamplingTensors
-from paceline.decoder.parallel.collectives import Collectives, SingleRank
-
-
-def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of every row, falling, and their places; of equals, whichever the backend takes.
-
-    x [..., n] float32 -> [..., count] float32, [..., count] int32
-    """
-    largest: tuple[Tensor, Tensor] = topk_operator()(x, count)
-    return largest
-
-
-@lru_cache(maxsize=1)
-def topk_operator() -> Any:
-    """The operator ``paceline_graph::largest``, defined once per process."""
-    library = _library()
-    assert library is not None
-    return torch.ops.paceline_graph.largest.default
-
-
-@lru_cache(maxsize=1)
-def _library() -> torch.library.Library:
-    """Kept for the life of the process: the operators go with it."""
-    library = torch.library.Library("paceline_graph", "FRAGMENT")
-    library.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
-    library.impl("largest", _topk, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline_graph::largest", _shapes, lib=library)
-    return library
-
-
-def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    values, places = torch.topk(x, count, dim=-1)
-    return values, places.to(torch.int32)
-
-
-def _shapes(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], count)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32)
-
+from paceline.decoder.parallel.vocab_part import VocabPart, topk
 
 _NOWHERE = 2 * reduce.NEGATIVE
 """A score below everything that is cut."""
 
 
-@dataclass(frozen=True, slots=True)
-class VocabPart:
-    """The ids whose logits this rank has.
-
-    ids    [n] int32, ascending; if the vocabulary is divided, those from ``size`` on fill up the last ranks' parts
-    size   above every real id
-    group  the ranks
-    gaps   whether the ids have gaps
-    """
-
-    ids: Tensor
-    size: int
-    group: Collectives
-    gaps: bool = False
+class _Part(VocabPart):
+    """With what a choice asks of a row that may be divided."""
 
     @classmethod
-    def whole(cls, logits: Tensor) -> VocabPart:
-        """All ids of logits [b, T, V]."""
-        size = logits.shape[-1]
-        return cls(torch.arange(size, dtype=torch.int32, device=logits.device), size, SingleRank())
-
-    @property
-    def divided(self) -> bool:
-        return self.group.degree > 1
+    def of(cls, part: VocabPart) -> _Part:
+        return cls(part.ids, part.size, part.group, part.gaps)
 
     def real(self, logits: Tensor) -> Tensor:
         """Logits [b, T, n] in which the ids that fill up are never chosen."""
@@ -188,7 +130,7 @@ class _Choices:
     ids: Tensor
     drawn: Tensor
     stands: Tensor
-    part: VocabPart
+    part: _Part
 
     def best(self) -> Tensor:
         """The choice: the lowest id of the largest that stands. -> [b, T] int32"""
@@ -210,7 +152,8 @@ class _Rows:
     def __init__(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int
     ) -> None:
-        self.logits, self.part = part.real(logits.to(torch.float32)), part
+        self.part = _Part.of(part)
+        self.logits = self.part.real(logits.to(torch.float32))
         self.params = _Params.of(sampling)
         self._positions, self._seeds, self._stream = positions, sampling.seeds, stream
 
@@ -300,12 +243,13 @@ def sample_tokens(
 ) -> Tensor:
     """As `paceline.core.probs.sample_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T] int32"""
     rows = _Rows(logits, positions, sampling, part=part, stream=stream)
+    own = rows.part
     if sampling.kind == "greedy":
-        return _largest(rows.logits, part.ids, part)
+        return _largest(rows.logits, own.ids, own)
     if sampling.kind == "top-k":
         return rows.of_list()[0].best()
     if sampling.kind == "wide":
-        return _largest(rows.filtered(), part.ids, part)
+        return _largest(rows.filtered(), own.ids, own)
     (listed, decided), (candidates, any_stands) = rows.of_list(full=True), rows.of_candidates()
     of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
     return torch.where(of_list.squeeze(-1), listed.best(), candidates.best())
@@ -319,20 +263,21 @@ def rank_tokens(
     What a filter cuts comes behind all that stands, in an order of its own.
     """
     rows = _Rows(logits, positions, sampling, part=part, stream=noise.TARGET)
+    own = rows.part
     if sampling.kind in ("greedy", "wide"):
         scores = rows.logits if sampling.kind == "greedy" else rows.filtered()
-        values, ids = part.best(scores, count)
-        values, ids = part.merged(values, values, ids, count=count)
-        return ids, _log_softmax(values, scores, part=part)
+        values, ids = own.best(scores, count)
+        values, ids = own.merged(values, values, ids, count=count)
+        return ids, _log_softmax(values, scores, part=own)
     listed, decided = rows.of_list(limit=max(TOP_K_LIMIT, count), full=sampling.kind == "full")
     ids, values = listed.first(count)
-    values = _log_softmax(values, listed.drawn, part=part)
+    values = _log_softmax(values, listed.drawn, part=own)
     if sampling.kind == "top-k":
         return ids, values
     candidates, any_stands = rows.of_candidates()
     others, scores = candidates.first(count)
     of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
-    return torch.where(of_list, ids, others), torch.where(of_list, values, _log_softmax(scores, rows.drawn, part=part))
+    return torch.where(of_list, ids, others), torch.where(of_list, values, _log_softmax(scores, rows.drawn, part=own))
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -364,7 +309,7 @@ def _standing(rows: _Rows, kind: SamplingKind) -> Tensor:
     return torch.where((params.top_k > 0) | decided, listed, nucleus)
 
 
-def _largest(scores: Tensor, ids: Tensor, part: VocabPart) -> Tensor:
+def _largest(scores: Tensor, ids: Tensor, part: _Part) -> Tensor:
     """The id of the largest score of all ranks', the lowest of equals. Ranks send the best and its id.
 
     scores [b, T, K] of ids [K] or [b, T, K] int32 -> [b, T] int32
@@ -383,7 +328,7 @@ def _at(falling: Tensor, place: Tensor) -> Tensor:
     return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
 
 
-def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: Tensor, part: VocabPart) -> Tensor:
+def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: Tensor, part: _Part) -> Tensor:
     """How many of the candidates' scores are in the nucleus: those for which what is likelier weighs less than target.
 
     falling [b, T, K], scaled and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
@@ -398,7 +343,7 @@ def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: T
     return count
 
 
-def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: VocabPart) -> Tensor:
+def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: _Part) -> Tensor:
     """The largest score from which on the numbers add up to the target. [b, T, n] twice, [b, T, 1] -> [b, T, 1]"""
     low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
     for _ in range(_HALVINGS):
@@ -408,7 +353,7 @@ def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: VocabPart) 
     return low
 
 
-def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: VocabPart) -> Tensor:
+def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> Tensor:
     """What the filters leave of whole rows. ``below``: scores less the largest. [b, T, n] -> [b, T, n] bool"""
     some = params.top_k > 0
     count = torch.where(some, params.top_k, 1.0).expand_as(below[..., :1])
@@ -416,14 +361,14 @@ def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: VocabPart)
     return inside & _nucleus(below, torch.where(inside, weights, 0.0), params, part=part)
 
 
-def _nucleus(below: Tensor, weights: Tensor, params: _Params, *, part: VocabPart) -> Tensor:
+def _nucleus(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> Tensor:
     """What top-p and min-p leave of whole rows. ``weights``: 0 where top-k cuts. [b, T, n] -> [b, T, n] bool"""
     target = params.top_p * part.sum(weights.sum(-1, keepdim=True))
     inside = (below >= _search(below, weights, target, part=part)) | (params.top_p >= 1.0)
     return inside & (weights >= params.min_p)
 
 
-def _log_softmax(values: Tensor, over: Tensor, *, part: VocabPart) -> Tensor:
+def _log_softmax(values: Tensor, over: Tensor, *, part: _Part) -> Tensor:
     """Some numbers of a row, less the logarithm of the sum of exponentials of all of it.
 
     values [b, T, k], over [b, T, n], of which every rank has some -> [b, T, k]

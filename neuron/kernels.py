@@ -10,7 +10,6 @@ the native kernels' part.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,16 +17,14 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.cache_rows import flat, store
 from paceline.decoder.kernels.plain import PlainOperations
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 from paceline.neuron import graph_product, graph_sampling, prompt_attention
-from paceline.neuron.graph_sampling import VocabPart
 from paceline.neuron.prompt_attention import Chunk, PromptAttention
-
-MAX_EXACT = 1 << 24
-"""Integers below this survive a compiler that computes them in float32."""
 
 
 class TraceableKernels(PlainOperations):
@@ -109,10 +106,17 @@ class TraceableKernels(PlainOperations):
             store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
 
     def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
     ) -> Tensor:
         """As `Kernels.sample_tokens`; what it computes follows from the kind of sampling."""
-        return graph_sampling.sample_tokens(logits, positions, sampling, part=VocabPart.whole(logits), stream=stream)
+        part = part or VocabPart.whole(logits)
+        return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
 
     def rank_tokens(
         self,
@@ -121,12 +125,10 @@ class TraceableKernels(PlainOperations):
         sampling: SamplingTensors,
         *,
         count: int,
-        ids: Tensor | None = None,
+        part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Kernels.rank_tokens`."""
-        part = VocabPart.whole(logits)
-        if ids is not None:
-            part = replace(part, ids=ids, gaps=True)
+        part = part or VocabPart.whole(logits)
         return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -136,33 +138,6 @@ class TraceableKernels(PlainOperations):
     def cuts(self, sampling: SamplingTensors) -> bool:
         """As `Kernels.cuts`."""
         return True
-
-
-def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32
-
-    Raises:
-        ConfigurationError: there are too many to be numbered exactly.
-    """
-    total, groups, room, _ = cache.shape
-    if total * groups * room > MAX_EXACT:
-        raise ConfigurationError(
-            f"a cache of {total} slots x {groups} heads x {room} rows has more rows than a graph can number exactly "
-            f"({MAX_EXACT}); use fewer slots or positions"
-        )
-    heads = torch.arange(groups, dtype=torch.int32, device=cache.device)
-    first = (slots.unsqueeze(1) * groups + heads) * room  # [b, G]
-    return (first.unsqueeze(-1) + rows.unsqueeze(1)).reshape(-1)
-
-
-def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
-    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
-
-    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
-    """
-    total, groups, room, width = cache.shape
-    wide = cache.view(total * groups * room, width)
-    wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
 
 
 def read(cache: Tensor, slots: Tensor, extent: int, *, in_order: bool = False) -> Tensor:

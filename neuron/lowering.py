@@ -35,8 +35,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
+from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.neuron import graph_product, graph_sampling, prompt_attention
+from paceline.neuron import graph_product, prompt_attention
 
 _BLOCK = 128  # side of the triangle; also the width of a matrix engine
 _POWERS = (64, 32, 16, 8, 4, 2, 1)
@@ -202,7 +203,7 @@ def _typed(compare: Any) -> Callable[..., Tensor]:
 Product = Callable[[Tensor, Tensor], Tensor]
 """As `paceline.neuron.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""As `paceline.neuron.graph_sampling.topk`."""
+"""As `paceline.decoder.parallel.vocab_part.topk`."""
 Attention = Callable[..., Tensor]
 """As `paceline.neuron.prompt_attention.operator`."""
 
@@ -238,12 +239,12 @@ class Lowered:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
         ``ranks`` are what the step's collectives become there, and ``topk``, ``product`` and ``attention`` what
-        `paceline.neuron.graph_sampling`, `graph_product` and `prompt_attention` become; without them PyTorch's
+        `vocab_part.topk`, `graph_product` and `prompt_attention` become; without them PyTorch's
         own are called.
         """
         tensors = [state[name] for name in self.state]
         given = {
-            graph_sampling.topk_operator: topk,
+            vocab_part.topk_operator: topk,
             graph_product.operator: product,
             prompt_attention.operator: attention,
         }

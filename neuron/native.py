@@ -32,8 +32,9 @@ from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
-from paceline.neuron import attention_kernel, graph_lint, graph_product, graph_sampling, noise_record, prompt_attention
+from paceline.neuron import attention_kernel, graph_lint, graph_product, noise_record, prompt_attention
 from paceline.neuron.engines import DRAFT_LENGTHS
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
@@ -241,7 +242,7 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
     results = graph.graph_copy(lowered.graph.graph, {})
     assert isinstance(results, (list, tuple)), "a lowered step gives several tensors"
     aten = torch.ops.aten
-    own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, graph_sampling.topk_operator(): topk}
+    own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, vocab_part.topk_operator(): topk}
     own[aten.alias.default] = _same
     own |= {one.Scalar: _typed(one.Tensor) for one in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor)}
     for node in graph.nodes:
@@ -268,7 +269,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `graph_sampling.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
+    """As `vocab_part.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
     values, places = torch.topk(x, count, dim=-1)
     return values, places.to(torch.int32)
 

@@ -7,7 +7,7 @@ left. Times are arithmetic from published figures (`paceline.neuron.engines`); n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -18,11 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
+from paceline.decoder.backends.base import Graph
 from paceline.decoder.parallel import sharding
 from paceline.neuron import engines
 from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, memory_of
+from paceline.neuron.sdk import instance_family
 from paceline.neuron.step_work import Work, step_work
-from paceline.placement.planning.instances import Instance
+from paceline.placement.planning.instances import INSTANCES, Instance
 from paceline.target.steps import VerifyStep
 
 REST = "embedding, head and sampler"
@@ -116,6 +118,18 @@ def expected_seconds(work: Work, instance: Instance) -> float:
     """Of one call: engines one after the other, collectives, and the host."""
     busy = sum(_times_of(work, instance).values())
     return busy + sum(work.collectives.values()) * engines.COLLECTIVE.value + engines.LAUNCH.value
+
+
+def expected_here() -> Callable[[Graph, int], float] | None:
+    """`expected_seconds` of a graph on this machine; None where it has no chip whose engines have figures."""
+    here = INSTANCES.get(instance_family())
+    if here is None or not here.name.startswith(engines.CORE_V2):
+        return None
+
+    def expected(graph: Graph, width: int) -> float:
+        return expected_seconds(step_work(graph.module, graph.example, width, tile=int(engines.TILE.value)), here)
+
+    return expected
 
 
 def _times_of(work: Work, instance: Instance) -> dict[str, float]:

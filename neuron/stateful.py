@@ -81,7 +81,7 @@ Stateful.forward = _forward()
 
 
 def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.neuron.graph_sampling.topk`.
+    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.parallel.vocab_part.topk`.
 
     It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
     depends on it.

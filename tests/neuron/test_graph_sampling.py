@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from paceline.core import probs
 from paceline.core.sampling import Sampling, kind_of, sampling_tensors, widest
 from paceline.core.types import SamplingKind, SamplingTensors
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.neuron import graph_sampling
-from paceline.neuron.graph_sampling import VocabPart
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import constants_of, lower
 from tests.float32_integers import IntegersThroughFloat32
