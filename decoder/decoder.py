@@ -26,7 +26,6 @@ from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphEvent, GraphKey, log_compilation
 from paceline.decoder.kernels.cache_rows import row_elements
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -35,6 +34,7 @@ from paceline.decoder.options import DecoderOptions, check_width
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.decoder.weights.quantize import PackedMatrix
 

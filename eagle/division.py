@@ -21,7 +21,7 @@ from paceline.eagle.config import EagleConfig
 
 WORTH_DIVIDING = 16 * 2**20
 """Bytes that a core must be spared for every drafted token. By the figures of a NeuronCore-v2
-(`paceline.decoder.backends.neuron.engines`) it reads them in the time of the three small collectives that a divided
+(`paceline.neuron.engines`) it reads them in the time of the three small collectives that a divided
 head adds to a token: 45 us at 0.8 x 410 GB/s."""
 
 _SPLITS = {

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa.config import MedusaConfig
 

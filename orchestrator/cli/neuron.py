@@ -102,8 +102,8 @@ def cost_of_round(
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
     with console.refusals():
         (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
-        from paceline.diagnostics.round_cost import round_cost, to_json
-        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+        from paceline.neuron.round_cost import round_cost, to_json
+        from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
@@ -147,8 +147,8 @@ def export_graphs(
     """
     with console.refusals():
         (kind,), machine = known_kinds([sampling]), instance_named(instance)
-        from paceline.diagnostics.graph_export import export
-        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+        from paceline.neuron.graph_export import export
+        from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)

@@ -13,7 +13,6 @@ from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.assembled import (
     AssembledLayer,
@@ -26,6 +25,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.families import VOCABULARY, save_pair
 
 CHUNK, LENGTH = 16, 16

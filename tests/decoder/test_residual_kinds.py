@@ -10,10 +10,10 @@ from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Proposal, SamplingKind, SamplingTensors
-from paceline.decoder.compile.lowering import lower
-from paceline.decoder.compile.step_work import row_cost
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import lower
+from paceline.neuron.step_work import row_cost
 
 K, SLOTS = 4, 64
 

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from paceline.decoder.backends.neuron import backend, noise_record
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
+from paceline.neuron import backend, noise_record
+from paceline.neuron import sdk as neuron_sdk
 
 NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla", "nki", "nkilib")
 DOUBLE = Path(__file__).parent / "double"

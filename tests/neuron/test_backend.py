@@ -14,16 +14,16 @@ import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
-from paceline.decoder.backends.neuron import backend as neuron
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.tree import Chain
 from paceline.engine.rounds import FusedRound
+from paceline.neuron import backend as neuron
 from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
-from tests.decoder.test_hlo_proto import BREAKING, proto
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
+from tests.neuron.test_hlo_proto import BREAKING, proto
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 

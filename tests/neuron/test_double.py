@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.backends.neuron.sdk import Chip, Sdk
+from paceline.neuron.sdk import Chip, Sdk
 from tests.neuron.conftest import DOUBLE
 
 FLAGS = "--target=inf2"

@@ -17,17 +17,16 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import steps
-from paceline.decoder.backends import neuron_native
-from paceline.decoder.backends.neuron import attention_kernel
-from paceline.decoder.backends.neuron.sdk import Chip, Sdk
-from paceline.decoder.backends.neuron_native import Runtime
-from paceline.decoder.compile.step_work import step_work
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels import prompt_attention
-from paceline.decoder.kernels.prompt_attention import KERNEL, Chunk, PromptAttention
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import attention_kernel, prompt_attention
+from paceline.neuron import native as neuron_native
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.native import Runtime
+from paceline.neuron.prompt_attention import KERNEL, Chunk, PromptAttention
+from paceline.neuron.sdk import Chip, Sdk
+from paceline.neuron.step_work import step_work
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import CHUNK, Workshop, fresh
 from tests.neuron.conftest import SDK, Install

@@ -1,0 +1,146 @@
+"""Attention over a prompt's chunk as one operator, for which a device's library may have a kernel of its own.
+
+Such a kernel keeps the scores of a chunk in the core's own memory, where the plain form writes them out and reads them
+again, and it reads the rows before the chunk without waiting for the chunk's own to be written. Which chunks the NKI
+Library's takes is in `refusal`. Not here: the calls of the SDK (`paceline.neuron.attention_kernel`),
+and windows of rounds, which are too short for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core import reduce
+from paceline.decoder.kernels.protocol import AttentionRule
+
+NAME = "prompt_attention"
+"""The operator's bare name."""
+
+KERNEL = "attention_cte"
+"""Of the NKI Library (aws-neuron/nki-library, ``nkilib.core.attention.attention_cte``)."""
+
+MAX_WIDTH, MAX_HEADS, MAX_ROWS = 128, 512, 131_072
+"""Head width, query heads and rows that it takes: its source of 2026-04-13 (`_MAX_HEAD_DIM`, `_MAX_BS`, `_MAX_SEQLEN`);
+the first is on its page too (nki/library/api/attention-cte, 2026-06-11)."""
+
+LONG, STEPS, ALONE = 1024, (256, 512), 4096
+"""Chunks that it is worth: with two physical cores in a logical one, multiples of 256, and of 512 from 1,024 on; with
+one, 4,096 rows at least (NxD Inference's `get_flash_attention_strategy`, release 2.29)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a graph reads at once.
+
+    rows    of the chunk
+    before  cache rows before it that the graph looks at
+    heads, groups, width  query heads, key-value heads, numbers of a head
+    dtype   of the cache
+    """
+
+    rows: int
+    before: int
+    heads: int
+    groups: int
+    width: int
+    dtype: torch.dtype
+
+
+class PromptAttention:
+    """Which chunks are attended to by the library's kernel, and what was chosen.
+
+    missing  why there is none here; nothing where there is one
+    cores    physical cores of a logical one, over which it divides heads
+    chosen   for the chunk that was traced last, for people; nothing before any was
+    """
+
+    def __init__(self, missing: str = "", *, cores: int = 1) -> None:
+        self.missing, self.cores, self.chosen = missing, cores, ""
+        self._told: set[str] = set()
+
+    def takes(self, chunk: Chunk, rule: AttentionRule) -> bool:
+        """Whether a chunk goes to the kernel."""
+        why = self.missing or refusal(chunk, rule, cores=self.cores)
+        self.chosen = f"plain attention over prompts: {why}" if why else f"attention over prompts by {KERNEL}"
+        return not why
+
+    def news(self) -> str:
+        """What was chosen last, the first time; nothing if it was told already."""
+        new = "" if self.chosen in self._told else self.chosen
+        self._told.add(self.chosen)
+        return new
+
+
+def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
+    """Why the kernel does not take a chunk, or is not worth it; nothing if it is taken."""
+    long = chunk.rows >= ALONE if cores == 1 else chunk.rows % STEPS[chunk.rows >= LONG] == 0
+    for fails, why in (
+        (rule.cap > 0, "the kernel has no soft cap of scores"),
+        (rule.slopes is not None, "no ALiBi is given to the kernel"),
+        (chunk.dtype != torch.bfloat16, f"the kernel multiplies in bfloat16, and the cache is {chunk.dtype}"),
+        (chunk.width > MAX_WIDTH, f"heads of {chunk.width} numbers, and the kernel takes {MAX_WIDTH}"),
+        (chunk.heads > MAX_HEADS, f"{chunk.heads} heads on a core, and the kernel takes {MAX_HEADS}"),
+        (chunk.heads % chunk.groups > 0, f"{chunk.heads} query heads do not divide over {chunk.groups}"),
+        (chunk.rows + chunk.before > MAX_ROWS, f"more than {MAX_ROWS} rows"),
+        (not long, f"a chunk of {chunk.rows} rows is too short or uneven for the kernel to be worth it"),
+    ):
+        if fails:
+            return why
+    return ""
+
+
+def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tensor:
+    """Every row attends to the first ``used`` prior rows, and to the rows of the chunk up to its own.
+
+    chunk   query [H, T, D], already scaled, and the chunk's keys and values, [G, T, D] each, all of one type
+    prior   keys and values before them, [G, R, D] each of that type, and used [1] int32; empty if there are none
+    window  as `AttentionRule.window`
+    -> [H, T, D] of that type. Query head h reads key-value head h // (H / G).
+    """
+    mixed: Tensor = operator()(chunk, prior, window)
+    return mixed
+
+
+@lru_cache(maxsize=1)
+def operator() -> Any:
+    """The operator ``paceline_graph::prompt_attention``, defined once per process."""
+    library = _library()
+    assert library is not None
+    return torch.ops.paceline_graph.prompt_attention.default
+
+
+def plain(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
+    """The operator in PyTorch, in float32."""
+    q, keys, values = chunk
+    before, rows, share = 0, q.shape[1], q.shape[0] // keys.shape[0]
+    column = torch.arange(rows, dtype=torch.int32, device=q.device)
+    # Where a column lies in the text, counted from the chunk's first row, and whether there is anything.
+    place, filled = column, torch.ones_like(column, dtype=torch.bool)
+    if prior:
+        before, keys, values = prior[0].shape[1], torch.cat((prior[0], keys), 1), torch.cat((prior[1], values), 1)
+        earlier = torch.arange(before, dtype=torch.int32, device=q.device) - prior[2]
+        place, filled = torch.cat((earlier, place)), torch.cat((earlier < 0, filled))
+    distance = column.unsqueeze(1) - place
+    seen = filled & (distance >= 0) & ((distance < window) if window else filled)
+    keys, values = (x.float().repeat_interleave(share, 0) for x in (keys, values))
+    scores = torch.where(seen, q.float() @ keys.transpose(1, 2), reduce.NEGATIVE)
+    return (torch.softmax(scores, -1) @ values).to(q.dtype)
+
+
+@lru_cache(maxsize=1)
+def _library() -> torch.library.Library:
+    """Kept for the life of the process: the operators go with it."""
+    library = torch.library.Library("paceline_graph", "FRAGMENT")
+    library.define(f"{NAME}(Tensor[] chunk, Tensor[] prior, int window) -> Tensor")
+    library.impl(NAME, plain, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"paceline_graph::{NAME}", _shape, lib=library)
+    return library
+
+
+def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:
+    return chunk[0].new_empty(chunk[0].shape)
