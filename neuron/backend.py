@@ -28,7 +28,7 @@ from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, Sing
 from paceline.neuron import attention_kernel, graph_lint, hlo_lint, noise_record
 from paceline.neuron import ranks as neuron_ranks
 from paceline.neuron.chip import Chip, Entry, chip
-from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron.chips import DRAFT_LENGTHS
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
 from paceline.neuron.stateful import Stateful

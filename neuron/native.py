@@ -35,11 +35,11 @@ from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
 from paceline.neuron import attention_kernel, graph_lint, graph_product, noise_record, prompt_attention
-from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron.chips import CAPABILITIES, DRAFT_LENGTHS, Chip
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
 from paceline.neuron.prompt_attention import PromptAttention
-from paceline.neuron.sdk import CAPABILITIES, Chip, instance_family
+from paceline.neuron.sdk import instance_family
 
 DEVICE = "neuron"
 """TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""

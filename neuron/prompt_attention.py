@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.core import reduce
 from paceline.decoder.kernels.protocol import AttentionRule
+from paceline.decoder.parallel.vocab_part import graph_operator
 
 NAME = "prompt_attention"
 """The operator's bare name."""
@@ -108,10 +109,8 @@ def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tens
 
 @lru_cache(maxsize=1)
 def operator() -> Any:
-    """The operator ``paceline_graph::prompt_attention``, defined once per process."""
-    library = _library()
-    assert library is not None
-    return torch.ops.paceline_graph.prompt_attention.default
+    """The operator ``paceline_graph::prompt_attention``."""
+    return graph_operator(NAME, "(Tensor[] chunk, Tensor[] prior, int window) -> Tensor", plain=plain, shapes=_shape)
 
 
 def plain(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
@@ -130,16 +129,6 @@ def plain(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
     keys, values = (x.float().repeat_interleave(share, 0) for x in (keys, values))
     scores = torch.where(seen, q.float() @ keys.transpose(1, 2), reduce.NEGATIVE)
     return (torch.softmax(scores, -1) @ values).to(q.dtype)
-
-
-@lru_cache(maxsize=1)
-def _library() -> torch.library.Library:
-    """Kept for the life of the process: the operators go with it."""
-    library = torch.library.Library("paceline_graph", "FRAGMENT")
-    library.define(f"{NAME}(Tensor[] chunk, Tensor[] prior, int window) -> Tensor")
-    library.impl(NAME, plain, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"paceline_graph::{NAME}", _shape, lib=library)
-    return library
 
 
 def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:

@@ -22,10 +22,11 @@ from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, Ca
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron import attention_kernel, prompt_attention
 from paceline.neuron import native as neuron_native
+from paceline.neuron.chips import Chip
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.native import Runtime
 from paceline.neuron.prompt_attention import KERNEL, Chunk, PromptAttention
-from paceline.neuron.sdk import Chip, Sdk
+from paceline.neuron.sdk import Sdk
 from paceline.neuron.step_work import step_work
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import CHUNK, Workshop, fresh
