@@ -27,7 +27,7 @@ from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.training.options import TEXTS_PER_FILE, TrainingOptions
+from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
 
 log = logging.getLogger("paceline")
 

@@ -33,10 +33,10 @@ from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import EagleConfig, EagleHeadOptions, EagleTraining, check_version, default_layers
 from paceline.eagle.network import Past, TrainableHead
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget, Texts, products
-from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
-from paceline.training.trainer import LOG_STEPS, Progress, Trainer
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
+from paceline.heads.trainer import LOG_STEPS, Progress, Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.training.options import TextOptions, TrainingOptions
+from paceline.heads.options import TextOptions, TrainingOptions
 
 CONFIG = "config.json"
 # Every key of heads; others may stand there where the file is the target's with these added.

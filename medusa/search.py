@@ -18,9 +18,9 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.heads.features import Windows
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
-from paceline.training.features import Windows
 
 TOP = 10
 """Ranks that are looked at, as Medusa's trees do."""

@@ -21,12 +21,12 @@ PARTS: dict[str, frozenset[str]] = {
     "neuron": frozenset({"core", "decoder", "neuron"}),
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
-    "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.heads", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.heads", "training", "eagle"}),
+    "heads": frozenset({"core", "decoder", "heads"}),
+    "medusa": frozenset({"core", "decoder", "draft.heads", "heads", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.heads", "heads", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
-        {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator", "neuron"}
+        {"core", "decoder", "draft", "target", "heads", "medusa", "eagle", "placement", "orchestrator", "neuron"}
     ),
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
