@@ -8,7 +8,6 @@ gives the best tree of every size.
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.heads.features import Windows
+from paceline.heads.layouts import write_json
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
-from paceline.training.features import Windows
 
 TOP = 10
 """Ranks that are looked at, as Medusa's trees do."""
@@ -47,8 +46,7 @@ class Accuracy:
     def write(self, path: Path) -> None:
         """Write the table as JSON."""
         table = [[round(share, 4) for share in row] for row in self.top()]
-        with atomic_write(path):
-            path.write_text(json.dumps({"places": self.places, "top": table}) + "\n", encoding="utf-8")
+        write_json(path, {"places": self.places, "top": table})
 
 
 @torch.no_grad()

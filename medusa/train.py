@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
+from paceline.heads import features
+from paceline.heads.features import Report, Windows, read_features, write_features
+from paceline.heads.frozen_model import FrozenTarget, products
+from paceline.heads.options import TEXTS_PER_FILE
+from paceline.heads.trainer import Trainer
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import Heads, fresh
 from paceline.medusa.search import Accuracy
-from paceline.training import features
-from paceline.training.features import Report, Windows, read_features, write_features
-from paceline.training.frozen_model import FrozenTarget, products
-from paceline.training.options import TEXTS_PER_FILE
-from paceline.training.trainer import Trainer
 
 _WARMUP = 0.02  # share of the steps in which the learning rate rises
 

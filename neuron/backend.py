@@ -25,16 +25,15 @@ from paceline.decoder.compile import cache
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
-from paceline.neuron import attention_kernel, graph_lint, hlo_lint, noise_record
-from paceline.neuron import ranks as neuron_ranks
-from paceline.neuron.chip import Chip, Entry, chip
-from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron import graph_lint, hlo_lint, prompt_attention
+from paceline.neuron.chip import Chip, Entry, Stateful, chip, others
+from paceline.neuron.chips import DRAFT_LENGTHS
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
-from paceline.neuron.stateful import Stateful
+from paceline.neuron.noise_record import ChecksNoise
 
 
-class NeuronBackend:
+class NeuronBackend(ChecksNoise):
     """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
 
     name = "neuron"
@@ -44,6 +43,7 @@ class NeuronBackend:
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
         self._chip.claim(degree)
+        self.stack = self._chip.sdk
         self._prompts = self._chip.sdk.prompts()
         self.kernels: Kernels = TraceableKernels(self._prompts)
         self.group: Collectives = SingleRank() if degree == 1 else DeviceGroup(degree)
@@ -72,7 +72,7 @@ class NeuronBackend:
                 lowered,
                 self._chip.names.of(graph.module, lowered),
                 self._chip.ranks,
-                attention=attention_kernel.through_xla(self._prompts.cores),
+                attention=prompt_attention.through_xla(self._prompts.cores),
             ),
             graph,
         )
@@ -104,19 +104,11 @@ class NeuronBackend:
         assert isinstance(body, ModelWithCache)
         self._chip.names.register(body, body.config.fingerprint()[:8])
         if self.group.degree > 1:
-            self._chip.names.divide(body, neuron_ranks.others(body, path))
+            self._chip.names.divide(body, others(body, path))
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """See `paceline.decoder.backends.base.Backend`."""
         self._chip.names.divide(first, others)
-
-    def sampling_refusal(self) -> str | None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        return noise_record.refusal(self._chip.sdk)
-
-    def record_noise_check(self, *, passed: bool) -> None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        noise_record.write(self._chip.sdk, outcome=passed)
 
     def close(self) -> None:
         """Cores are this process's until it ends."""

@@ -3,7 +3,10 @@
 Graphs are made first, in parallel where several are asked for at once, and weights go to the device once. A graph that
 comes later is initialised alone, beside the others. One that fails is dropped, and the others stay usable. Written
 against the source of neuronx_distributed (`NxDModel`, April 2026): `add` and `SPMDModel.initialize` are what its
-`to_neuron` does for each graph.
+`to_neuron` does for each graph. A lowered step gets the form that the SDK's tracer takes (`Stateful`).
+
+One process drives all cores of a divided model: it traces a step once, with rank 0's part, and gives every core its own
+weights and states under the same names.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,16 +26,145 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.core import reduce
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph
+from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
-from paceline.neuron import ranks as neuron_ranks
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron import sdk as neuron_sdk
-from paceline.neuron.lowering import Lowered, constants_of, state_of
-from paceline.neuron.stateful import MAX_INPUTS, Stateful, input_names
+from paceline.neuron.graph_product import xla_product
+from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of
+
+
+class Cores:
+    """What the collectives of a step become while the SDK traces it: its own, for its tensor-parallel group."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._mappings: Any = importlib.import_module("neuronx_distributed.parallel_layers.mappings")
+
+    def reduce(self, x: Tensor) -> Tensor:
+        total: Tensor = self._mappings.reduce_from_tensor_model_parallel_region(
+            x.clone()
+        )  # it writes into its argument
+        return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        gathered: Tensor = self._mappings.gather_from_tensor_model_parallel_region(x.reshape(-1))
+        return gathered.reshape(self.degree, *x.shape)
+
+
+def tracing(degree: int) -> AbstractContextManager[Any]:
+    """The SDK's group of so many ranks, which a single process stands for while it traces."""
+    if degree == 1:
+        return nullcontext()
+    context: Any = importlib.import_module("neuronx_distributed.trace.parallel_context")
+    parallel_state: AbstractContextManager[Any] = context.NxDParallelState(
+        world_size=degree, tensor_model_parallel_size=degree
+    )
+    return parallel_state
+
+
+def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
+    """The bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every divided tensor once."""
+    config, options, bodies = first.config, first.options, []
+    for rank in range(1, options.layout.degree):
+        weights = load_weights(
+            path,
+            config,
+            options.dtype,
+            shard=Shard(config, options.layout, rank),
+            quantization=options.quantization,
+            modules_to_not_convert=options.modules_to_not_convert,
+        )
+        body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
+        bodies.append(body.eval())
+    return bodies
+
+
+MAX_INPUTS = 16
+_TOPK_MULTIPLE = 8
+
+
+class Stateful(nn.Module):
+    """A lowered step as the tracer wants it: weights and states of its own, and states replaced, never written into.
+
+    Its inputs are named and optional behind the first, the same for all graphs: one `NxDModel` holds only graphs of one
+    signature. ``tensors`` are the host's, by the names that all graphs of the process share.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        tensors: dict[str, tuple[str, Tensor]],
+        ranks: Collectives | None = None,
+        *,
+        attention: Attention | None = None,
+    ) -> None:
+        super().__init__()
+        self._lowered, self._ranks, self._attention = lowered, ranks, attention
+        self.shared = {inner: name for inner, (name, _) in tensors.items()}
+        for inner, (name, tensor) in tensors.items():
+            if hasattr(self, name):
+                continue
+            if inner in lowered.changed or not isinstance(tensor, nn.Parameter):
+                self.register_buffer(name, tensor)
+            else:
+                # A parameter of its own, over the same numbers: the tracer moves parameters to its device in place.
+                self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+
+    def step(self, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
+        present = [x for x in inputs if x is not None]
+        state = {inner: getattr(self, name) for inner, name in self.shared.items()}
+        changed, outputs = self._lowered.run(
+            state, present, ranks=self._ranks, topk=device_topk, product=xla_product, attention=self._attention
+        )
+        for inner, value in changed.items():
+            setattr(self, self.shared[inner], value)
+        return tuple(outputs)
+
+
+def input_names() -> list[str]:
+    """Names of a traced graph's inputs, in order."""
+    return [f"x{place}" for place in range(MAX_INPUTS)]
+
+
+def _forward() -> Callable[..., tuple[Tensor, ...]]:
+    """The method that the tracer reads the inputs from: one parameter each, all but the first optional.
+
+    It is generated, so that its own signature is the one that is declared: the tracer refuses ``**inputs``.
+    """
+    first, *more = input_names()
+    parameters = ", ".join([first, *(f"{name}=None" for name in more)])
+    namespace: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+    text = f"def forward(self, {parameters}):\n    return self.step([{', '.join([first, *more])}])\n"
+    exec(compile(text, "<inputs of a traced graph>", "exec"), namespace)  # names of this file alone
+    return namespace["forward"]
+
+
+Stateful.forward = _forward()
+
+
+def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.parallel.vocab_part.topk`.
+
+    It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
+    depends on it.
+    """
+    operators = importlib.import_module("torch_neuronx.xla_impl.ops")
+    width, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+    if missing := -width % _TOPK_MULTIPLE:
+        rows = nn.functional.pad(rows, (0, missing), value=2 * reduce.NEGATIVE)
+    values, places = operators.TopK.apply(rows, count, dim=1)
+    shape = (*x.shape[:-1], count)
+    return values.reshape(shape), places.to(torch.int32).clamp(max=width - 1).reshape(shape)
+
 
 NEFF = "graph.neff"
 _MAX_COMPILERS = 8  # each is a process of several GB
@@ -261,7 +393,7 @@ class Chip:
                 f"load this one with tp_degree={self.degree} too, or in another process"
             )
         if degree > 1 and not self.degree:
-            self.ranks = neuron_ranks.Cores(degree)
+            self.ranks = Cores(degree)
         self.degree = degree
 
     def trace(self, module: Stateful, graph: Graph) -> Any:
@@ -270,7 +402,7 @@ class Chip:
             raise BackendError(f"{graph.name} has {len(graph.example)} inputs; a graph takes {MAX_INPUTS}")
         inputs = dict(zip(input_names(), graph.example, strict=False))
         try:
-            with torch.no_grad(), neuron_ranks.tracing(self.degree):
+            with torch.no_grad(), tracing(self.degree):
                 return self._functions.trace(module, args=None, kwargs=inputs, spmd=True, preserve_parameters=True)
         except Exception as error:
             raise BackendError(f"tracing {graph.name} for Neuron failed: {error}") from error

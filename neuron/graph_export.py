@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.steps import PrefillStep
-from paceline.neuron import compile_graphs, engines
+from paceline.neuron import chips, compile_graphs
+from paceline.neuron.chips import CAPABILITIES, Chip
 from paceline.neuron.lowering import Lowered, lower
-from paceline.neuron.round_cost import expected_seconds
+from paceline.neuron.round_cost import counted, expected_seconds
 from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round
-from paceline.neuron.sdk import CAPABILITIES, Chip, Sdk
-from paceline.neuron.step_work import step_work
+from paceline.neuron.sdk import Sdk
 from paceline.placement.planning.instances import Instance
 
 MANIFEST = "manifest.json"
@@ -49,8 +49,8 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
     for name, module, example in made_of:
         with mode:
             lowered = lower(name, module, example)
-        work = step_work(module, example, -(-setup.target.vocab_size // setup.degree), tile=int(engines.TILE.value))
-        known = instance.name.startswith(engines.CORE_V2)
+        work = counted(setup, module, example)
+        known = target in chips.CORE_V2
         file = _write(folder, name, lowered, degree=setup.degree, with_xla=with_xla)
         graphs.append(
             {
@@ -83,9 +83,8 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
 
 def compiler_target(instance: Instance) -> Chip:
     """The chip that graphs for an instance are compiled for."""
-    for chip in Chip:
-        if instance.name.startswith(chip.value):
-            return chip
+    if chip := chips.chip_of(instance.name):
+        return chip
     known = ", ".join(chip.value for chip in Chip)
     raise ConfigurationError(f"graphs are not exported for {instance.name}; use an instance of {known}")
 

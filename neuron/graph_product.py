@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.decoder.parallel.vocab_part import graph_operator
+
 NARROW = frozenset({torch.bfloat16, torch.float16})
 """Types that are multiplied as they are."""
 
@@ -36,10 +38,8 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def operator() -> Any:
-    """The operator ``paceline_graph::product``, defined once per process."""
-    library = _library()
-    assert library is not None
-    return torch.ops.paceline_graph.product.default
+    """The operator ``paceline_graph::product``."""
+    return graph_operator("product", "(Tensor x, Tensor y) -> Tensor", plain=_product, shapes=_shape)
 
 
 def xla_product(x: Tensor, y: Tensor) -> Tensor:
@@ -52,16 +52,6 @@ def xla_product(x: Tensor, y: Tensor) -> Tensor:
         x, y, (([x.dim() - 1], [y.dim() - 1]), (batch, batch)), preferred_element_type=torch.float32
     )
     return product
-
-
-@lru_cache(maxsize=1)
-def _library() -> torch.library.Library:
-    """Kept for the life of the process: the operators go with it."""
-    library = torch.library.Library("paceline_graph", "FRAGMENT")
-    library.define("product(Tensor x, Tensor y) -> Tensor")
-    library.impl("product", _product, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline_graph::product", _shape, lib=library)
-    return library
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

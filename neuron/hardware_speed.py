@@ -1,6 +1,6 @@
 """Which way of decoding is the fastest on Neuron chips, where times are arithmetic.
 
-Figures and their sources are in `paceline.neuron.engines` and `paceline.placement.planning.instances`; none was
+Figures and their sources are in `paceline.neuron.chips` and `paceline.placement.planning.instances`; none was
 measured by us on a chip. Not here: what a plan is (`paceline.experiments.speed_plan`).
 """
 
@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingKind
 from paceline.decoder.models.config import ModelConfig
 from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens
-from paceline.neuron import engines
+from paceline.neuron import chips
 from paceline.neuron.round_cost import PartTime, PartTimes, fits
 from paceline.neuron.round_graphs import ModelDraft, RoundSetup
 from paceline.placement.planning.instances import Instance
@@ -54,7 +54,7 @@ class _Times:
 
     def round(self, k: int, slots: int) -> PartTime:
         """A whole round: one launch where a graph holds both parts; two and a message where they are apart."""
-        host = engines.LAUNCH.value + (0.0 if self.own is None else engines.LAUNCH.value + MESSAGE)
+        host = chips.LAUNCH.value + (0.0 if self.own is None else chips.LAUNCH.value + MESSAGE)
         return self.verify.at(k, slots).plus(self.drafts.at(k, slots)).plus(PartTime(host, host, host))
 
 
@@ -112,7 +112,7 @@ def _parts(setup: RoundSetup, question: HardwareQuestion, degree: int, *, drafts
 
 def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes], pairs: Sequence[_Times]) -> LoadPlan:
     """Speed-ups are over the fastest plain decoding, of any degree, under the same assumption."""
-    launch = PartTime(*[engines.LAUNCH.value] * 3)
+    launch = PartTime(*[chips.LAUNCH.value] * 3)
     alone = {degree: parts.at(0, size).plus(launch) for degree, parts in plain.items()}
     base = [min(getattr(time, name) for time in alone.values()) for name in PartTime.__slots__]
     candidates = [

@@ -34,12 +34,13 @@ from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
-from paceline.neuron import attention_kernel, graph_lint, graph_product, noise_record, prompt_attention
-from paceline.neuron.engines import DRAFT_LENGTHS
+from paceline.neuron import graph_lint, graph_product, prompt_attention
+from paceline.neuron.chips import CAPABILITIES, DRAFT_LENGTHS, Chip
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
+from paceline.neuron.noise_record import ChecksNoise
 from paceline.neuron.prompt_attention import PromptAttention
-from paceline.neuron.sdk import CAPABILITIES, Chip, instance_family
+from paceline.neuron.sdk import instance_family
 
 DEVICE = "neuron"
 """TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""
@@ -117,7 +118,7 @@ def runtime() -> Runtime:
     return Runtime(torch.device(DEVICE), DEVICE, versions)
 
 
-class NeuronNativeBackend(LocalBackend):
+class NeuronNativeBackend(ChecksNoise, LocalBackend):
     """Graphs on the first NeuronCore that this process sees. TorchNeuron keeps what it compiled in its own cache."""
 
     name = "neuron-native"
@@ -125,7 +126,7 @@ class NeuronNativeBackend(LocalBackend):
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self) -> None:
-        self._runtime = runtime()
+        self.stack: Runtime = runtime()
         self._prompts = prompt_form()
         self.kernels: Kernels = TraceableKernels(self._prompts)
 
@@ -136,18 +137,10 @@ class NeuronNativeBackend(LocalBackend):
             BackendError: the graph breaks a rule of the compiler.
         """
         announce(f"compiling {graph.name}")
-        return compiled(graph, self._runtime, prompts=self._prompts, announce=announce)
+        return compiled(graph, self.stack, prompts=self._prompts, announce=announce)
 
     def read_state(self, state: Tensor) -> Tensor:
-        return state_on(self._runtime, state)
-
-    def sampling_refusal(self) -> str | None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        return noise_record.refusal(self._runtime)
-
-    def record_noise_check(self, *, passed: bool) -> None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        noise_record.write(self._runtime, outcome=passed)
+        return state_on(self.stack, state)
 
 
 def prompt_form() -> PromptAttention:
@@ -248,7 +241,7 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
     for node in graph.nodes:
         if node.op == "call_function":
             if node.target == prompt_attention.operator():
-                node.target = attention_kernel.native(cores)
+                node.target = prompt_attention.native(cores)
             node.target = own.get(node.target, node.target)
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": device}
@@ -345,11 +338,12 @@ class NativeMember:
         return compiled(graph, self.runtime, prompts=self.prompts, announce=self.announce)
 
 
-class NeuronNativeRanks(RankedBackend):
+class NeuronNativeRanks(ChecksNoise, RankedBackend):
     """As `NeuronNativeBackend`, on as many cores as the model is divided over; rank 0 is this process."""
 
     name = "neuron-native"
     kind = "paceline.neuron.native:NativeMember"
+    stack: Runtime
     device_state = True
     draft_lengths = DRAFT_LENGTHS
 
@@ -357,7 +351,7 @@ class NeuronNativeRanks(RankedBackend):
         super().__init__(degree)
         member = self.ranks.member
         assert isinstance(member, NativeMember)
-        self._member, self._runtime = member, member.runtime
+        self._member, self.stack = member, member.runtime
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name} on {self.group.degree} cores")
@@ -366,15 +360,7 @@ class NeuronNativeRanks(RankedBackend):
 
     def read_state(self, state: Tensor) -> Tensor:
         """What rank 0 has in it: states that are read are the same on all ranks."""
-        return state_on(self._runtime, state)
-
-    def sampling_refusal(self) -> str | None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        return noise_record.refusal(self._runtime)
-
-    def record_noise_check(self, *, passed: bool) -> None:
-        """See `paceline.decoder.backends.base.ChecksNoise`."""
-        noise_record.write(self._runtime, outcome=passed)
+        return state_on(self.stack, state)
 
 
 def _quiet(_said: str) -> None:

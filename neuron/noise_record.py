@@ -73,6 +73,18 @@ def write(sdk: Stack, *, outcome: bool) -> None:
             shutil.rmtree(folder)
 
 
+class ChecksNoise:
+    """As `paceline.decoder.backends.base.ChecksNoise`, for a backend on this ``stack``."""
+
+    stack: Stack
+
+    def sampling_refusal(self) -> str | None:
+        return refusal(self.stack)
+
+    def record_noise_check(self, *, passed: bool) -> None:
+        write(self.stack, outcome=passed)
+
+
 def facts(sdk: Stack) -> dict[str, object]:
     """What the outcome of the check may depend on."""
     return {

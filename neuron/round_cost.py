@@ -1,7 +1,7 @@
 """What a round of speculation costs on Neuron at real size, from the graphs it would compile: no weights, no chip.
 
 A round of a pair is counted with one and with two layers of each model, which gives what a layer costs and what is
-left. Times are arithmetic from published figures (`paceline.neuron.engines`); none was measured.
+left. Times are arithmetic from published figures (`paceline.neuron.chips`); none was measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,8 +19,8 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.parallel import sharding
-from paceline.neuron import engines
-from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, memory_of
+from paceline.neuron import chips
+from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, model_memory, round_inputs
 from paceline.neuron.sdk import instance_family
 from paceline.neuron.step_work import Work, step_work
 from paceline.placement.planning.instances import INSTANCES, Instance
@@ -46,10 +45,10 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
-    expected = busy + collectives * engines.COLLECTIVE.value + engines.LAUNCH.value
-    slower = collectives * (engines.COLLECTIVE_SLOW.value - engines.COLLECTIVE.value)
-    memory = memory_of(setup.target, setup) + setup.draft.memory(setup)
-    ideal = sum(max(part["memory"] * engines.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
+    expected = busy + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
+    slower = collectives * (chips.COLLECTIVE_SLOW.value - chips.COLLECTIVE.value)
+    memory = model_memory(setup.target, setup) + setup.draft.memory(setup)
+    ideal = sum(max(part["memory"] * chips.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
     return {
         "instance": instance.name,
         "tp_degree": setup.degree,
@@ -91,8 +90,8 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
 
 def _check_instance(degree: int, instance: Instance) -> None:
     """Raise ConfigurationError unless the chip's figures are known and models can be divided like that on it."""
-    if not instance.name.startswith(engines.CORE_V2):
-        known = ", ".join(engines.CORE_V2)
+    if chips.chip_of(instance.name) not in chips.CORE_V2:
+        known = ", ".join(chip.value for chip in chips.CORE_V2)
         raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
     if degree not in instance.degrees:
         degrees = ", ".join(map(str, instance.degrees))
@@ -100,34 +99,34 @@ def _check_instance(degree: int, instance: Instance) -> None:
 
 
 _FIGURES = (
-    engines.TENSOR_16,
-    engines.TENSOR_32,
-    engines.VECTOR,
-    engines.SCALAR,
-    engines.GATHERED,
-    engines.COLLECTIVE,
-    engines.COLLECTIVE_SLOW,
-    engines.LAUNCH,
-    engines.BANDWIDTH_SHARE,
-    engines.MAX_INSTRUCTIONS,
-    engines.TILE,
+    chips.TENSOR_16,
+    chips.TENSOR_32,
+    chips.VECTOR,
+    chips.SCALAR,
+    chips.GATHERED,
+    chips.COLLECTIVE,
+    chips.COLLECTIVE_SLOW,
+    chips.LAUNCH,
+    chips.BANDWIDTH_SHARE,
+    chips.MAX_INSTRUCTIONS,
+    chips.TILE,
 )
 
 
 def expected_seconds(work: Work, instance: Instance) -> float:
     """Of one call: engines one after the other, collectives, and the host."""
     busy = sum(_times_of(work, instance).values())
-    return busy + sum(work.collectives.values()) * engines.COLLECTIVE.value + engines.LAUNCH.value
+    return busy + sum(work.collectives.values()) * chips.COLLECTIVE.value + chips.LAUNCH.value
 
 
 def expected_here() -> Callable[[Graph, int], float] | None:
     """`expected_seconds` of a graph on this machine; None where it has no chip whose engines have figures."""
     here = INSTANCES.get(instance_family())
-    if here is None or not here.name.startswith(engines.CORE_V2):
+    if here is None or chips.chip_of(here.name) not in chips.CORE_V2:
         return None
 
     def expected(graph: Graph, width: int) -> float:
-        return expected_seconds(step_work(graph.module, graph.example, width, tile=int(engines.TILE.value)), here)
+        return expected_seconds(_counted(graph.module, graph.example, width), here)
 
     return expected
 
@@ -136,11 +135,11 @@ def _times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
     return {
-        "memory": (work.read + 4 * work.widened) / instance.bandwidth / engines.BANDWIDTH_SHARE.value,
-        "tensor": narrow / engines.TENSOR_16.value + work.products["float32"] / engines.TENSOR_32.value,
-        "vector": work.vector / engines.VECTOR.value,
-        "scalar": work.scalar / engines.SCALAR.value,
-        "gather": work.gathered / engines.GATHERED.value,
+        "memory": (work.read + 4 * work.widened) / instance.bandwidth / chips.BANDWIDTH_SHARE.value,
+        "tensor": narrow / chips.TENSOR_16.value + work.products["float32"] / chips.TENSOR_32.value,
+        "vector": work.vector / chips.VECTOR.value,
+        "scalar": work.scalar / chips.SCALAR.value,
+        "gather": work.gathered / chips.GATHERED.value,
     }
 
 
@@ -148,8 +147,8 @@ def _over(work: Work, memory: int, instance: Instance) -> list[str]:
     found = []
     if memory > instance.memory:
         found.append(f"memory: {memory / 2**30:.1f} GiB a core of {instance.memory / 2**30:.0f}")
-    if work.tiles > engines.MAX_INSTRUCTIONS.value:
-        found.append(f"instructions: about {work.tiles:.0f} of {engines.MAX_INSTRUCTIONS.value:.0f}")
+    if work.tiles > chips.MAX_INSTRUCTIONS.value:
+        found.append(f"instructions: about {work.tiles:.0f} of {chips.MAX_INSTRUCTIONS.value:.0f}")
     if work.widened:
         found.append(f"widened weights: {work.widened:.0f} bytes a round")
     return found
@@ -183,13 +182,17 @@ def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Wo
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, given = fused_round(setup, target_layers, draft_layers)
         features = () if step.carry is None else (step.carry.features,)
-    width = -(-setup.target.vocab_size // setup.degree)
     tokens, count, row, _limit, *sampling = given
+    return counted(setup, step, given), counted(setup, step.draft, (tokens, count, row, *sampling, *features))
 
-    def counted(module: nn.Module, inputs: Sequence[Tensor]) -> Work:
-        return step_work(module, inputs, width, tile=int(engines.TILE.value))
 
-    return counted(step, given), counted(step.draft, (tokens, count, row, *sampling, *features))
+def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
+    """The work of a step of such a round on one core."""
+    return _counted(step, inputs, -(-setup.target.vocab_size // setup.degree))
+
+
+def _counted(step: nn.Module, inputs: Sequence[Tensor], width: int) -> Work:
+    return step_work(step, inputs, width, tile=int(chips.TILE.value))
 
 
 def to_json(found: Mapping[str, object]) -> str:
@@ -251,7 +254,7 @@ class PartTimes:
 
 def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
     """Whether weights and caches of these models fit on each core."""
-    needed = memory_of(setup.target, setup) if target else 0
+    needed = model_memory(setup.target, setup) if target else 0
     return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
 
 
@@ -262,9 +265,9 @@ def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
     times, collectives = _times_of(total, instance), sum(total.collectives.values())
     busy = sum(times.values())
     return PartTime(
-        max(times["memory"] * engines.BANDWIDTH_SHARE.value, times["tensor"]),
-        busy + collectives * engines.COLLECTIVE.value,
-        busy + collectives * engines.COLLECTIVE_SLOW.value,
+        max(times["memory"] * chips.BANDWIDTH_SHARE.value, times["tensor"]),
+        busy + collectives * chips.COLLECTIVE.value,
+        busy + collectives * chips.COLLECTIVE_SLOW.value,
     )
 
 
@@ -276,15 +279,12 @@ def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
         else:
             shape = DraftShape.chain(setup.k)
             step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)
-    width = -(-setup.target.vocab_size // setup.degree)
-    return step_work(step, _inputs(setup, drafts=drafts), width, tile=int(engines.TILE.value))
+    return counted(setup, step, _inputs(setup, drafts=drafts))
 
 
 def _inputs(setup: RoundSetup, *, drafts: bool) -> tuple[Tensor, ...]:
-    one = torch.ones(setup.slots, dtype=torch.int32)
-    tokens = torch.ones(setup.slots, setup.k + 1, dtype=torch.int32)
-    sampling = (torch.zeros(setup.slots, 4), torch.zeros(setup.slots, 4, dtype=torch.int32))
+    tokens, count, row, limit, *sampling = round_inputs(setup)
     if drafts:
-        return (tokens, one, one, *sampling)
-    drafted = (torch.ones(setup.slots, setup.k, dtype=torch.int32),) if setup.k else ()
-    return (tokens, one, one, one, *sampling, *drafted)
+        return (tokens, count, row, *sampling)
+    drafted = (tokens[:, 1:],) if setup.k else ()
+    return (tokens, count, row, limit, *sampling, *drafted)

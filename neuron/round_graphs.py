@@ -5,6 +5,7 @@ What `paceline cost` counts and `paceline export-hlo` writes. Not here: counting
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from paceline.decoder.models.layers import Weights
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
-from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import VocabMap
@@ -78,7 +79,7 @@ class ModelDraft:
         return ChainStep(ModelHead(body, vocabulary, body.options), setup.k, setup.rows, kind=setup.kind)
 
     def memory(self, setup: RoundSetup) -> int:
-        return memory_of(self.config, setup)
+        return model_memory(self.config, setup)
 
     def padding(self, degree: int) -> Padding:
         return sharding.padding(self.config, degree)
@@ -119,7 +120,7 @@ class EagleDraft:
         return ChainStep(head, setup.k, setup.rows, kind=setup.kind)
 
     def memory(self, setup: RoundSetup) -> int:
-        return division.memory_of(self.config, self._shard(setup.degree), setup.slots * setup.rows)
+        return _memory(self._shard(setup.degree), division.tensors(self.config), setup)
 
     def padding(self, degree: int) -> Padding:
         shard = self._shard(degree)
@@ -217,9 +218,12 @@ def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCac
     return body
 
 
-def memory_of(config: ModelConfig, setup: RoundSetup) -> int:
+def model_memory(config: ModelConfig, setup: RoundSetup) -> int:
     """Bytes of a model's weights and caches on one core, in 16 bits."""
     shard = Shard(config, sharding.layout(config, setup.degree))
-    weights = sum(shard.numbers_of(spec) for spec in registry.family(config.model_type).tensors(config).values())
-    cache = 2 * config.num_layers * setup.slots * len(shard.key_heads) * setup.rows * config.head_dim
-    return 2 * (weights + cache)
+    return _memory(shard, registry.family(config.model_type).tensors(config), setup)
+
+
+def _memory(shard: Shard, tensors: Mapping[str, TensorSpec], setup: RoundSetup) -> int:
+    numbers = sum(map(shard.numbers_of, tensors.values()))
+    return 2 * (numbers + shard.cache_rows(setup.slots * setup.rows) * shard.config.head_dim)

@@ -1,7 +1,7 @@
 """Which Neuron chip, which SDK and whether they go together: decided by a table, never by whether an import succeeds.
 
-Sources: the Neuron SDK's release notes, the NxD Inference support notes, and the parallel degrees of its feature guide.
-Nothing of the SDK is imported here: versions are read from the installed packages' metadata. Not here: compiling.
+Nothing of the SDK is imported here: versions are read from the installed packages' metadata. Not here: the table
+(`paceline.neuron.chips`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
+from paceline.neuron.chips import CAPABILITIES, Capability, Chip, chip_of
 from paceline.neuron.prompt_attention import PromptAttention
 
 PACKAGES = {
@@ -40,45 +40,6 @@ SETUP = (
     "neuronx_distributed from the AWS Neuron package index (its address is in the SDK's installation guide; what the "
     "public index has under these names are placeholders); docs/neuron.md has the commands"
 )
-
-
-class Chip(Enum):
-    """Accelerators this backend has a documented way to."""
-
-    INF2 = "inf2"
-    TRN1 = "trn1"
-    TRN2 = "trn2"
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """What a chip can be used with.
-
-    first, last  SDK lines 2.first to 2.last that have ModelBuilder for it
-    degrees      tensor-parallel degrees the runtime takes
-    logical      physical cores a logical core may be made of; the first is the default
-    attention    SDK lines from 2.attention on have an attention kernel for prompts that goes on behind rows of a
-                 cache; None: no release has one for the chip
-    """
-
-    first: int
-    last: int
-    degrees: tuple[int, ...]
-    logical: tuple[int, ...]
-    attention: int | None = None
-
-
-CAPABILITIES = {
-    Chip.INF2: Capability(28, 28, (1, 2, 4, 8, 24), (1,)),
-    Chip.TRN1: Capability(28, 28, (1, 2, 8, 16, 32), (1,)),
-    Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), (2, 1), attention=29),
-}
-"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not looked at.
-
-Attention: from 2.29 on NxD Inference calls ``attention_cte`` of the NKI Library through `nki.jit`, on Trainium2 and
-newer alone. What it called in 2.28 are private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1
-not with rows of a cache.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +146,8 @@ def this_chip() -> Chip:
         BackendError: there is none, or one without a way to it.
     """
     named = environment.neuron_target() or instance_family()
-    for chip in Chip:
-        if named.startswith(chip.value):
-            return chip
+    if chip := chip_of(named):
+        return chip
     known = ", ".join(chip.value for chip in Chip)
     if named.startswith("trn3"):
         raise BackendError(

@@ -4,7 +4,7 @@ The step runs on shapes alone (fake tensors), each operation rewritten as it is 
 of any size is counted in seconds. What the rows of a vocabulary cost is counted in a lowered graph too (`row_cost`): a
 device's vector engine goes over a row once for every operation, whatever the operation is, so that the number of passes
 is what a sampler costs where the vocabulary is large; compilers fold operations on constants alone. Not here: how fast
-engines are (`paceline.neuron.engines`).
+engines are (`paceline.neuron.chips`).
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ _GIB = 1 << 30
 
 def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
     """Of the keys and values of every layer, on all ranks."""
-    heads = len(shard.key_heads) * shard.degree
-    rows = 2 * shard.config.num_layers * options.batch_size * heads * options.rows
+    rows = shard.degree * shard.cache_rows(options.batch_size * options.rows)
     return rows * row_elements(shard.config.head_dim, options.cache_dtype) * options.cache_dtype.itemsize
 
 

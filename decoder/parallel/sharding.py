@@ -289,6 +289,10 @@ class Shard:
         cut = self.slice_of(spec)
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
+    def cache_rows(self, rows: int) -> int:
+        """How many rows of a head this rank's keys and values of ``rows`` tokens have in all layers."""
+        return 2 * self.config.num_layers * len(self.key_heads) * rows
+
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:
     """A share of ``size`` rows or columns."""

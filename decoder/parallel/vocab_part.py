@@ -6,6 +6,7 @@ and lowers to a sort, which the Neuron compiler refuses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -53,20 +54,23 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def topk_operator() -> Any:
-    """The operator ``paceline_graph::largest``, defined once per process."""
+    """The operator ``paceline_graph::largest``."""
+    return graph_operator("largest", "(Tensor x, int count) -> (Tensor, Tensor)", plain=_topk, shapes=_shapes)
+
+
+def graph_operator(name: str, schema: str, *, plain: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Define an operator that compilers of graphs replace by what they have; to be called once for each."""
     library = _library()
-    assert library is not None
-    return torch.ops.paceline_graph.largest.default
+    library.define(name + schema)
+    library.impl(name, plain, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"paceline_graph::{name}", shapes, lib=library)
+    return getattr(torch.ops.paceline_graph, name).default
 
 
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
     """Kept for the life of the process: the operators go with it."""
-    library = torch.library.Library("paceline_graph", "FRAGMENT")
-    library.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
-    library.impl("largest", _topk, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline_graph::largest", _shapes, lib=library)
-    return library
+    return torch.library.Library("paceline_graph", "FRAGMENT")
 
 
 def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -21,18 +21,18 @@ from paceline.cli.options import TargetFolder, command, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
+from paceline.heads.options import CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from paceline.training.options import CachedTextOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
     from paceline.auto import SamplingDecoder
+    from paceline.heads.features import Report
     from paceline.medusa import search
     from paceline.medusa.drafter import MedusaDrafter
-    from paceline.training.features import Report
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
@@ -80,8 +80,8 @@ def medusa(
         stream = token_stream(data, target, dtype=data_dtype)
         _results(out)
         work = _results(work_dir or out / "work")
+        from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import train
-        from paceline.training.frozen_model import FrozenTarget
 
         frozen = FrozenTarget(target, precision=training.precision, device=training.device)
         with _reports("training Medusa heads") as report, _until_terminated():
@@ -243,7 +243,7 @@ def convert_eagle(
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
         from paceline.eagle import checkpoint
-        from paceline.training.frozen_model import FrozenTarget
+        from paceline.heads.frozen_model import FrozenTarget
 
         frozen, sizes = FrozenTarget(target), ModelConfig.from_pretrained(target)
         tensors = checkpoint.TargetTensors(frozen.embedding, frozen.output.detach(), sizes.num_layers)
@@ -345,8 +345,8 @@ def convert_medusa(
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
+        from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import checkpoint
-        from paceline.training.frozen_model import FrozenTarget
 
         path = checkpoint.convert(source, _results(out), layout=layout, output=FrozenTarget(target).output.detach())
     console.say(console.out(), str(path))
@@ -358,9 +358,9 @@ def _search(
     """The tree, and what a search with independent heads would expect of it."""
     import torch
 
+    from paceline.heads.features import Windows
+    from paceline.heads.frozen_model import FrozenTarget
     from paceline.medusa import checkpoint, search
-    from paceline.training.features import Windows
-    from paceline.training.frozen_model import FrozenTarget
 
     frozen = FrozenTarget(target)
     heads = checkpoint.heads(medusa, frozen.output, torch.float32)
@@ -395,7 +395,7 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
     if tree.prompts is None:
-        from paceline.training.features import cut
+        from paceline.heads.features import cut
 
         stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]

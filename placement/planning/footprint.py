@@ -76,11 +76,11 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
 def cache_bytes(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | None = None) -> int:
     """Bytes of one KV cache on the fullest of ``degree`` cores."""
     placed = layout(config, degree, gqa)
-    heads = max(len(Shard(config, placed, rank).key_heads) for rank in range(degree))
-    rows = (shape.n_positions + _SLACK_ROWS) * shape.batch_size
+    tokens = (shape.n_positions + _SLACK_ROWS) * shape.batch_size
+    rows = max(Shard(config, placed, rank).cache_rows(tokens) for rank in range(degree))
     narrow = shape.kv_cache_dtype is not None
     row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[shape.amp]
-    return 2 * config.num_layers * heads * rows * row
+    return rows * row
 
 
 def product_weights(shard: Shard) -> int:

@@ -128,7 +128,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("orchestrator/engine/engine.py", "from paceline.core.types import X\nfrom paceline.engine.stopping import Y"),
         ("orchestrator/engine/engine.py", "from paceline.outputs import RequestOutput"),
         ("tests/core/test_a.py", "import numpy\nfrom orchestrator import X"),
-        ("examples/training.py", "import training"),
+        ("examples/heads.py", "import heads"),
     ],
 )
 def test_a_right_import_passes(tmp_path: Path, file: str, text: str) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
-from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 

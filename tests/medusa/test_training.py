@@ -14,12 +14,12 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
+from paceline.heads.features import Windows, cut, read_features
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import checkpoint, search, train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import fresh
 from paceline.medusa.train import MedusaTrainer
-from paceline.training.features import Windows, cut, read_features
-from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 CONFIG = MedusaConfig(heads=2, layers=1, hidden_size=32, vocab_size=VOCABULARY, tied=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.neuron import engines
+from paceline.neuron import chips
 from paceline.neuron.round_cost import PartTimes, round_cost
 from paceline.placement.planning.instances import instance
 from tests.cli.calling import call
@@ -22,7 +22,7 @@ def test_the_parts_of_a_round_add_up_to_the_round() -> None:
     drafts = PartTimes(pair, chip, drafts=True, depths=(1, 3), slots=1)
     whole: Any = round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=2), chip)
     for name in ("expected", "worst"):
-        time = getattr(verify.at(2, 1).plus(drafts.at(2, 1)), name) + engines.LAUNCH.value
+        time = getattr(verify.at(2, 1).plus(drafts.at(2, 1)), name) + chips.LAUNCH.value
         assert time * 1e3 == pytest.approx(whole["round"][f"{name}_ms"], rel=0.02)
 
 

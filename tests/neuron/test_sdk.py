@@ -11,7 +11,8 @@ import pytest
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.neuron import backend
 from paceline.neuron import sdk as neuron_sdk
-from paceline.neuron.sdk import CAPABILITIES, Chip, Sdk
+from paceline.neuron.chips import CAPABILITIES, Chip
+from paceline.neuron.sdk import Sdk
 from paceline.placement.planning.instances import INSTANCES
 from tests.neuron.conftest import SDK
 

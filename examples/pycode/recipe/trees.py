@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from paceline.heads.features import read_features
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import checkpoint, search
-from paceline.training.features import read_features
-from paceline.training.frozen_model import FrozenTarget
 
 
 def main() -> None:

@@ -28,14 +28,14 @@ from paceline.decoder.token_files import read_tokens
 from paceline.eagle import train
 from paceline.eagle.config import EagleTraining, default_layers
 from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, write
+from paceline.heads.features import Windows
+from paceline.heads.frozen_model import FrozenTarget
+from paceline.heads.trainer import LOG_STEPS, Trainer
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTraining
 from paceline.medusa.network import fresh
 from paceline.medusa.train import MedusaTrainer
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.features import Windows
-from paceline.training.frozen_model import FrozenTarget
-from paceline.training.trainer import LOG_STEPS, Trainer
 
 ENDLESS = 10**15  # tokens; the time ends the training
 DEPTH = 5  # of the chains that are measured

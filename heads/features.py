@@ -21,8 +21,8 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_tensors
-from paceline.training.frozen_model import FrozenTarget, Texts
-from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
+from paceline.heads.frozen_model import FrozenTarget, Texts
+from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 
 Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""

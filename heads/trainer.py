@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle
-from paceline.training.options import TrainingOptions
+from paceline.heads.options import TrainingOptions
 
 _SECONDS = 30.0  # between two saves
 _SHARE = 0.05  # of the time may go into saving, where a state is large

@@ -43,7 +43,7 @@ class TrainingOptions:
             raise ConfigurationError(
                 f"max_minutes={self.max_minutes} is not a time; give 0 or more, or None to train to the end"
             )
-        from paceline.training.frozen_model import check_device, products  # loads PyTorch
+        from paceline.heads.frozen_model import check_device, products  # loads PyTorch
 
         products(self.precision)
         check_device(self.device)
