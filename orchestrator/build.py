@@ -18,7 +18,7 @@ from paceline.draft.row_drafting import RowDrafter
 from paceline.draft_checks import check_trees
 from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
 from paceline.engine.batch import RoundShape, Slot
-from paceline.engine.engine import Engine, Variant
+from paceline.engine.engine import Engine
 from paceline.engine.rounds import FusedRound, MixedRound, MultiTokenRound, RowRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.verifier import CompiledVerifier
@@ -30,15 +30,38 @@ _UNDRAFTED_STEPS = 5
 wasted."""
 
 
-def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig, *, rule: AcceptanceRule) -> Engine:
-    """An engine over these parts.
+def engine(
+    target: CompiledDecoder,
+    drafter: Drafter,
+    config: SpeculativeConfig,
+    *,
+    rule: AcceptanceRule,
+    verify_width: int | None = None,
+) -> Engine:
+    """An engine over these parts. ``verify_width``: rows of the verifying graph; None = as the drafter needs.
 
     Raises:
-        ConfigurationError: the acceptance rule does not fit the drafter, or the drafter cannot be fused or shortened.
+        ConfigurationError: the acceptance rule does not fit the drafter, the drafter cannot be fused or shortened, or
+            a proposal does not fit the width.
     """
+    builder = round_builder(target, drafter, config, rule=rule, verify_width=verify_width)
+    slots: list[Slot | None] = [None] * target.batch_size
+    rounds, shape = builder.build(slots)
+    return Engine(slots, rounds, shape, target.read_prompts if config.prefix_caching else None)
+
+
+def round_builder(
+    target: CompiledDecoder,
+    drafter: Drafter,
+    config: SpeculativeConfig,
+    *,
+    rule: AcceptanceRule,
+    verify_width: int | None = None,
+) -> RoundBuilder:
+    """What builds the rounds of an engine."""
     target.check_width(drafter.draft_shape.num_draft_tokens + 1)
     lengths = config.draft_lengths(drafter.draft_shape.depth, target.backend.draft_lengths)
-    builder = _VariantBuilder(
+    return RoundBuilder(
         target,
         drafter,
         rule,
@@ -47,10 +70,8 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         controller=None if lengths is None else DraftLengthController(lengths),
         plain_steps=config.max_k + 1 if not config.draft else 1,
         predicts=prediction_refusal(target, drafter, config, rule=rule) is None,
+        verify_width=verify_width,
     )
-    made = Engine(target.batch_size, builder, target.read_prompts if config.prefix_caching else None)
-    made.variant()  # what cannot be done is refused now
-    return made
 
 
 def prediction_refusal(
@@ -72,14 +93,15 @@ def prediction_refusal(
 
 
 @dataclass(frozen=True, slots=True)
-class _VariantBuilder:
-    """Builds the rounds of an engine for what a call asks for.
+class RoundBuilder:
+    """Builds the rounds of an engine.
 
     exact        no rounding depends on what was proposed
     fused        draft and verify in one graph; None = wherever that can be done
     controller   chooses the length of drafts; None = always that of the drafter
     plain_steps  steps in one graph, where nothing is drafted at all
     predicts     requests may bring a prediction to draft from
+    verify_width  rows of the verifying graph; None = as the drafter needs
     """
 
     target: CompiledDecoder
@@ -90,12 +112,13 @@ class _VariantBuilder:
     controller: DraftLengthController | None
     plain_steps: int
     predicts: bool
+    verify_width: int | None = None
 
-    def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
-        """See `paceline.engine.engine.VariantBuilder`."""
-        widths = self._widths(verify_width)
+    def build(self, slots: Sequence[Slot | None]) -> tuple[Round, RoundShape]:
+        """The rounds of requests in these slots, and what a batch must know of them."""
+        widths = self._widths(self.verify_width)
         self._check(widths.shape)
-        fast, shape = self._fast(verify_width, widths)
+        fast, shape = self._fast(widths)
         mixed = MixedRound(
             fast,
             slots,
@@ -103,13 +126,13 @@ class _VariantBuilder:
             on_host=lambda: self._on_host(widths, slots, shape.width),
             width=shape.width,
         )
-        return Variant(mixed, shape)
+        return mixed, shape
 
-    def _fast(self, verify_width: int | None, widths: _Widths) -> tuple[Round, RoundShape]:
+    def _fast(self, widths: _Widths) -> tuple[Round, RoundShape]:
         """The round of requests that ask for nothing but tokens."""
         target, drafter = self.target, self.drafter
         buckets = target.kv_buckets, target.batch_buckets
-        if self.plain_steps > 1 and verify_width is None:
+        if self.plain_steps > 1 and self.verify_width is None:
             steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
             return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, *buckets)
         shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, *buckets)
@@ -220,7 +243,7 @@ class _VariantBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """Widths of the graphs and commits of a variant.
+    """Widths of the graphs and commits of an engine.
 
     shape      the proposals that the verifying graph takes
     one_width  every round has that width, also one with a shorter draft

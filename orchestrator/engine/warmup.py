@@ -26,8 +26,8 @@ from paceline.decoder import steps
 from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
-from paceline.engine.batch import Batch
-from paceline.engine.engine import Engine, Variant
+from paceline.engine.batch import Batch, RoundShape
+from paceline.engine.engine import Engine
 from paceline.engine.rounds import MixedRound, TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.host_verifier import HostVerifier
@@ -36,7 +36,6 @@ from paceline.target.verifier import CompiledVerifier
 
 def compile_graphs(
     engine: Engine,
-    verify_width: int | None,
     decoders: Sequence[CompiledDecoder],
     *,
     kinds: Sequence[SamplingKind] = COMPILED_KINDS,
@@ -46,8 +45,8 @@ def compile_graphs(
     decoders  the target first
     kinds     of sampling that rounds get graphs for
     """
-    variant, target, holder = engine.variant(verify_width), decoders[0], object()
-    slots, width = engine.num_slots, variant.shape.width
+    rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
+    slots, width = len(engine.slots), shape.width
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(holder))
@@ -55,32 +54,32 @@ def compile_graphs(
         for decoder in decoders[1:]:
             for start, size in gaps(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
-        batch = Batch([None] * slots, replace(variant.shape, max_accept=0), Statistics())
+        batch = Batch([None] * slots, replace(shape, max_accept=0), Statistics())
         commit = batch.commit
         sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
-            features = finish(variant.round.start(0, [0] * (start + size), sampling)).features
+            features = finish(rounds.start(0, [0] * (start + size), sampling)).features
             if features is not None:
                 commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
-            variant.round.finish_request(0)
+            rounds.finish_request(0)
         if engine.kept is not None and not target.on_host:
             for rows in target.kv_buckets:
                 steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
-        if len(target.batch_buckets) > 1 and engine.kept is None and movable(variant.round):
+        if len(target.batch_buckets) > 1 and engine.kept is None and movable(rounds):
             for rows in target.kv_buckets:
-                move_request([variant.round], slots - 1, 0, rows=rows)
-            variant.round.finish_request(0)
-        for one, own_width, limits in _rounds(variant):
+                move_request([rounds], slots - 1, 0, rows=rows)
+            rounds.finish_request(0)
+        for one, own_width, limits in _rounds(rounds, shape):
             own = commit if own_width == width else fitted(commit, own_width)[1]
             for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
                 asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
                 _run(one, own, sampling=asked, most=most, limits=limits)
-        if isinstance(variant.round, MixedRound) and not backends.compiles(target.backend):
+        if isinstance(rounds, MixedRound) and not backends.compiles(target.backend):
             # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
             for used, rows in product(fills(decoders), lengths(target)):
-                full = RoundLimits(torch.full_like(commit.count, variant.shape.max_accept), rows, used_slots=used)
-                for seldom in (variant.round.on_host(), variant.round.predicted()):
+                full = RoundLimits(torch.full_like(commit.count, shape.max_accept), rows, used_slots=used)
+                for seldom in (rounds.on_host(), rounds.predicted()):
                     if seldom is not None:
                         _run_seldom(seldom, commit, sampling=batch.sampling, full=full)
             for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
@@ -100,9 +99,8 @@ def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
     return sorted({lines for one in decoders for lines in one.batch_buckets}, reverse=True)
 
 
-def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
+def _rounds(known: Round, shape: RoundShape) -> Iterator[tuple[Round, int, list[int]]]:
     """Every round, the width of its commits, and limits that lead to all of its graphs."""
-    known, shape = variant.round, variant.shape
     if isinstance(known, MixedRound):
         known = known.fast
     if not isinstance(known, AdaptiveRound):

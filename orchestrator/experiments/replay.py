@@ -32,7 +32,7 @@ from paceline.core.types import (
 from paceline.draft.choice import shortened_of
 from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
 from paceline.engine.batch import RoundShape
-from paceline.engine.engine import Engine, ListQueue, Variant
+from paceline.engine.engine import Engine, ListQueue
 from paceline.engine.request import Request
 from paceline.engine.rounds import TwoGraphRound
 from paceline.engine.stopping import Stopping
@@ -98,7 +98,7 @@ def replay(
     shape = RoundShape(
         drafter.draft_shape.depth, drafter.draft_shape.depth + 1, drafter.max_positions, trace.kv_buckets
     )
-    engine = Engine(batch_size, lambda _width, _slots: Variant(rounds, shape))
+    engine = Engine([None] * batch_size, rounds, shape)
     requests = [
         Request(index, text.prompt, Sampling(seed=text.seed), Stopping(text.max_length, frozenset({end})))
         for index, text in enumerate(texts)

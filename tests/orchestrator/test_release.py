@@ -114,7 +114,7 @@ def test_the_host_verifier_forgets_texts_and_scores() -> None:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
     one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    rounds = one.engine.variant().round
+    rounds = one.engine.rounds
     assert isinstance(rounds, MixedRound) and isinstance(rounds._on_host, RowRound)
     assert isinstance(rounds._on_host.verifier, HostVerifier)
-    assert rounds._on_host.verifier.take_scores() == [] and one.engine._slots == [None, None]
+    assert rounds._on_host.verifier.take_scores() == [] and one.engine.slots == [None, None]

@@ -295,12 +295,13 @@ def test_a_depth_of_numpy_is_a_depth() -> None:
 
 
 def test_a_width_below_the_proposal_is_refused() -> None:
+    draft, target = TableDecoder(TARGET), TableDecoder(TARGET)
     with pytest.raises(ConfigurationError, match="width must be an integer or None, not '5'"):
-        generator().sample([[1]], verify_width="5")  # type: ignore[arg-type]
+        SpeculativeGenerator(draft, target, k=2, verify_width="5")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="verify_width=2 is too small for 2 drafted tokens"):
-        generator().sample([[1]], verify_width=2)
+        SpeculativeGenerator(draft, target, k=2, verify_width=2)
     with pytest.raises(ConfigurationError, match="verify_width=0 is too small for 0 drafted"):
-        TableDecoder(TARGET).sample([[1]], verify_width=0)
+        SpeculativeGenerator(None, target, k=0, verify_width=0)
 
 
 def test_a_pair_of_different_batch_sizes_is_refused() -> None:

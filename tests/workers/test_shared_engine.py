@@ -252,10 +252,10 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
         inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
     host = make_target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
-    plain = fresh(workshop.checkpoint(), batch_size=2)
+    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=5)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
-        plain.sample([p], verify_width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        plain.sample([p], **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
         for p, a in zip(PROMPTS[:4], asks, strict=True)
     ]
 

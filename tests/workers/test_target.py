@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import FusedRound, MixedRound, TwoGraphRound
@@ -43,8 +44,8 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
     host = make_target(settings(workshop.checkpoint(), draft=draft), None)
     width = host._generator.drafter.draft_shape.num_draft_tokens + 1
-    plain = fresh(workshop.checkpoint(), batch_size=2)
-    expected = plain.sample([list(p) for p in PROMPTS], verify_width=width, return_dict=True, **SAMPLED).sequences
+    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=width)
+    expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
     request = GenerateRequest("t", PROMPTS, SamplingParams(**SAMPLED), ((), ()), rows=(0, 1))  # type: ignore[arg-type]
     texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
     for output in host.stream(request):
@@ -68,7 +69,7 @@ def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
     workshop: Workshop, fused: bool | None, kind: type
 ) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
-    mixed = host._generator.engine.variant().round
+    mixed = host._generator.engine.rounds
     assert isinstance(mixed, MixedRound) and type(mixed.fast) is kind
 
 
