@@ -98,7 +98,7 @@ def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * 100)
     proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
-    bounds = RoundLimits(one * (width - 1), 101)
+    bounds = RoundLimits((one * (width - 1)).tolist(), 101)
     sampling = sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from paceline import build
+from paceline import build, warmup
 from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
@@ -22,11 +22,10 @@ from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
-from paceline.engine import warmup
 from paceline.engine.engine import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams
 from paceline.loadable import request_limits
-from paceline.outputs import GenerationResult, ReportsChoices, ReportsHealth, RequestOutput, Statistics
+from paceline.outputs import GenerationResult, RequestOutput, Statistics
 
 log = logging.getLogger("paceline")
 
@@ -63,9 +62,6 @@ class SpeculativeGenerator:
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
         self._last_holder = object()  # of the decoders, in the last call
-        # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
-        self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
-        self._chooser = self.drafter if isinstance(self.drafter, ReportsChoices) else None
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule, verify_width=verify_width)
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
         self.limits = replace(
@@ -196,7 +192,7 @@ class SpeculativeGenerator:
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """What each drafter of a choice did since it was made, by its name; empty without a choice."""
-        return {} if self._chooser is None else self._chooser.choice_counts
+        return self.drafter.choice_counts
 
     @contextmanager
     def _held(self) -> Iterator[tuple[Statistics, Callable[[], None]]]:
@@ -207,12 +203,10 @@ class SpeculativeGenerator:
                 stack.enter_context(decoder.held_by(holder, keeps_prompts_of=last))
             self._last_holder = holder
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
-            reporter = self._reporter
-            before = None if reporter is None else reporter.health
-            chosen = self.choice_counts
+            before, chosen = self.drafter.health, self.drafter.choice_counts
 
             def note_drafters() -> None:
-                after = None if reporter is None else reporter.health
+                after = self.drafter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
                 if chosen:

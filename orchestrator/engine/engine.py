@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Reading, Round, finish, movable, move_request
+from paceline.core.protocols import Reading, Round, finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot
@@ -94,7 +94,7 @@ class Engine:
         if self.kept is not None:
             batch.keep_rows(self.kept.rows)
         # With prefix caching no request moves: its new slot would lose the prompt that is kept there.
-        moves = len(self.shape.batch_buckets) > 1 and self.kept is None and movable(rounds)
+        moves = len(self.shape.batch_buckets) > 1 and self.kept is None and rounds.movable
         prompts, resumed = _Prompts(queue, batch, rounds, kept=self.kept), perf_counter()
         try:
             while True:
@@ -110,7 +110,7 @@ class Engine:
                     break
                 while moves and (move := batch.next_move()) is not None:
                     slot, to, length = move
-                    move_request([rounds], slot, to, rows=length)
+                    rounds.move_request(slot, to, length)
                     batch.move(slot, to)
                 if batch.active:
                     result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     RequestError,
     SamplingError,
 )
+from paceline.core.types import DraftShape
 from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
@@ -287,6 +288,18 @@ def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
     with caplog.at_level(logging.WARNING, "paceline"):
         made.sample([[1, 2]], max_new_tokens=3, output_scores=True)
     assert ("two graphs" in caplog.text) == said
+
+
+def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
+    class Old:
+        """As drafters were written before there was a base class."""
+
+        draft_shape, reads, max_positions = DraftShape.chain(2), None, None
+
+        def propose(self, *given: object) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="Old has the methods of a drafter and not its base class; derive it"):
+        SpeculativeGenerator(Old(), TableDecoder(TARGET))
 
 
 def test_a_depth_of_numpy_is_a_depth() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, PromptError, SamplingError
+from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
@@ -34,7 +35,7 @@ DRAFT = near(TARGET, seed=1, spread=0.8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7]]
 
 
-class Gate:
+class Gate(Drafter):
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
