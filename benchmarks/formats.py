@@ -139,7 +139,7 @@ def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * TEXT)
     proposal = Proposal(text[:, 1:].contiguous()) if width > 1 else None
-    bounds, sampling = RoundLimits(one * (width - 1), TEXT + 1), sampling_tensors([Sampling()])
+    bounds, sampling = RoundLimits((one * (width - 1)).tolist(), TEXT + 1), sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 
 

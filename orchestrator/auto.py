@@ -72,9 +72,9 @@ class SamplingDecoder(CompiledDecoder):
         """As `SpeculativeGenerator.stream`."""
         return self.generator.stream(input_ids, sequence_length, params, **keywords)
 
-    def compile(self, verify_width: int | None = None) -> None:
+    def compile(self) -> None:
         """Make every graph that plain decoding needs, so that no call has to wait for one."""
-        self.generator.compile(verify_width)
+        self.generator.compile()
 
     def sibling(self) -> SamplingDecoder:
         """As `CompiledDecoder.sibling`."""

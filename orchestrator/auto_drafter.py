@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import auto, vocab_compat
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Shortens
+from paceline.core.protocols import Drafter
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
@@ -143,6 +143,11 @@ class _Makers:
             if spec.k is not None:
                 raise ConfigurationError(f"{type(value).__name__} has its own k; put it into the list by itself")
             return value
+        if hasattr(value, "propose"):
+            raise ConfigurationError(
+                f"{type(value).__name__} has the methods of a drafter and not its base class; derive it from "
+                "paceline.core.protocols.Drafter, which has what it leaves out"
+            )
         if callable(value):
             return FunctionDrafter(value, self._k(spec))
         raise ConfigurationError(
@@ -177,8 +182,7 @@ class _Makers:
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree, **options)
         k = self.config.k if spec.k is None else spec.k
-        check_depth(spec, heads.draft_shape, k, shortens=isinstance(heads, Shortens))
+        check_depth(spec, heads.draft_shape, k, shortens=heads.draft_shape.is_chain)
         if not isinstance(k, int) or k == heads.draft_shape.depth:
             return heads
-        assert isinstance(heads, Shortens)
         return heads.shortened(k)

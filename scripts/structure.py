@@ -46,7 +46,7 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
     "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
     "placement/lookahead.py": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
-    "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
+    "orchestrator/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
     "orchestrator/text": frozenset(
         {"core", "decoder.gguf", "decoder.json_fields", "decoder.weights", "text", "outputs", "engine.request"}
     ),

@@ -77,6 +77,10 @@ class Slot:
         return self.checker.text
 
     @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.request.num_logprobs
 
@@ -120,8 +124,6 @@ class Batch:
         tokens[:, 0] = 0
         zeros = torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, torch.ones_like(zeros), zeros)
-        self._limits = RoundLimits(zeros.clone(), 1)
-        self._max_accept = [0] * size  # in every slot, as of the last round
         self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
         self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
         self._depths = [0] * size
@@ -252,17 +254,13 @@ class Batch:
         if min(self._remaining) < 0:
             self._remaining = self._acceptable(longest)
         deepest = [min(both) for both in zip(self._depths, self._remaining, strict=True)]
-        tensor = self._limits.max_accept
-        if deepest != self._max_accept:  # a new tensor costs more than all the rest
-            self._max_accept, tensor = deepest, torch.tensor(deepest, dtype=torch.int32)
         multi_round = None if single else self._end_ids
-        self._limits = RoundLimits(
-            tensor,
+        return RoundLimits(
+            deepest,
             longest,
             None if multi_round is None else MultiRoundLimits(self._remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
             self.active[-1] + 1 if self.active else None,
         )
-        return self._limits
 
     def _acceptable(self, longest: int) -> list[int]:
         """How many nodes every slot could accept in a round that is deep enough."""

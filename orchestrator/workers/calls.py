@@ -25,7 +25,6 @@ class Call:
     requests      as `Request.batch` makes them
     emitted       tokens that each request has emitted before a fault; they are verified again and come out again. Empty
                   = none of them has
-    verify_width  see `paceline.engine.request.SamplingParams`
     key           who asks: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
     interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
@@ -35,7 +34,6 @@ class Call:
     ticket: str
     requests: Sequence[Request]
     emitted: Sequence[Sequence[int]] = ()
-    verify_width: int | None = None
     key: str = ""
     deadline: float | None = None
     interval_s: float = 0.0

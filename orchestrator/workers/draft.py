@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline import vocab_compat
+from paceline import vocab_compat, warmup
 from paceline.core import probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
@@ -25,7 +25,6 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.engine import warmup
 from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.config import WorkerConfig
@@ -124,7 +123,7 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
         one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
         commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
         for rows in warmup.lengths(decoder):
-            limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
+            limits = RoundLimits([drafter.draft_shape.num_draft_tokens] * slots, rows)
             for used, kind in product(warmup.fills([decoder]), warmup.distinct_kinds([decoder])):
                 drafter.propose(commit, replace(greedy, kind=kind), replace(limits, used_slots=used))
             if rereads:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
-from paceline.core.protocols import Drafter, ReadsInChunks, finish
+from paceline.core.protocols import Drafter, finish
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.outputs import ReportsChoices, ReportsHealth
 
 
-class Replay:
+class Replay(Drafter):
     """Wraps a drafter; for requests without emitted tokens it only passes calls on."""
 
     def __init__(self, inner: Drafter) -> None:
@@ -29,12 +28,12 @@ class Replay:
     @property
     def health(self) -> DrafterHealth | None:
         """That of the wrapped drafter, if it reports any."""
-        return self._inner.health if isinstance(self._inner, ReportsHealth) else None
+        return self._inner.health
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """Those of the wrapped drafter, if it chooses."""
-        return self._inner.choice_counts if isinstance(self._inner, ReportsChoices) else {}
+        return self._inner.choice_counts
 
     def expect(self, emitted: Sequence[int]) -> None:
         """The next request to be added has emitted these tokens already."""
@@ -49,10 +48,7 @@ class Replay:
         self._texts.pop(slot, None)
         if self._next_emitted:
             self._texts[slot], self._next_emitted = [*prompt, *self._next_emitted], []
-        if isinstance(self._inner, ReadsInChunks):
-            yield from self._inner.read_request(slot, prompt, features)
-        else:
-            self._inner.add_request(slot, prompt, features)
+        yield from self._inner.read_request(slot, prompt, features)
 
     def finish_request(self, slot: int) -> None:
         self._texts.pop(slot, None)
@@ -61,17 +57,17 @@ class Replay:
     def update(self, commit: Commit) -> None:
         self._inner.update(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Known tokens for the slots that have any left, the wrapped drafter's proposals for the others."""
         if not self._texts:
-            return self._inner.propose(commit, sampling, bounds)
+            return self._inner.propose(commit, sampling, limits)
         starts, ends = commit.first_row.tolist(), (commit.first_row + commit.count).tolist()
         self._texts = {slot: text for slot, text in self._texts.items() if ends[slot] < len(text)}
         known = {slot: text[ends[slot] : ends[slot] + self._num_draft_tokens] for slot, text in self._texts.items()}
         if all(slot in known for slot, start in enumerate(starts) if start > 0):
             proposal = torch.full((len(starts), self._num_draft_tokens), PAD, dtype=torch.int32)
         else:
-            drafted = self._inner.propose(commit, sampling, bounds).tokens
+            drafted = self._inner.propose(commit, sampling, limits).tokens
             proposal = nn.functional.pad(drafted, (0, self._num_draft_tokens - drafted.shape[1]), value=PAD)
         for slot, row in known.items():
             padding = [PAD] * (self._num_draft_tokens - len(row))

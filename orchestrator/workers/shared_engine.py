@@ -1,8 +1,7 @@
 """`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its face for an event loop.
 
-Requests take free slots between rounds, in turns, and leave when they are finished or aborted. A call that needs rounds
-of another ``verify_width`` waits until the slots are empty, and calls whose turn is later wait for it. Not here: what a
-request is (`engine.request`), rounds (`engine.engine`), processes and sockets.
+Requests take free slots between rounds, in turns, and leave when they are finished or aborted. Not here: what a request
+is (`engine.request`), rounds (`engine.engine`), processes and sockets.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class SharedEngine:
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
-        self._verify_width: int | None = None  # of the rounds that run now
         self._numbers = count()
         self._totals, self._holding = Totals(), Holding()
         self.heartbeat = 0
@@ -112,16 +110,11 @@ class SharedEngine:
             self._changed.notify()
 
     def stream(
-        self,
-        ticket: str,
-        requests: Sequence[Request],
-        emitted: Sequence[Sequence[int]] = (),
-        *,
-        verify_width: int | None = None,
+        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]] = ()
     ) -> Generator[RequestOutput, None, None]:
         """Outputs of the requests of one call, for a thread that waits for them; see `Call`."""
         updates: SimpleQueue[list[CallUpdate]] = SimpleQueue()
-        self.submit(Call(ticket, requests, emitted, verify_width), updates.put)
+        self.submit(Call(ticket, requests, emitted), updates.put)
         try:
             while True:
                 for update in updates.get():
@@ -163,7 +156,7 @@ class SharedEngine:
     def pop(self) -> Request | None:
         with self._changed:
             state = self._turns.first()
-            if state is None or state.call.verify_width != self._verify_width:
+            if state is None:
                 return None
             request, emitted = state.seat()
             self._turns.took()
@@ -184,11 +177,9 @@ class SharedEngine:
         torch.set_num_threads(threads)  # each thread has a number of its own
         while True:
             with self._changed:
-                state = self._changed.wait_for(self._turns.first)
-                assert state is not None
-                self._verify_width = state.call.verify_width
+                self._changed.wait_for(self._turns.first)
             try:
-                for outputs in self._generator.steps(self, verify_width=self._verify_width):
+                for outputs in self._generator.steps(self):
                     self.heartbeat += 1
                     self.failure = None
                     self._hand_out(outputs)

@@ -53,12 +53,7 @@ class TargetHost:
             params = replace(params, tokenizer=self._load_tokenizer())
         requests = Request.batch(request.prompts, params, self._generator.limits)
         known = {row: list(request.emitted[row]) for row in request.rows}
-        outputs = self.engine.stream(
-            request.ticket,
-            [requests[row] for row in request.rows],
-            list(known.values()),
-            verify_width=params.verify_width,
-        )
+        outputs = self.engine.stream(request.ticket, [requests[row] for row in request.rows], list(known.values()))
         for output in outputs:
             # What was emitted is taken as it is: on xla and neuron a near-tie may fall otherwise beside other texts.
             before = min(len(known[output.index]), len(output.tokens))
@@ -86,12 +81,7 @@ class TargetHost:
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:
-        """Make the graphs before the first request, so that none has to wait for one.
-
-        A drafter in another process may have nothing to propose yet, so the verify graph is asked for by its width.
-        """
-        if num_draft_tokens := self._generator.drafter.draft_shape.num_draft_tokens:
-            self._target.compile(verify_width=num_draft_tokens + 1)
+        """Make the graphs before the first request, so that none has to wait for one."""
         self._generator.compile()
 
     def _load_tokenizer(self) -> Tokenizer:

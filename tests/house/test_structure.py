@@ -98,7 +98,7 @@ def test_the_repository_keeps_every_rule() -> None:
         ("orchestrator/engine/rounds.py", "from paceline import build", "orchestrator/engine/ may not import"),
         ("orchestrator/engine/rounds.py", "from paceline import X", "orchestrator/engine/ may not import"),
         ("orchestrator/engine/engine.py", "from paceline.serving.app import X", "orchestrator/engine/ may not import"),
-        ("orchestrator/engine/warmup.py", "from paceline.draft import X", "orchestrator/engine/warmup.py may not"),
+        ("orchestrator/warmup.py", "from paceline.draft import X", "orchestrator/warmup.py may not"),
         ("tests/core/test_a.py", "from .fakes import X", "relative import"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("placement/cluster/actors.py", "import ray"),
         ("placement/planning/a.py", "from paceline.decoder.models.config import X\nfrom paceline.config import Y"),
         ("orchestrator/cli/a.py", "from paceline.cli.options import X\nfrom paceline.placement import Y"),
-        ("orchestrator/engine/warmup.py", "from paceline.decoder.decoder import X"),
+        ("orchestrator/warmup.py", "from paceline.decoder.decoder import X"),
         ("orchestrator/serving/app.py", "from ray import serve"),
         ("orchestrator/build.py", "from paceline.draft.ngram import X\nfrom paceline.eagle import Y"),
         ("orchestrator/engine/engine.py", "from paceline.core.types import X\nfrom paceline.engine.stopping import Y"),

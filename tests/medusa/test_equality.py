@@ -131,7 +131,7 @@ def test_processors_and_scores(workshop: Workshop, heads_folder: Path, name: str
     assert len(result.logprobs[0]) == len(known[0]) - len(prompt[0])
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter around a drafter, outside the target's graph, that notes what is proposed behind which text."""
 
     def __init__(self, inner: MedusaDrafter) -> None:

@@ -59,10 +59,10 @@ def test_limits(data: st.DataObject) -> None:
         limits = [
             min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.multi_round.remaining, strict=True)
         ]
-        assert bounds.max_accept.tolist() == limits
+        assert bounds.max_accept == limits
         assert bounds.multi_round.end_ids == (frozenset([0]) if batch.active else frozenset())
         assert bounds.max_rows == max((len(slot.checker.text) for slot in batch.slots if slot), default=1)
-        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept.tolist()]
+        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from benchmarks.undivided import MAKERS
-from paceline import AutoDecoder
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.outputs import GenerationResult
 from paceline.placement import INSTANCES, Plan, plan
 from paceline.placement.cluster.deployment import Deployment
@@ -36,7 +36,8 @@ def planned(*entries: dict[str, object]) -> Plan:
 def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
     """What the target says in this process, plainly."""
     decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
-    result = decoder.sample(prompts, verify_width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    plain = SpeculativeGenerator(None, decoder, k=0, verify_width=5)
+    result = plain.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
     assert isinstance(result, GenerationResult)
     return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 

@@ -105,7 +105,7 @@ def test_a_model_in_a_process_of_its_own(
 ) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)
     asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
-    expected = target.sample(PROMPTS, verify_width=5, **asked).tolist()  # type: ignore[arg-type]
+    expected = SpeculativeGenerator(None, target, k=0, verify_width=5).sample(PROMPTS, **asked).tolist()  # type: ignore[arg-type]
     spec = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
     with ExitStack() as stack:
         process = stack.enter_context(LocalProcess(spec))

@@ -215,9 +215,9 @@ def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitS
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
     draft.update(commit)
     for _ in range(1100):
-        assert draft.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, 3)).tokens.tolist() == [
-            [-1] * 4
-        ]
+        assert draft.propose(
+            commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), 3)
+        ).tokens.tolist() == [[-1] * 4]
     assert draft.health.failed == 1100
 
 

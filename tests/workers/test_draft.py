@@ -75,7 +75,7 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
         model.add_request(0, [3] * length)
         commit = Commit(torch.tensor([[7, -1, -1, -1, -1]], dtype=torch.int32), one, length * one)
         model.update(commit)
-        model.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, length + 1))
+        model.propose(commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), length + 1))
         while isinstance(model, LookaheadDrafter) and not model.idle:
             model.work()
     assert decoder._steps == before

@@ -12,6 +12,7 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, PromptError, SamplingError
+from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
@@ -34,7 +35,7 @@ DRAFT = near(TARGET, seed=1, spread=0.8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7]]
 
 
-class Gate:
+class Gate(Drafter):
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
@@ -252,10 +253,10 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
         inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
     host = make_target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
-    plain = fresh(workshop.checkpoint(), batch_size=2)
+    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=5)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
-        plain.sample([p], verify_width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        plain.sample([p], **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
         for p, a in zip(PROMPTS[:4], asks, strict=True)
     ]
 

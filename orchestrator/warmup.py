@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from paceline.core.protocols import Round, finish, movable, move_request
+from paceline.core.protocols import Verifier, finish
 from paceline.core.sampling import COMPILED_KINDS
 from paceline.core.types import (
     Commit,
@@ -25,10 +25,9 @@ from paceline.core.types import (
 from paceline.decoder import steps
 from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine.adaptive import AdaptiveRound, fitted
-from paceline.engine.batch import Batch
-from paceline.engine.engine import Engine, Variant
-from paceline.engine.rounds import MixedRound, TwoGraphRound
+from paceline.engine.batch import Batch, RoundShape
+from paceline.engine.engine import Engine
+from paceline.engine.rounds import RoundPlan, Rounds, fitted
 from paceline.outputs import Statistics
 from paceline.target.host_verifier import HostVerifier
 from paceline.target.verifier import CompiledVerifier
@@ -36,7 +35,6 @@ from paceline.target.verifier import CompiledVerifier
 
 def compile_graphs(
     engine: Engine,
-    verify_width: int | None,
     decoders: Sequence[CompiledDecoder],
     *,
     kinds: Sequence[SamplingKind] = COMPILED_KINDS,
@@ -46,8 +44,9 @@ def compile_graphs(
     decoders  the target first
     kinds     of sampling that rounds get graphs for
     """
-    variant, target, holder = engine.variant(verify_width), decoders[0], object()
-    slots, width = engine.num_slots, variant.shape.width
+    rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
+    assert isinstance(rounds, Rounds), "as `build` made them"
+    slots, width = len(engine.slots), shape.width
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(holder))
@@ -55,34 +54,36 @@ def compile_graphs(
         for decoder in decoders[1:]:
             for start, size in gaps(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
-        batch = Batch([None] * slots, replace(variant.shape, max_accept=0), Statistics())
+        batch = Batch([None] * slots, replace(shape, max_accept=0), Statistics())
         commit = batch.commit
         sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
-            features = finish(variant.round.start(0, [0] * (start + size), sampling)).features
+            features = finish(rounds.start(0, [0] * (start + size), sampling)).features
             if features is not None:
                 commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
-            variant.round.finish_request(0)
+            rounds.finish_request(0)
         if engine.kept is not None and not target.on_host:
             for rows in target.kv_buckets:
                 steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
-        if len(target.batch_buckets) > 1 and engine.kept is None and movable(variant.round):
+        if len(target.batch_buckets) > 1 and engine.kept is None and rounds.movable:
             for rows in target.kv_buckets:
-                move_request([variant.round], slots - 1, 0, rows=rows)
-            variant.round.finish_request(0)
-        for one, own_width, limits in _rounds(variant):
-            own = commit if own_width == width else fitted(commit, own_width)[1]
+                rounds.move_request(slots - 1, 0, rows)
+            rounds.finish_request(0)
+        for plan, lengths_of in _plans(rounds, shape):
+            own = fitted(commit, plan.width)[1]
             for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
-                asked, most = replace(batch.sampling, kind=kind), RoundLimits(own.count, rows, used_slots=used)
-                _run(one, own, sampling=asked, most=most, limits=limits)
-        if isinstance(variant.round, MixedRound) and not backends.compiles(target.backend):
+                for length in lengths_of:
+                    most = RoundLimits([length] * slots, rows, used_slots=used)
+                    _run(rounds, plan, own, sampling=replace(batch.sampling, kind=kind), limits=most)
+        if not backends.compiles(target.backend):
             # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
             for used, rows in product(fills(decoders), lengths(target)):
-                full = RoundLimits(torch.full_like(commit.count, variant.shape.max_accept), rows, used_slots=used)
-                for seldom in (variant.round.on_host(), variant.round.predicted()):
+                most = RoundLimits([shape.max_accept] * slots, rows, used_slots=used)
+                for seldom in (rounds.plan_for("on_host"), rounds.plan_for("predicted")):
                     if seldom is not None:
-                        _run_seldom(seldom, commit, sampling=batch.sampling, full=full)
+                        rounds.run(seldom, commit, sampling=batch.sampling, limits=most)
+                        _verify_both(seldom.verifier, commit, sampling=batch.sampling, limits=most)
             for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
                 for bucket in draft.kv_buckets:
                     steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
@@ -100,55 +101,44 @@ def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
     return sorted({lines for one in decoders for lines in one.batch_buckets}, reverse=True)
 
 
-def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
-    """Every round, the width of its commits, and limits that lead to all of its graphs."""
-    known, shape = variant.round, variant.shape
-    if isinstance(known, MixedRound):
-        known = known.fast
-    if not isinstance(known, AdaptiveRound):
-        yield known, shape.width, [0, shape.max_accept]
-        return
-    lowest = min(known.stages)  # of all stages, the one that is taken where nothing can be accepted
-    for depth, stage in known.stages.items():
-        yield stage.round, stage.width, [depth] if depth != lowest else [0, depth] if depth else [0]
-    if known.rest is not None:
-        yield known.rest.round, known.rest.width, [shape.max_accept]
+def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[int]]]:
+    """Every plan, and limits that lead to all of its graphs."""
+    lowest = min(rounds.plans)  # of all lengths, the one that is taken where nothing can be accepted
+    for length, plan in rounds.plans.items():
+        yield plan, [length] if length != lowest else [0, length] if length else [0]
+    if rounds.rest is not None:
+        yield rounds.rest, [shape.max_accept]
 
 
-def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, most: RoundLimits, limits: list[int]) -> None:
-    """A round over texts of that length, in slots as ``most`` says."""
-    for limit in limits:
-        full = replace(most, max_accept=torch.full_like(commit.count, limit))
-        result = one(commit, sampling, full)
-        features = result.commit.features
-        if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
-            one(replace(commit, features=features), sampling, full)
-        if limit and isinstance(one, TwoGraphRound):
-            _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
+def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
+    """A round over texts of that length, in slots as the limits say."""
+    result = rounds.run(plan, commit, sampling=sampling, limits=limits)
+    features = result.commit.features
+    if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
+        rounds.run(plan, replace(commit, features=features), sampling=sampling, limits=limits)
+    if any(limits.max_accept) and plan.drafts and not plan.fused:
+        _lengthen(plan, commit, sampling=sampling, limits=limits, drafted=max(result.reports[-1].drafted))
 
 
-def _run_seldom(one: Round, commit: Commit, *, sampling: SamplingTensors, full: RoundLimits) -> None:
-    """A round that few requests need: what drafts in it, and the verifier with a proposal and without."""
-    one(commit, sampling, full)
-    assert isinstance(one, TwoGraphRound) and isinstance(one.verifier, HostVerifier | CompiledVerifier)
-    shape = one.verifier.draft_shape
+def _verify_both(verifier: Verifier, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
+    """Verify with a proposal and without."""
+    assert isinstance(verifier, HostVerifier | CompiledVerifier)
+    shape = verifier.draft_shape
     tokens = torch.zeros(len(commit.tokens), shape.num_draft_tokens, dtype=torch.int32)
     below = torch.arange(-1, shape.num_draft_tokens - 1, dtype=torch.int32).expand_as(tokens)
     for proposal in (None, Proposal(tokens, below if shape.dynamic else shape.parents)):
-        one.verifier(commit, proposal, sampling, full)
+        verifier(commit, proposal, sampling, limits)
 
 
-def _lengthen(
-    one: TwoGraphRound, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits, drafted: int
-) -> None:
+def _lengthen(plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits, drafted: int) -> None:
     """Verify proposals as long as those that a drafter will make, and has not ``drafted`` after made-up tokens."""
-    reach = one.drafter.max_positions
-    if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.max_rows > reach):
+    reach = plan.drafter.max_positions
+    if not isinstance(plan.verifier, CompiledVerifier) or (reach is not None and limits.max_rows > reach):
         return
-    for draft_shape in one.verifier.draft_shapes:
+    for draft_shape in plan.verifier.draft_shapes:
         if draft_shape.is_chain and draft_shape.num_draft_tokens not in (0, drafted):
             made_up = torch.zeros(len(commit.tokens), draft_shape.num_draft_tokens, dtype=torch.int32)
-            one.verifier(commit, Proposal(made_up), sampling, bounds)
+            plan.verifier(commit, Proposal(made_up), sampling, limits)
 
 
 def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
