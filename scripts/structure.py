@@ -34,6 +34,7 @@ SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 SUBFOLDERS: dict[str, frozenset[str]] = {
     "placement/planning": frozenset({"core", "decoder", "config", "placement.planning", "placement.host.environment"}),
     "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
+    "placement/__init__.py": frozenset({"placement", "serving.deployment"}),  # launch, under its public name
     "placement/lookahead.py": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
     "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),

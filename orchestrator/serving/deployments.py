@@ -31,8 +31,8 @@ def deployment_name(model: str) -> str:
     return f"model-{model}"
 
 
-def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
-    """A model, with as many replicas as its file asks for."""
+def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
+    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
     target, *drafts = group.num_cores
     max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
     threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
@@ -58,7 +58,7 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serv
         ],
         placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
     )
-    return deployment.bind(group, fault_policy, max_waiting)
+    return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
 
 
 def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:

@@ -12,17 +12,18 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray import serve
 
-from paceline.core.errors import RankError, WorkerError
+from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.roles import maker
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.logs import write_with_serve
 from paceline.serving.metrics import MetricSet, timed
@@ -41,14 +42,23 @@ _FIGURES_S = 1.0  # between updates of the metrics that the engine counts
 
 
 class ModelReplica:
-    """Serves one target. Requests share its rounds; those that find no slot wait for one."""
+    """Serves one target. Requests share its rounds; those that find no slot wait for one.
 
-    def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
+    ``by_ids``: they come from a program, so that a tokenizer may be missing.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroupPlan,
+        fault_policy: FaultPolicy,
+        max_waiting: int | None = None,
+        *,
+        by_ids: bool = False,
+    ) -> None:
         # Here, for the processes of HTTP and of the lifecycle import this module to deploy it, and decode nothing.
         from paceline.placement.cluster.replica_group import ReplicaGroup
-        from paceline.serving.model_server import ModelServer
+        from paceline.serving.model_server import ModelServer, NoTokenizer
         from paceline.text.tokenizer import load_tokenizer
-        from paceline.workers.target import make_target
 
         write_with_serve()
         watch_cluster()  # before anything waits for the allocator
@@ -61,10 +71,14 @@ class ModelReplica:
         try:
             self._drafter = self._group.drafter()
             settings, drafter = self._group.spec.settings, self._drafter
-            self._target: TargetHost = self._group.wait_ready(
-                lambda: make_target(settings, drafter, max_waiting=max_waiting)
-            )
-            tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
+            make = cast("Callable[..., TargetHost]", maker(self._group.spec.maker))
+            self._target = self._group.wait_ready(lambda: make(settings, drafter, max_waiting=max_waiting))
+            try:
+                tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
+            except CheckpointError as error:
+                if not by_ids:
+                    raise
+                tokenizer = NoTokenizer(error)
         except BaseException:
             self._group.close()
             raise
@@ -112,7 +126,7 @@ class ModelReplica:
         return dict(self._target.statistics())
 
     async def progress(self) -> int:
-        """See `paceline.placement.cluster.roles.Target`."""
+        """See `paceline.workers.target.TargetHost`."""
         return self._target.progress()
 
     async def check_health(self) -> None:

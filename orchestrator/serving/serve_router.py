@@ -109,23 +109,23 @@ class ServeRouter:
         return merged(text for texts in answers for text in texts)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        answer: TokenizeResponse = await self._ask(request.model, "tokenize", request)
+        answer: TokenizeResponse = await self.ask(request.model, "tokenize", request)
         return answer
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        answer: DetokenizeResponse = await self._ask(request.model, "detokenize", request)
+        answer: DetokenizeResponse = await self.ask(request.model, "detokenize", request)
         return answer
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
         """See `ModelRouter`. From as many replicas as it takes."""
-        if request.model not in self._routes:
-            yield Failed.of(model_not_found(request.model, list(self._routes)))
-            return
         context = replace(context, reader=self._reader)
         sent: tuple[int, ...] = ()
         accepted = False
         deadline: float | None = monotonic() + self._recovery_s  # also where no replica lives yet, or any more
         while True:
+            if request.model not in self._routes:
+                yield Failed.of(model_not_found(request.model, list(self._routes)))
+                return
             failed: Failed | None = None
             try:
                 seconds = None if deadline is None else deadline - monotonic()
@@ -209,11 +209,12 @@ class ServeRouter:
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _ask(self, model: str, method: str, request: object) -> Any:
+    async def ask(self, model: str, method: str, *request: object) -> Any:
+        """What one of the replicas answers. Raises RefusedError: it refuses, or there is none."""
         if model not in self._routes:
             raise model_not_found(model, list(self._routes))
         try:
-            return await getattr(self._routes[model].handle, method).remote(request)
+            return await getattr(self._routes[model].handle, method).remote(*request)
         except RayTaskError as error:
             if isinstance(error.cause, RefusedError):
                 raise error.cause from error

@@ -11,11 +11,10 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from queue import SimpleQueue
 from time import monotonic
 
 import torch
@@ -29,7 +28,6 @@ from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
 from paceline.workers.engine_figures import EngineFigures, Totals
-from paceline.workers.replay import Replay
 
 log = logging.getLogger("paceline")
 
@@ -51,16 +49,13 @@ class SharedEngine:
 
     paced = True
 
-    def __init__(
-        self, generator: SpeculativeGenerator, replay: Replay | None, *, limits: EngineLimits | None = None
-    ) -> None:
-        self._generator, self._replay, self._limits = generator, replay, limits or EngineLimits()
+    def __init__(self, generator: SpeculativeGenerator, *, limits: EngineLimits | None = None) -> None:
+        self._generator, self._limits = generator, limits or EngineLimits()
         self._changed = threading.Condition()
         self._calls: dict[str, CallState] = {}  # by ticket, in order of arrival
         self._turns = Turns()
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
-        self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
         self._verify_width: int | None = None  # of the rounds that run now
         self._numbers = count()
         self._totals, self._holding = Totals(), Holding()
@@ -96,9 +91,6 @@ class SharedEngine:
             QueueFullError: too many requests wait; this call has no effect.
         """
         with self._changed:
-            if call.ticket in self._aborted_early:
-                sink([CallUpdate(call.ticket, ended=True)])
-                return
             waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._limits.max_waiting
             if most is not None and waiting + len(call.requests) > most:
                 raise QueueFullError(
@@ -111,35 +103,8 @@ class SharedEngine:
             self._turns.add(state)
             self._changed.notify()
 
-    def stream(
-        self,
-        ticket: str,
-        requests: Sequence[Request],
-        emitted: Sequence[Sequence[int]] = (),
-        *,
-        verify_width: int | None = None,
-    ) -> Generator[RequestOutput, None, None]:
-        """Outputs of the requests of one call, for a thread that waits for them; see `Call`."""
-        updates: SimpleQueue[list[CallUpdate]] = SimpleQueue()
-        self.submit(Call(ticket, requests, emitted, verify_width), updates.put)
-        try:
-            while True:
-                for update in updates.get():
-                    yield from update.outputs
-                    if update.error is not None:
-                        raise update.error
-                    if update.ended:
-                        return
-        finally:
-            self.end(ticket)
-
-    def abort(self, ticket: str) -> None:
-        """End that call, now or when it arrives; its slots are free after the step that runs now."""
-        if not self.end(ticket):
-            self._aborted_early.append(ticket)
-
     def end(self, ticket: str) -> bool:
-        """End that call if it is under way. -> whether it was"""
+        """End that call if it is under way; its slots are free after the step that runs now. -> whether it was"""
         with self._changed:
             state = self._calls.get(ticket)
             if state is not None:
@@ -165,11 +130,9 @@ class SharedEngine:
             state = self._turns.first()
             if state is None or state.call.verify_width != self._verify_width:
                 return None
-            request, emitted = state.seat()
+            request = state.seat()
             self._turns.took()
             self._running[request.index] = state
-            if self._replay is not None:
-                self._replay.expect(emitted)
             return request
 
     def take_aborted(self) -> Collection[int]:

@@ -30,8 +30,8 @@ def models(workshop: Workshop, tmp_path: Path) -> Path:
     shape = "n_positions: 64, amp: f32, backend: eager, tp_degree: 2"
     (tmp_path / "models.yaml").write_text(
         f"models:\n  - {{name: chat, path: {workshop.checkpoint()}, {shape}}}\n"
-        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, quota: {{max_slots: 2}}, {shape}}}\n"
-        "fault_policy: {draft_ahead: true, max_target_restarts: 5}\n"
+        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, {shape}}}\n"
+        "fault_policy: {draft_ahead: true, stall_timeout_s: 5}\n"
     )
     return tmp_path / "models.yaml"
 
@@ -53,13 +53,13 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     group, fault_policy, _ = model.init_args
     assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
     target, draft = group.plan.placements
-    assert (target.label, draft.label, draft.model.quota.max_slots) == ("chat", "small", 2)
+    assert (target.label, draft.label) == ("chat", "small")
     strategies = [
         model_deployment(group, replace(fault_policy, colocate=near))._bound_deployment._replica_config
         for near in (True, False)
     ]
     assert [one.placement_group_strategy for one in strategies] == ["STRICT_PACK", "PACK"]
-    assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
+    assert fault_policy.draft_ahead and fault_policy.stall_timeout_s == 5
 
 
 def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
@@ -85,7 +85,7 @@ def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
     text = models.read_text()
     for wrong, says in (
         ("draft_ahead", "draft_ahed"),
-        ("max_slots: 2", "max_slot: 2"),
+        ("draft_of", "draft_off"),
         ("tp_degree: 2", "tp_degree: 3"),
     ):
         models.write_text(text.replace(wrong, says))

@@ -14,8 +14,7 @@ import pytest
 from paceline import SpeculativeGenerator
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
-from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ChatFormat, ModelServer, Prompts, chat_prompts, sampling_params
+from paceline.serving.model_server import ChatFormat, LocalRouter, ModelServer, Prompts, chat_prompts, sampling_params
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
@@ -42,7 +41,7 @@ def generator() -> SpeculativeGenerator:
 
 def server() -> ModelServer:
     made = generator()
-    return ModelServer(TOKENIZER, SharedEngine(made, None), made.limits, card=card())
+    return ModelServer(TOKENIZER, SharedEngine(made), made.limits, card=card())
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
 from paceline.serving.api import create_app
 from paceline.serving.lifecycle import Decisions, ModelLifecycle
-from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.serve_lifecycle import ManagedRouter
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import Workshop
