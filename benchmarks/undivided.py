@@ -11,9 +11,9 @@ from paceline.workers.target import TargetHost, make_target
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
 
 
-def target(settings: Settings, drafter: Drafter | None) -> TargetHost:
+def target(settings: Settings, drafter: Drafter | None, *, max_waiting: int | None = None) -> TargetHost:
     """A target's worker."""
-    return make_target({**settings, "tp_degree": 1}, drafter)
+    return make_target({**settings, "tp_degree": 1}, drafter, max_waiting=max_waiting)
 
 
 def draft(settings: Settings) -> DrafterPool:

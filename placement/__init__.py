@@ -1,5 +1,5 @@
-"""Models on disjoint cores: which model gets which cores (`planning`), workers on Ray (`cluster`), drafters in other
-processes (`remote`), drafting while the target verifies (`lookahead`), and this machine (`host`).
+"""Models on disjoint cores: which model gets which cores (`planning`), processes with cores on Ray (`cluster`),
+drafters in other processes (`remote`), drafting while the target verifies (`lookahead`), and this machine (`host`).
 
 Every name below is imported when it is first used, so that planning loads neither Ray nor sockets.
 """
@@ -8,17 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.placement.cluster.deployment import Deployment, launch
     from paceline.placement.cluster.fault_policy import FaultPolicy, read_fault_policy
     from paceline.placement.planning.instances import INSTANCES, Instance, instance
     from paceline.placement.planning.model_specs import ModelSpec, read_models
     from paceline.placement.planning.plan import Placement, Plan
     from paceline.placement.planning.planner import plan
-    from paceline.placement.planning.quota import Quota
     from paceline.placement.remote.channel import Address
     from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
     from paceline.placement.remote.process import LocalProcess, ProcessSpec
     from paceline.placement.remote.reconnect import DrafterEndpoint
+    from paceline.serving.deployment import Deployment, launch
 
 __all__ = [
     "INSTANCES",
@@ -34,7 +33,6 @@ __all__ = [
     "Placement",
     "Plan",
     "ProcessSpec",
-    "Quota",
     "RemoteDrafter",
     "instance",
     "launch",
@@ -44,17 +42,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "cluster.deployment": ("Deployment", "launch"),
-    "cluster.fault_policy": ("FaultPolicy", "read_fault_policy"),
-    "planning.instances": ("INSTANCES", "Instance", "instance"),
-    "planning.model_specs": ("ModelSpec", "read_models"),
-    "planning.plan": ("Placement", "Plan"),
-    "planning.planner": ("plan",),
-    "planning.quota": ("Quota",),
-    "remote.channel": ("Address",),
-    "remote.drafter": ("DraftTimeouts", "DrafterContract", "RemoteDrafter"),
-    "remote.process": ("LocalProcess", "ProcessSpec"),
-    "remote.reconnect": ("DrafterEndpoint",),
+    "serving.deployment": ("Deployment", "launch"),
+    "placement.cluster.fault_policy": ("FaultPolicy", "read_fault_policy"),
+    "placement.planning.instances": ("INSTANCES", "Instance", "instance"),
+    "placement.planning.model_specs": ("ModelSpec", "read_models"),
+    "placement.planning.plan": ("Placement", "Plan"),
+    "placement.planning.planner": ("plan",),
+    "placement.remote.channel": ("Address",),
+    "placement.remote.drafter": ("DraftTimeouts", "DrafterContract", "RemoteDrafter"),
+    "placement.remote.process": ("LocalProcess", "ProcessSpec"),
+    "placement.remote.reconnect": ("DrafterEndpoint",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -62,5 +59,5 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    value: object = getattr(import_module(f"paceline.{_MODULE_OF[name]}"), name)
     return value

@@ -173,17 +173,13 @@ def count_calls() -> dict[str, object]:
 
 
 def serve_processes(root: Path) -> dict[str, object]:
-    """Ray Serve's HTTP proxy, a process for every deployment in the code, and the worker that holds the target, where
-    deployments start workers of their own.
-    """
-    deployments, workers = 0, False
+    """Ray Serve's HTTP proxy, and a process for every deployment in the code."""
+    deployments = 0
     for file in sorted((root / "orchestrator" / "serving").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "serve.deployment":
                 deployments += 1
-            if isinstance(node, ast.ImportFrom):
-                workers |= any(alias.name in ("Deployment", "WorkerGroup") for alias in node.names)
-    return {"proxy": 1, "deployments": deployments, "workers": int(workers), "total": 1 + deployments + workers}
+    return {"proxy": 1, "deployments": deployments, "total": 1 + deployments}
 
 
 def extending(root: Path) -> dict[str, object]:

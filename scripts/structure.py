@@ -44,6 +44,7 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
         {"core", "decoder", "config", "placement.planning", "placement.host.environment", "neuron.chips"}
     ),
     "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
+    "placement/__init__.py": frozenset({"placement", "serving.deployment"}),  # launch, under its public name
     "placement/lookahead.py": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
     "orchestrator/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),

@@ -22,8 +22,8 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.app import application
 from paceline.serving.listener import ListeningSocket
+from paceline.serving.ray_app import application
 from paceline.serving.ray_guard import running_address
 from paceline.serving.serve_lifecycle import forget_decisions
 from paceline.serving.settings import ApiSettings
@@ -134,9 +134,8 @@ def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
 
 def _starting() -> list[str]:
     """Our deployments that are not ready: models by their names, and the process of HTTP."""
-    applications = serve.status().applications
-    own = [one for name, one in applications.items() if name.startswith(APPLICATION)]
-    deployments = [pair for application in own for pair in application.deployments.items()]
+    own = serve.status().applications.get(APPLICATION)
+    deployments = own.deployments.items() if own else ()
     return sorted(name.removeprefix("model-") for name, one in deployments if one.status != "HEALTHY")
 
 
@@ -163,7 +162,7 @@ def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Call
         finally:
             listening.close()  # the process of HTTP has it still, until it accepts no more
             with _warned():
-                _delete(_own())
+                serve.delete(APPLICATION)
 
 
 def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
@@ -179,11 +178,10 @@ def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Call
             _run(app, ready)
         finally:
             with _warned():
-                own = _own()
-                if running is None and not set(serve.status().applications) - own:
+                if running is None and not set(serve.status().applications) - {APPLICATION}:
                     serve.shutdown()
                 else:
-                    _delete(own)
+                    serve.delete(APPLICATION)
                 forget_decisions(APPLICATION)
 
 
@@ -191,17 +189,6 @@ def _run(app: serve.Application, ready: Callable[[], None]) -> None:
     serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
     ready()
     threading.Event().wait()
-
-
-def _own() -> set[str]:
-    """Our applications: the service, and models that were loaded on demand."""
-    models = {name for name in serve.status().applications if name.startswith(f"{APPLICATION}-")}
-    return models | {APPLICATION}
-
-
-def _delete(applications: set[str]) -> None:
-    for name in sorted(applications):
-        serve.delete(name)
 
 
 @contextmanager

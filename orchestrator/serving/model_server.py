@@ -11,13 +11,13 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.core.detokenizer import Decodes, Tokenizer
-from paceline.core.errors import BackendError, PlacementError
+from paceline.core.errors import BackendError, CheckpointError, PacelineError, PlacementError
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.serving.openai.chat import ChatRequest, Message, NamedTool, Tool
 from paceline.serving.openai.completion import CompletionRequest
@@ -27,10 +27,21 @@ from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse
 from paceline.serving.parsers.base import Parser, PlainText
 from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
-from paceline.serving.refused import TOO_LONG, RefusedError, refusal
-from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer
+from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
+from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer, TokenAnswer
 from paceline.serving.render.writers import ChatWriter, CompletionWriter, ResponsesWriter
-from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelCard, RequestContext
+from paceline.serving.router import (
+    Accepted,
+    Chunk,
+    Failed,
+    GenerationRequest,
+    Health,
+    Item,
+    ModelCard,
+    RequestContext,
+    TextRequest,
+    TokenRequest,
+)
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 from paceline.text.tokenizer import with_markers
@@ -78,9 +89,9 @@ class ModelServer:
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
-            call = _call(requests, context, stream=request.stream)
-            async with aclosing(self._calls.generate(call)) as updates:
-                first = asyncio.ensure_future(anext(updates, None))
+            call = _call(requests, context, request)
+            with closing(self._calls.begin(call)) as updates:
+                first = asyncio.ensure_future(updates.next())
                 try:
                     # The call is enqueued, or refused, and perhaps its first token is there.
                     await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
@@ -91,7 +102,7 @@ class ModelServer:
                     update = await first
                 finally:
                     first.cancel()
-                    await asyncio.wait([first])  # a generator that runs cannot be closed
+                    await asyncio.wait([first])
                 while update is not None:
                     data = answer.push(update.outputs)
                     if all(answer.ended) or (update.ended and update.error is None):
@@ -100,10 +111,13 @@ class ModelServer:
                     self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
                     if data:
                         yield Chunk(data, answer.sent)
-                    update = await anext(updates, None)
+                    update = await updates.next()
             yield Chunk(answer.end(), answer.sent, last=True)
         except Exception as error:  # tokenizers too, which raise errors of any class
-            yield Failed.of(refusal(error, request.prompt_field), lost=isinstance(error, BackendError | PlacementError))
+            lost, cause = isinstance(error, BackendError | PlacementError), None
+            if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
+                cause = error
+            yield Failed.of(refusal(error, request.prompt_field), lost=lost, cause=cause)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""
@@ -134,7 +148,9 @@ class ModelServer:
 
     def _prepare(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int]
-    ) -> tuple[Prompts, list[Request], Answer]:
+    ) -> tuple[Prompts, list[Request], Answer | TokenAnswer]:
+        if isinstance(request, TokenRequest):
+            return self._prepare_ids(request, skip)
         chat_request = request.chat() if isinstance(request, ResponsesRequest) else request
         if isinstance(chat_request, ChatRequest):
             prompts = chat_prompts(self._tokenizer, chat_request, self._format)
@@ -162,6 +178,13 @@ class ModelServer:
         plan = AnswerPlan(prompts.num_tokens, chat_request.candidates, chat_request.n, chat_request.stream, level)
         spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
         return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
+
+    def _prepare_ids(self, request: TokenRequest, skip: Sequence[int]) -> tuple[Prompts, list[Request], TokenAnswer]:
+        params = request.params
+        if params.stop_strings or params.structured_outputs is not None or isinstance(params.prediction, str):
+            params = replace(params, tokenizer=self._tokenizer)
+        requests = Request.batch(request.prompts, params, self._limits)
+        return Prompts([list(ids) for ids in request.prompts]), requests, TokenAnswer(len(requests), skip)
 
     def _limits_of(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
@@ -195,7 +218,7 @@ class ModelServer:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 
-    def _writer(self, request: GenerationRequest, context: RequestContext, prompts: Prompts) -> AnswerWriter:
+    def _writer(self, request: TextRequest, context: RequestContext, prompts: Prompts) -> AnswerWriter:
         head: dict[str, object] = {"created": context.created, "model": request.model}
         if isinstance(request, ResponsesRequest):
             return ResponsesWriter(request, context.id, context.created)
@@ -212,11 +235,65 @@ class ModelServer:
         return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _call(requests: Sequence[Request], context: RequestContext, *, stream: bool) -> Call:
+def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:
     """What the engine is asked."""
     deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
-    ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if stream else _BODY_S
-    return Call(ticket, requests, key=context.client, deadline=deadline, interval_s=interval_s)
+    ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if request.stream else _BODY_S
+    return Call(ticket, requests, context.client, deadline, interval_s)
+
+
+class LocalRouter:
+    """Model servers of this process as a `paceline.serving.router.ModelRouter`, so that the HTTP edge runs without Ray.
+
+    servers  those that are in it now
+    metrics  gives their text
+    """
+
+    def __init__(self, servers: Mapping[str, ModelServer], metrics: Callable[[], bytes] = bytes) -> None:
+        self._servers, self._metrics = servers, metrics
+
+    async def models(self) -> Sequence[ModelCard]:
+        return [server.card for server in self._servers.values()]
+
+    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
+        server = self._servers.get(request.model)
+        if server is None:
+            yield Failed.of(model_not_found(request.model, list(self._servers)))
+            return
+        async for item in server.stream(request, context):
+            yield item
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        return await self._server(request.model).tokenize(request)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        return await self._server(request.model).detokenize(request)
+
+    async def health(self) -> Health:
+        return Health(True, dict.fromkeys(self._servers, "ready"))
+
+    async def metrics(self) -> bytes:
+        return self._metrics()
+
+    def _server(self, name: str) -> ModelServer:
+        if name not in self._servers:
+            raise model_not_found(name, list(self._servers))
+        return self._servers[name]
+
+
+class NoTokenizer:
+    """Stands for the tokenizer of a checkpoint that has none, where requests come by ids: raises why where one is
+    needed.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        raise self._error
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        raise self._error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,33 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray import serve
 
-from paceline.core.errors import RankError, WorkerError
+from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.roles import maker
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.logs import write_with_serve
-from paceline.serving.metrics import MetricSet, timed
+from paceline.serving.lifecycle import Usage
+from paceline.serving.metrics import MetricSet, RequestTimes
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.ray_guard import Readers, watch_cluster
-from paceline.serving.router import Accepted, GenerationRequest, Item, ModelCard, PlacedModel, RequestContext
+from paceline.serving.ray_guard import Readers, watch_cluster, write_with_serve
+from paceline.serving.refused import UNAVAILABLE
+from paceline.serving.router import (
+    Accepted,
+    Failed,
+    GenerationRequest,
+    Item,
+    ModelCard,
+    PlacedModel,
+    RequestContext,
+)
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.replica_group import ReplicaGroup
@@ -38,33 +48,47 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline")
 
 _FIGURES_S = 1.0  # between updates of the metrics that the engine counts
+_FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
 
 
 class ModelReplica:
-    """Serves one target. Requests share its rounds; those that find no slot wait for one."""
+    """Serves one target. Requests share its rounds; those that find no slot wait for one.
 
-    def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
+    ``by_ids``: they come from a program, so that a tokenizer may be missing.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroupPlan,
+        fault_policy: FaultPolicy,
+        max_waiting: int | None = None,
+        *,
+        by_ids: bool = False,
+    ) -> None:
         # Here, for the processes of HTTP and of the lifecycle import this module to deploy it, and decode nothing.
         from paceline.placement.cluster.replica_group import ReplicaGroup
-        from paceline.serving.model_server import ModelServer
+        from paceline.serving.model_server import ModelServer, NoTokenizer
         from paceline.text.tokenizer import load_tokenizer
-        from paceline.workers.target import make_target
 
         write_with_serve()
         watch_cluster()  # before anything waits for the allocator
         bundles = ray.util.get_current_placement_group()
         if bundles is None:
-            raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.app")
+            raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.ray_app")
         plan = group.plan
         self._policy, self._num_slots = fault_policy, plan.placements[0].model.shape.batch_size
         self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
         try:
             self._drafter = self._group.drafter()
             settings, drafter = self._group.spec.settings, self._drafter
-            self._target: TargetHost = self._group.wait_ready(
-                lambda: make_target(settings, drafter, max_waiting=max_waiting)
-            )
-            tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
+            make = cast("Callable[..., TargetHost]", maker(self._group.spec.maker))
+            self._target = self._group.wait_ready(lambda: make(settings, drafter, max_waiting=max_waiting))
+            try:
+                tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
+            except CheckpointError as error:
+                if not by_ids:
+                    raise
+                tokenizer = NoTokenizer(error)
         except BaseException:
             self._group.close()
             raise
@@ -73,7 +97,7 @@ class ModelReplica:
         self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
         self._beat = _Heartbeat(fault_policy.stall_timeout_s)
         self._counting: asyncio.Task[None] | None = None
-        self._readers = Readers()
+        self._readers, self._requests = Readers(), _Requests()
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
@@ -83,10 +107,21 @@ class ModelReplica:
         """
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
-        answer = self._server.stream(request, context, skip)
-        async with aclosing(timed(answer, self._metrics, resumed=bool(skip))) as items:  # type: ignore[type-var]
-            async for message in messages(items):
-                yield message
+        if not self._requests.begin():
+            yield Failed(503, "this model is being unloaded", code=UNAVAILABLE, retry_after_s=1.0, lost=True)
+            return
+        try:
+            times, begun = RequestTimes(self._metrics, resumed=bool(skip)), tuple[Item, ...]()
+            async with aclosing(self._server.stream(request, context, skip)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    times.take(item)
+                    if isinstance(item, Accepted) and item.followed:
+                        begun = (item,)
+                        continue
+                    yield (*begun, item) if begun else item
+                    begun = ()
+        finally:
+            self._requests.end()
         await self._readers.taken(context.reader)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
@@ -100,7 +135,23 @@ class ModelReplica:
     async def describe(self) -> ModelCard:
         """About this model; who answers this can answer requests."""
         self._check()
+        if self._requests.leaving:
+            raise WorkerError("this model is being unloaded")
         return self._server.card
+
+    async def usage(self) -> Usage:
+        """Who uses it."""
+        return self._requests.usage
+
+    async def leave(self, unless_used: bool) -> bool:
+        """Take no more requests, for the model is to be unloaded. False, and nothing changed: it has some, or may have
+        at once, and is to leave ``unless_used``.
+        """
+        return self._requests.leave(unless_used=unless_used)
+
+    async def stay(self) -> None:
+        """It is not unloaded after all."""
+        self._requests.leaving = False
 
     async def metrics_text(self) -> str:
         """The metrics of this replica, up to date."""
@@ -112,7 +163,7 @@ class ModelReplica:
         return dict(self._target.statistics())
 
     async def progress(self) -> int:
-        """See `paceline.placement.cluster.roles.Target`."""
+        """See `paceline.workers.target.TargetHost`."""
         return self._target.progress()
 
     async def check_health(self) -> None:
@@ -147,15 +198,39 @@ class ModelReplica:
             group.close()
 
 
-async def messages(items: AsyncIterator[Item]) -> AsyncIterator[Item | tuple[Item, ...]]:
-    """Items of an answer as they are sent: those that are there together are one message."""
-    begun: tuple[Item, ...] = ()
-    async for item in items:
-        if isinstance(item, Accepted) and item.followed:
-            begun = (item,)
-            continue
-        yield (*begun, item) if begun else item
-        begun = ()
+class _Requests:
+    """The requests of a replica, and whether it takes more. ``leaving``: it does not."""
+
+    def __init__(self) -> None:
+        self._running, self._since, self._is_new = 0, time.monotonic(), True
+        self.leaving = False
+
+    @property
+    def usage(self) -> Usage:
+        """Whoever had the model loaded is about to use it: it counts as used until its first request, for a moment."""
+        idle_s = time.monotonic() - self._since
+        about_to = int(self._is_new and idle_s < _FIRST_REQUEST_S)
+        return Usage(self._running or about_to, 0.0 if self._running else idle_s)
+
+    def begin(self) -> bool:
+        """A request comes. False: it is not taken."""
+        if self.leaving:
+            return False
+        self._running += 1
+        self._is_new = False
+        return True
+
+    def end(self) -> None:
+        """A request has ended."""
+        self._running -= 1
+        self._since = time.monotonic()
+
+    def leave(self, *, unless_used: bool) -> bool:
+        """See `ModelReplica.leave`."""
+        if unless_used and self.usage.running:
+            return False
+        self.leaving = True
+        return True
 
 
 class _Heartbeat:

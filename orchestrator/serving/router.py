@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
@@ -21,7 +21,27 @@ from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
 
-GenerationRequest = CompletionRequest | ChatRequest | ResponsesRequest
+if TYPE_CHECKING:
+    from paceline.engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A request of a program, by ids (`paceline.placement.launch`). Its answer has tokens in place of text.
+
+    params  without objects of the program's process
+    """
+
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+
+    stream: ClassVar[bool] = True
+    prompt_field: ClassVar[str | None] = None
+
+
+TextRequest = CompletionRequest | ChatRequest | ResponsesRequest
+GenerationRequest = TextRequest | TokenRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,8 @@ class Accepted:
 class Chunk:
     """A part of an answer that can be sent as it is.
 
-    data  with ``stream``: finished server-sent events, none or several. Else empty, until the last chunk has the body
+    data  with ``stream``: finished server-sent events, none or several. Else empty, until the last chunk has the body.
+          For a `TokenRequest`: outputs, as `paceline.serving.render.answer.read_outputs` reads them
     sent  tokens of each choice up to here, of all chunks: what another server is told to skip if this one is lost
     last  whether the answer is complete
     """
@@ -92,7 +113,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last item of an answer that cannot be completed. ``lost``: not the request's fault; another server may do."""
+    """The last item of an answer that cannot be completed.
+
+    lost   not the request's fault; another server may do
+    cause  what a program is to be raised, of a `TokenRequest`
+    """
 
     status: int
     message: str
@@ -100,11 +125,12 @@ class Failed:
     code: str | None = None
     retry_after_s: float | None = None
     lost: bool = False
+    cause: Exception | None = None
 
     @classmethod
-    def of(cls, error: RefusedError, *, lost: bool = False) -> Failed:
+    def of(cls, error: RefusedError, *, lost: bool = False, cause: Exception | None = None) -> Failed:
         """An error as an item."""
-        return cls(error.status, error.message, error.param, error.code, error.retry_after_s, lost)
+        return cls(error.status, error.message, error.param, error.code, error.retry_after_s, lost, cause)
 
     def error(self) -> RefusedError:
         """The item as an error."""

@@ -21,10 +21,8 @@ from paceline.outputs import RequestOutput
 class Call:
     """What one caller asks: requests that are answered together.
 
-    ticket        names the call, like no other that is under way; `SharedEngine.abort` takes it
+    ticket        names the call, like no other that is under way; `SharedEngine.end` takes it
     requests      as `Request.batch` makes them
-    emitted       tokens that each request has emitted before a fault; they are verified again and come out again. Empty
-                  = none of them has
     key           who asks: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
     interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
@@ -33,7 +31,6 @@ class Call:
 
     ticket: str
     requests: Sequence[Request]
-    emitted: Sequence[Sequence[int]] = ()
     key: str = ""
     deadline: float | None = None
     interval_s: float = 0.0
@@ -124,7 +121,7 @@ class SeatedTimes:
 class CallState:
     """A call that is not over, in the engine's thread or under its lock.
 
-    waiting     requests without a slot, numbered as the engine knows them, and what each has emitted
+    waiting     requests without a slot, numbered as the engine knows them
     running     those in slots, by that number
     unfinished  number of requests
     """
@@ -133,7 +130,7 @@ class CallState:
     sink: Sink
     indices: dict[int, int]  # number -> index in the call
     tokenizer: GuardedTokenizer | None
-    waiting: deque[tuple[Request, Sequence[int]]]
+    waiting: deque[Request]
     unfinished: int
     arrived: float = field(default_factory=monotonic)
     running: dict[int, SeatedTimes] = field(default_factory=dict)
@@ -148,20 +145,18 @@ class CallState:
             for number, request in zip(numbers, call.requests, strict=True)
         ]
         indices = {number: request.index for number, request in zip(numbers, call.requests, strict=True)}
-        emitted = call.emitted or [()] * len(guarded)
-        waiting = deque(zip(guarded, emitted, strict=True))
-        return cls(call, sink, indices, tokenizer, waiting, len(guarded))
+        return cls(call, sink, indices, tokenizer, deque(guarded), len(guarded))
 
     @property
     def failed(self) -> CheckpointError | None:
         """Why it cannot go on, if it cannot."""
         return None if self.tokenizer is None else self.tokenizer.failed
 
-    def seat(self) -> tuple[Request, Sequence[int]]:
+    def seat(self) -> Request:
         """Its first waiting request takes a slot."""
-        request, emitted = self.waiting.popleft()
+        request = self.waiting.popleft()
         self.running[request.index] = SeatedTimes(monotonic())
-        return request, emitted
+        return request
 
     def leave(self, indices: Collection[int]) -> list[int]:
         """These of its requests end, as far as they are in slots. -> what the engine calls them"""

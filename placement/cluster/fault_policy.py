@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from paceline.placement.cluster.roles import MAKERS
 from paceline.placement.planning.model_specs import read_fault_policy_entry
-from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Flag, Seconds, validate
+from paceline.placement.planning.yaml_file import FORBID_EXTRA, Flag, Seconds, validate
 from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 
@@ -24,10 +24,8 @@ class FaultPolicy:
     """Timeouts and restarts of workers.
 
     startup_timeout_s    seconds in which a worker must have loaded its model
-    stall_timeout_s      seconds without a token in the middle of a request after which a target counts as hung; its
-                         first round has ``startup_timeout_s`` on top, since it may compile
+    stall_timeout_s      seconds for which an engine with requests may do nothing, after which its target is replaced
     placement_timeout_s  seconds to wait for a node with enough free cores
-    max_target_restarts  deaths of its target that one request survives
     draft_ahead          drafts work while their targets verify
     colocate             drafts run on the nodes of their targets; False: elsewhere where no node has room for both
     draft_timeouts       how long a target waits for its draft, and how often it tries
@@ -37,7 +35,6 @@ class FaultPolicy:
     startup_timeout_s: Seconds = STARTUP_TIMEOUT_S
     stall_timeout_s: Seconds = 60.0
     placement_timeout_s: Seconds = 30.0
-    max_target_restarts: Count = 2
     draft_ahead: Flag = False
     colocate: Flag = True
     draft_timeouts: DraftTimeouts = field(default_factory=DraftTimeouts)

@@ -2,8 +2,8 @@
 
 Serve starts and replaces replicas, each in a placement group whose first bundle is the replica itself; the others are
 those of its drafts. The replica asks the core allocator which cores of its node are free, sets the variables of the
-runtime in its own process, and only then loads the target. Drafts end with the replica. Not here: groups that restart
-their targets themselves (`deployment`), and what a replica serves.
+runtime in its own process, and only then loads the target. Drafts end with the replica.
+Not here: what a replica serves.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class ReplicaGroup:
             instance,
             [*targets, *(item for item in members if item.role == "draft")],
             fault_policy,
-            existing=bundles,
-            offset=0,
-            owners={self._label: own_name},
+            group=bundles,
+            owner=own_name,
         )
         self._specs = self._reservation.acquire()
         self._actors: dict[str, ray.actor.ActorHandle] = {}
@@ -81,9 +80,8 @@ class ReplicaGroup:
         spec = self.spec
         if spec.link is None or spec.address is None:
             return None
-        endpoint = DrafterEndpoint(
-            spec.address, spec.secret, ActorSupervisor(spec.link.actor, None), spec.link.startup_timeout_s
-        )
+        supervisor = ActorSupervisor(spec.link.actor, None if spec.link.node == spec.node else spec.link.node)
+        endpoint = DrafterEndpoint(spec.address, spec.secret, supervisor, spec.link.startup_timeout_s)
         return RemoteDrafter(spec.link.contract, endpoint, timeouts=spec.link.timeouts)
 
     def wait_ready(self, load: Callable[[], Loaded]) -> Loaded:

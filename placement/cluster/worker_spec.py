@@ -18,7 +18,6 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 from paceline.placement.planning.planner import cpus_of
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts
 
@@ -47,7 +46,6 @@ class WorkerSpec:
     actor     its name among Ray's actors
     affinity  CPUs of the instance it may use, first and last; ``vcpus`` are the instance's in all
     address   of the drafter: where a draft listens, or which one a target calls; None for a target without one
-    quota     of a draft: what its targets may use
     link      of a target with a draft
     """
 
@@ -62,7 +60,6 @@ class WorkerSpec:
     settings: Settings
     secret: bytes = field(repr=False)
     address: Address | None = None
-    quota: Quota = field(default_factory=Quota)
     link: DrafterLink | None = None
 
 
@@ -80,7 +77,6 @@ def worker_specs(
 ) -> dict[str, WorkerSpec]:
     """Label -> specification, for workers that start together. ``locations``: of every label."""
     secret, addresses = secrets.token_bytes(32), _addresses(placements, locations)
-    names = {item.label: item.name for item in placements}
     specs = {}
     for item in placements:
         draft, location = draft_of(item, placements), locations[item.label]
@@ -97,7 +93,6 @@ def worker_specs(
             settings=_settings(item, placements, fault_policy),
             secret=secret,
             address=None if listens is None else addresses[listens.label],
-            quota=item.model.quota.by_label(names),
             link=None if draft is None else _link(item, draft, fault_policy, location=locations[draft.label]),
         )
     return specs
@@ -132,7 +127,7 @@ def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, loc
 
 
 def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location]) -> dict[str, Address]:
-    """Where drafts listen: a socket file if all their targets are on the same node, else a port."""
+    """Where drafts listen: a socket file if the target is on the same node, else a port."""
     addresses = {}
     for item in placements:
         if item.role == "draft":
@@ -150,5 +145,5 @@ def _settings(item: Placement, placements: Sequence[Placement], fault_policy: Fa
     gqa = None if model.gqa is None else model.gqa.value
     ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
     loading = {"folder": str(model.folder), "backend": model.backend, "draft_ahead": fault_policy.draft_ahead}
-    serving = {"max_targets": model.num_targets, "targets": sorted(targets)} if item.role == "draft" else {}
+    serving = {"targets": sorted(targets)} if item.role == "draft" else {}
     return {**asdict(model.shape), **ranks, **loading, **dict(model.speculative), **serving}

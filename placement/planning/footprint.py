@@ -52,7 +52,7 @@ class Shape:
     kv_cache_dtype: str | None = None
 
 
-def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1, gqa: GQA | None = None) -> Footprint:
+def footprint(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | None = None) -> Footprint:
     """Bytes on each of ``degree`` cores.
 
     ``caches``: one for each target that shares a draft; a divided model is read again for each. ``gqa``: where its K/V
@@ -64,8 +64,7 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     narrow = wide if shape.quantization is None else QUANTIZED_BYTES[shape.quantization]
     specs = registry.family(config.model_type).tensors(config).values()
     weights = math.ceil(sum(fullest.numbers_of(spec) * (narrow if spec.is_matrix else wide) for spec in specs))
-    weights *= caches if degree > 1 else 1
-    cache = caches * cache_bytes(config, shape, degree, gqa=gqa)
+    cache = cache_bytes(config, shape, degree, gqa=gqa)
     chunk = min(_CHUNK, shape.n_positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
     scores = fullest.heads * shape.n_positions

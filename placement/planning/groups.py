@@ -74,9 +74,7 @@ def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[Replic
         if target.draft_of:
             continue
         drafts = [
-            replace(model, draft_of=(target.name,), replicas=1, num_targets=1)
-            for model in models
-            if target.name in model.draft_of
+            replace(model, draft_of=(target.name,), replicas=1) for model in models if target.name in model.draft_of
         ]
         try:
             planned = plan([replace(target, replicas=1), *drafts], instance)

@@ -20,10 +20,9 @@ Keys of a model:
                   as a mapping ({path: DIR, k: 3}), or a list of these
     k, acceptor, exact, fused, confidence_threshold, vocabulary, prefix_caching   as in
                   `paceline.config.SpeculativeConfig`; but k is "auto" where nothing says it, and nobody drafts by heads
-    draft_of      the target's name, or a list: a draft model on cores of its own, for one target or several; of the
-                  keys above it has ``k`` alone
-    quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
-    replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
+    draft_of      the target's name, or a list: a draft model on cores of its own, a process for each replica of each of
+                  them; of the keys above it has ``k`` alone
+    replicas      default 1; a draft has one for each replica of its targets
     max_waiting   requests of a replica that may wait for a slot of a served model; more are refused. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
     backend       native (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
@@ -53,7 +52,6 @@ from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
-from paceline.placement.planning.quota import Quota, QuotaEntry
 from paceline.placement.planning.residency import Residency, ResidencyEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
@@ -163,7 +161,6 @@ class ModelSpec:
 
     folder       its checkpoint; None when only a configuration was given
     degree       tensor-parallel degree; None = the smallest that fits
-    num_targets  of a draft: how many targets each of its replicas serves, each with a KV cache of its own
     speculative  of a target: who drafts in its process, and how it decodes; of a draft: its k
     drafts       the drafters in its process that have weights
     """
@@ -177,10 +174,8 @@ class ModelSpec:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     drafts: tuple[_InProcessDraft, ...] = ()
     replicas: int = 1
-    num_targets: int = 1
     backend: str = "native"
     gqa: GQA | None = None
-    quota: Quota = field(default_factory=Quota)
     residency: Residency = field(default_factory=Residency)
     max_waiting: int = MAX_WAITING
 
@@ -234,7 +229,6 @@ class ModelEntry(ResidencyEntry):
     vocabulary: object = None
     prefix_caching: object = None
     max_waiting: pydantic.PositiveInt | None = None
-    quota: QuotaEntry | None = None
     replicas: pydantic.PositiveInt | None = None
     backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "native"
     group_query_attention: Annotated[str, pydantic.AfterValidator(_known_layout)] | None = None
@@ -374,26 +368,19 @@ def _resolve(folder: Path, path: str, where: str) -> Path:
 
 
 def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
-    """The model of an entry with its replicas and its quota settled, once its targets are known."""
+    """The model of an entry with its replicas settled, once its targets are known."""
     spec = specs[entry.name]
     if not spec.draft_of:
-        if entry.quota is not None:
-            raise PlanError(f"{spec.name!r} has a quota but drafts for no target; give `draft_of`, or remove the quota")
         return spec
     for target in spec.draft_of:
         _check_pair(spec, target, specs)
-    most = max(specs[name].replicas for name in spec.draft_of)
-    if spec.replicas > most:
-        raise PlanError(f"{spec.name!r} has {spec.replicas} replicas for {most} of its target; ask for at most as many")
-    replicas = spec.replicas if entry.replicas is not None or len(spec.draft_of) > 1 else most
-    num_targets = sum(-(-specs[name].replicas // replicas) for name in spec.draft_of)  # the first replica has most
-    quota = (entry.quota or QuotaEntry()).resolve(
-        f"model {spec.name!r}",
-        targets=spec.draft_of,
-        num_targets=num_targets,
-        num_slots=num_targets * spec.shape.batch_size,
-    )
-    return replace(spec, replicas=replicas, num_targets=num_targets, quota=quota)
+    replicas = sum(specs[name].replicas for name in spec.draft_of)
+    if entry.replicas not in (None, replicas):
+        raise PlanError(
+            f"{spec.name!r} has {spec.replicas} replicas, and a draft has one for each of the {replicas} of its "
+            "targets; remove the key"
+        )
+    return replace(spec, replicas=replicas)
 
 
 def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> None:

@@ -17,7 +17,7 @@ Role = Literal["target", "draft"]
 class Placement:
     """One process.
 
-    drafts_for  (name, replica) of every target it serves; empty for a target
+    drafts_for  (name, replica) of the target it serves; empty for a target
     env         variables that must be set before the process starts
     affinity    CPUs of the host it may use: first and last
     timeout     seconds after which one execution counts as hung
@@ -61,7 +61,6 @@ class Placement:
             "cpus": list(self.affinity),
             "timeout": self.timeout,
             "env": dict(self.env),
-            **({"quota": self.model.quota.to_dict()} if self.drafts_for else {}),
         }
 
 

@@ -97,9 +97,8 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     assigned = place(sorted(needs, key=lambda need: need.order), instance, taken)
     by_cores = sorted(assigned, key=lambda pair: pair[1])
     share = max(1, instance.vcpus // max(1, len(by_cores)))
-    targets = [(need.model.name, need.replica) for need in needs if not need.model.draft_of]
     placements = [
-        replace(_placement(instance, pair, share=share), drafts_for=_targets_of(pair[0], targets)) for pair in by_cores
+        replace(_placement(instance, pair, share=share), drafts_for=_target_of(pair[0], needs)) for pair in by_cores
     ]
     labels = [item.label for item in placements]
     twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -114,11 +113,7 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
     for need in needs:
         used = [*taken, *(cores for _, cores in assigned)]
         partner = next(
-            (
-                cores
-                for other, cores in assigned
-                if other.model.name in need.model.draft_of and other.replica % need.model.replicas == need.replica
-            ),
+            (cores for other, cores in assigned if (other.model.name, other.replica) in _target_of(need, needs)),
             None,
         )
         run = best_fit(instance, used, need.degree, near=partner)
@@ -139,16 +134,17 @@ def _why_not(model: ModelSpec, degree: int) -> str:
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
     """Bytes on each core, with the drafters in the model's own process."""
-    own = footprint(model.config, model.shape, degree, caches=model.num_targets, gqa=model.gqa)
+    own = footprint(model.config, model.shape, degree, gqa=model.gqa)
     drafts = [draft.footprint(model.config, model.shape, degree) for draft in model.drafts]
     weights, cache = sum(size.weights for size in drafts), sum(size.cache for size in drafts)
     return replace(own, weights=own.weights + weights, cache=own.cache + cache)
 
 
-def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Which of the targets this replica of a draft serves: its replicas take turns."""
-    model = need.model
-    return tuple((name, r) for name, r in targets if name in model.draft_of and r % model.replicas == need.replica)
+def _target_of(draft: Need, needs: Sequence[Need]) -> tuple[tuple[str, int], ...]:
+    """The target of one replica of a draft; () of what is no draft."""
+    names = draft.model.draft_of
+    targets = sorted((need.model.name, need.replica) for need in needs if need.model.name in names)
+    return tuple(targets[draft.replica : draft.replica + 1])
 
 
 def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Sequence[CoreRange]) -> str:

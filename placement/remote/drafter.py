@@ -290,7 +290,7 @@ class DrafterContract:
     slots             B of the target's batch
     vocab_size        V of the target
     max_positions     positions the drafter follows; None = all
-    target            the target's name, for quotas and turns
+    target            the target's name, for messages
     """
 
     num_draft_tokens: int

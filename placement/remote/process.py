@@ -23,7 +23,6 @@ from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.server import DrafterPool, DraftServer
 
@@ -40,7 +39,6 @@ class ProcessSpec:
     maker: str = MAKERS["draft"]
     cores: CoreRange | None = None
     env: tuple[tuple[str, str], ...] = ()
-    quota: Quota = field(default_factory=Quota)
 
     def to_json(self) -> bytes:
         """One line; it goes through a pipe, so that no secret shows in the list of processes."""
@@ -131,7 +129,7 @@ def main() -> None:
     if spec.cores is not None:
         CoreLocks(spec.cores).acquire()
     pool = cast(DrafterPool, maker(spec.maker)(spec.settings))
-    DraftServer(listen(spec.address), spec.secret, pool, quota=spec.quota).run()
+    DraftServer(listen(spec.address), spec.secret, pool).run()
 
 
 def _follow_parent() -> None:

@@ -1,7 +1,7 @@
 """A drafter in a process of its own, for one target or several.
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are
-fair: the target that has used the least time (over its weight) is next, so that a busy one cannot starve the others.
+fair: the target that has used the least time is next, so that a busy one cannot starve the others.
 Not here: how the process is started (`process`, `cluster.actors`), and what a target does when this fails (`drafter`).
 """
 
@@ -25,7 +25,6 @@ from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.placement.host import processes
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel, RequestWarmer
 
@@ -34,25 +33,21 @@ from paceline.placement.remote.channel import Channel, RequestWarmer
 class _Grant:
     """What a target got at its handshake.
 
-    slots      of its batch, which count towards the quota
-    weight     of its turns
     lookahead  the drafter, if it works while the target does
     """
 
     drafter: Drafter
-    slots: int
-    weight: float
     lookahead: LookaheadDrafter | None
 
     @classmethod
-    def of(cls, drafter: Drafter, slots: int, weight: float) -> _Grant:
+    def of(cls, drafter: Drafter) -> _Grant:
         """The grant of a drafter; its kind is looked at once, since every round depends on it."""
         lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
-        return cls(drafter, slots, weight, lookahead)
+        return cls(drafter, lookahead)
 
 
 class _TargetSession:
-    """A connected target. ``time_used`` is what its messages took, over its weight, on the server's clock."""
+    """A connected target. ``time_used`` is what its messages took, on the server's clock."""
 
     def __init__(self, channel: Channel, time_used: float) -> None:
         self.channel = channel
@@ -72,7 +67,7 @@ class _TargetSession:
 
     def charge(self, seconds: float) -> None:
         """So much time was spent on it."""
-        self.time_used += seconds if self.grant is None else seconds / self.grant.weight
+        self.time_used += seconds
 
     def add_request(self, request: messages.AddRequest) -> None:
         """Read a prompt. No reply is due; the next one says if it failed."""
@@ -307,10 +302,8 @@ class Turns:
 class DraftServer:
     """Serves proposals until it is stopped. Each target has a drafter of the pool."""
 
-    def __init__(
-        self, listener: socket.socket, secret: bytes, pool: DrafterPool, *, quota: Quota | None = None
-    ) -> None:
-        self._pool, self._quota = pool, quota or Quota()
+    def __init__(self, listener: socket.socket, secret: bytes, pool: DrafterPool) -> None:
+        self._pool = pool
         self._acceptor = Acceptor(listener, secret)
         self._sessions: dict[int, _TargetSession] = {}  # by the number of its socket
         self._turns = Turns()
@@ -399,11 +392,6 @@ class DraftServer:
         number = handshake.number
         if session.grant is not None:
             raise ChannelError("a target must send its handshake once")
-        others = [other.grant.slots for other in self._sessions.values() if other.grant is not None]
-        if len(others) >= self._quota.max_targets or sum(others) + handshake.slots > self._quota.max_slots:
-            return messages.ErrorReply(
-                number, f"quota: {len(others)} targets with {sum(others)} slots are connected; raise the draft's quota"
-            )
         try:
             drafter = self._pool.acquire(handshake)
         except Exception as error:  # a drafter may be anything
@@ -413,7 +401,7 @@ class DraftServer:
             return messages.ErrorReply(
                 number, "a drafter in another process must propose chains, and read no features; run it with its target"
             )
-        session.grant = _Grant.of(drafter, handshake.slots, self._quota.weights.get(handshake.target, 1.0))
+        session.grant = _Grant.of(drafter)
         self._turns.granted(session)
         process = processes.running(os.getpid())
         return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)

@@ -16,13 +16,13 @@ from paceline.experiments.definitions import Acceptance, Draft, from_statistics
 from paceline.experiments.exchange import aiperf, read_records
 from paceline.experiments.store import CellResult
 from paceline.outputs import RequestOutput
-from paceline.placement.cluster.roles import GenerateRequest
 from paceline.placement.planning.footprint import Shape
 from paceline.serving.metrics import MetricSet
 from paceline.workers.target import make_target
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
 from tests.serving.test_metrics import samples
+from tests.workers.heard import asked
 
 DRAFTS = st.lists(
     st.integers(1, 6).flatmap(lambda drafted: st.builds(Draft, st.just(drafted), st.integers(0, drafted))), max_size=30
@@ -88,7 +88,7 @@ def test_a_run_a_servers_metrics_and_aiperfs_records_say_the_same(workshop: Work
     keys = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(workshop.checkpoint())}
     host = make_target({**keys, "draft": ["ngram", str(workshop.checkpoint("draft"))], "k": 3}, None)
     outputs: dict[int, list[RequestOutput]] = {0: [], 1: [], 2: []}
-    for output in host.stream(GenerateRequest("ticket", prompts, params, ((), (), ()), rows=(0, 1, 2))):
+    for output in asked(host, "ticket", prompts, params):
         outputs[output.index].append(output)
     run = [Acceptance.of(rows) for rows in outputs.values()]
     pooled = Acceptance.pooled(run)

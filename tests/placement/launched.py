@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import ray
+
 from benchmarks.undivided import MAKERS
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.outputs import GenerationResult
-from paceline.placement import INSTANCES, Plan, plan
-from paceline.placement.cluster.deployment import Deployment
+from paceline.placement import INSTANCES, Deployment, Plan, plan
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host.core_locks import held
+from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.drafter import DraftTimeouts
 from tests.decoder.tiny import Workshop
@@ -20,7 +22,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
 TIMEOUTS = DraftTimeouts(reply_timeout_s=2, hang_timeout_s=1.5, backoff_s=0.01, max_backoff_s=0.1)
 POLICY = FaultPolicy(
-    startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=TIMEOUTS, makers=MAKERS
+    startup_timeout_s=240, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=TIMEOUTS, makers=MAKERS
 )
 
 
@@ -42,10 +44,10 @@ def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> lis
     return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 
 
-def pid_of(models: Deployment, label: str) -> int | None:
-    """The process that holds the cores of a worker, which need not answer; None while there is none."""
-    spec = models.group("chat").spec(label)
-    return held(spec.node).get(spec.cores.first) or None  # 0: the owner has not written its pid yet
+def pid_on(cores: CoreRange, node: str | None = None) -> int | None:
+    """The process that holds these cores (of the first node), which need not answer; None while there is none."""
+    home = node or ray.get_runtime_context().get_node_id()
+    return held(home).get(cores.first) or None  # 0: the owner has not written its pid yet
 
 
 def drafts(models: Deployment, target: str) -> bool:

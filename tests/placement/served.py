@@ -7,15 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.server import DrafterPool, DraftServer
 from tests.placement.faulty import SECRET
 
 
 @contextmanager
-def serving(listener: socket.socket, drafters: DrafterPool, quota: Quota | None = None) -> Iterator[None]:
+def serving(listener: socket.socket, drafters: DrafterPool) -> Iterator[None]:
     """Whoever calls at the listener and knows the tests' secret is served."""
-    server = DraftServer(listener, SECRET, drafters, quota=quota)
+    server = DraftServer(listener, SECRET, drafters)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -61,21 +61,12 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
     assert "aligned runs: 1 of 8" in done.stdout and "B  chat-draft, cores 8-9" in done.stdout
 
 
-def quoted(quota: str) -> str:
-    """The draft, with a quota."""
-    return DRAFT.replace("}", f", quota: {quota}}}")
-
-
-def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: Path) -> None:
-    done = call(home, CHAT, quoted("{max_targets: 1, max_slots: 3, weights: {chat: 2}}"), options=("--json",))
+def test_a_draft_of_several_targets_runs_beside_each_of_their_replicas(home: Path) -> None:
+    two = ["{name: a, config: small.json, tp_degree: 1, replicas: 2}", "{name: b, config: small.json, tp_degree: 1}"]
+    done = call(home, *two, "{name: d, config: small.json, tp_degree: 1, draft_of: [a, b]}", options=("--json",))
     assert done.exit_code == 0, done.output
-    chat, draft = json.loads(done.stdout)["placements"]
-    assert "quota" not in chat and draft["quota"] == {"max_targets": 1, "max_slots": 3, "weights": {"chat": 2.0}}
-    many = [f"{{name: t{index}, config: small.json, tp_degree: 1}}" for index in range(20)]
-    names = ", ".join(f"t{index}" for index in range(20))
-    call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
-    quota = read_models(home / "models.yaml")[-1].quota
-    assert quota.max_targets >= 20 and quota.max_slots >= 20
+    drafts = [one["drafts_for"] for one in json.loads(done.stdout)["placements"] if one["role"] == "draft"]
+    assert sorted(drafts) == [[["a", 0]], [["a", 1]], [["b", 0]]]
 
 
 def with_policy(home: Path, policy: str) -> Path:
@@ -88,13 +79,11 @@ def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
     policy = read_fault_policy(
         with_policy(
             home,
-            "{startup_timeout_s: 3600, max_target_restarts: 0, draft_ahead: true, "
-            "draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
+            "{startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
         )
     )
     assert policy == FaultPolicy(
         startup_timeout_s=3600.0,
-        max_target_restarts=0,
         draft_ahead=True,
         draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2),
     )
@@ -114,7 +103,6 @@ def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
             "{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
             "fault_policy.draft_timeouts.reply_timeout_s must be a number",
         ),
-        ("{max_target_restarts: 1.5}", "fault_policy.max_target_restarts must be a whole number"),
         ("{draft_ahead: 1}", "fault_policy.draft_ahead must be true or false"),
         ("{draft_timeouts: 3}", "fault_policy.draft_timeouts must be a mapping"),
         ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts.dead is not a key"),
@@ -134,7 +122,7 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         ([DRAFT], "names 'chat'; it must be another model"),
         ([CHAT, DRAFT, DRAFT.replace("chat-draft", "b")], "both draft for 'chat'"),
         ([CHAT, DRAFT.replace(": 2,", ": 2, batch_size: 3,")], "batch_size=3"),
-        ([CHAT, DRAFT.replace(": 2,", ": 2, replicas: 2,")], "2 replicas for 1"),
+        ([CHAT, DRAFT.replace(": 2,", ": 2, replicas: 2,")], "one for each of the 1 of its targets"),
         (["{name: a, config: big, tpdegree: 8}"], "'tpdegree' is not a key"),
         (["{name: a, config: big, path: big}"], "one of them"),
         (["{name: a b, config: big}"], "a name is"),
@@ -150,21 +138,10 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"], "both be called 'a.1'"),
-        (
-            [CHAT, quoted("{max_target: 2}")],
-            "quota.max_target is not a key; remove it or correct",
-        ),
-        ([CHAT, quoted("3")], "quota must be a mapping"),
-        ([CHAT, quoted("{max_slots: 0}")], "quota.max_slots must be"),
-        ([CHAT, quoted("{max_targets: true}")], "quota.max_targets must be"),
-        ([CHAT, quoted("{weights: {chat: -1}}")], "quota.weights.chat must be"),
-        ([CHAT, quoted("{weights: {chat: 1" + "0" * 400 + "}}")], "quota.weights.chat must be"),
-        ([CHAT, quoted("{weights: {chta: 2}}")], "which is not a target of this draft; its targets are chat"),
-        ([CHAT.replace(": 8,", ": 4, replicas: 3,"), quoted("{max_targets: 2}, replicas: 1")], "need 3"),
-        ([CHAT.replace("}", ", quota: {max_slots: 4}}")], "drafts for no target"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
         (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"], "want 3200000000 cores, and inf2.48xlarge"),
-        ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), quoted("{}, replicas: 1")], "ask for fewer"),
+        ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), DRAFT], "ask for fewer"),
+        ([CHAT, DRAFT.replace("}", ", quota: {max_slots: 4}}")], "'quota' is not a key"),
         (["{name: a, path: " + "x" * 5000 + "}"], "cannot be looked for"),
         (['{name: a, config: "a\\0b"}'], "cannot be looked for"),
     ],
@@ -225,8 +202,6 @@ def test_files_that_are_no_models_file(home: Path) -> None:
 def test_a_draft_follows_the_replicas_of_its_target(home: Path) -> None:
     call(home, CHAT.replace(": 8,", ": 4, replicas: 3,"), DRAFT)
     assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 3]
-    call(home, CHAT.replace(": 8,", ": 4, replicas: 3,"), DRAFT.replace(": 2,", ": 2, replicas: 1,"))
-    assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 1]
 
 
 def test_neuron_ls_is_understood() -> None:
@@ -268,10 +243,12 @@ def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytes
 
 def test_a_model_that_runs_is_not_added_again() -> None:
     pytest.importorskip("ray")
-    from paceline.placement.cluster.deployment import Deployment
+    from paceline.serving.deployment import Deployment, _Launched, groups_of
 
     machine = INSTANCES["inf2.48xlarge"]
-    running = Deployment(plan([model("a"), model("d", draft_of=("a",))], machine), FaultPolicy())
+    made = plan([model("a"), model("d", draft_of=("a",))], machine)
+    running = Deployment(made, FaultPolicy())
+    running._launched["a"] = _Launched(groups_of(made)[0], "paceline-a")
     for name in "ad":
         with pytest.raises(PlanError, match=f"{name} runs already"):
             running.add(plan([model(name)], machine))

@@ -140,14 +140,14 @@ def test_a_draft_sits_next_to_its_target_where_that_costs_nothing() -> None:
     assert cores == {"a": CoreRange(0, 7), "b": CoreRange(8, 15), "db": CoreRange(18, 19)}
 
 
-def test_drafts_are_shared_out_over_replicas() -> None:
+def test_every_replica_of_a_target_has_a_draft_of_its_own() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     own = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",), replicas=3)], machine)
     assert {p.label: p.drafts_for for p in own.placements if p.drafts_for} == {
         "d": (("t", 0),), "d.1": (("t", 1),), "d.2": (("t", 2),),
     }  # fmt: skip
-    shared = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",))], machine)
-    assert [p.drafts_for for p in shared.placements if p.drafts_for] == [(("t", 0), ("t", 1), ("t", 2))]
+    both = plan([model("a", 4, replicas=2), model("b", 4), model("d", 1, draft_of=("a", "b"), replicas=3)], machine)
+    assert [p.drafts_for for p in both.placements if p.drafts_for] == [(("a", 0),), (("a", 1),), (("b", 0),)]
 
 
 def test_auto_takes_the_smallest_degree_that_fits() -> None:
@@ -185,8 +185,6 @@ def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) ->
     assert max(len(shard.key_heads) for shard in shards) == 10 and four.cache == whole.cache
     read = odd.num_layers * odd.hidden_size * 2 * (2 * shards[0].key_part)  # of keys and values, bytes
     assert four.weights >= read and (gqa is None) == (shards[0].key_part == 10 * odd.head_dim)
-    shared = footprint(odd, Shape("bf16", None, 1, 128), 4, caches=2, gqa=gqa)
-    assert (shared.cache, shared.weights) == (2 * four.cache, 2 * four.weights)  # ranks hold one cache each
 
 
 @pytest.mark.parametrize(

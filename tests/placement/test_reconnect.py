@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.protocols import Drafter
 from paceline.placement.host.processes import Process
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import channel
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
-from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
@@ -43,11 +43,25 @@ class Asked:
         return False
 
 
+class Tables:
+    """A pool of so many drafters."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+
+    def acquire(self, hello: Handshake) -> Drafter:
+        if not self._free:
+            raise ValueError("no drafter is free")
+        self._free -= 1
+        return drafter(hello.slots, 4)
+
+    def release(self, _: Drafter) -> None:
+        self._free += 1
+
+
 def tables(address: Address, max_targets: int = 2) -> AbstractContextManager[None]:
     """Table models that draft four tokens, for so many targets."""
-    return serving(
-        listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(max_targets=max_targets)
-    )
+    return serving(listen(address), Tables(max_targets))
 
 
 def called(
@@ -75,7 +89,7 @@ def test_a_refused_target_lets_the_process_live_and_says_why(tmp_path: Path, sta
     time.sleep(0.8)  # longer than the patience with a process that does not answer
     assert supervisor.acts == [] and first.health.state == "up"
     for draft in (second, misfit):
-        assert draft.health.state == "down" and "quota" in draft.health.last_error
+        assert draft.health.state == "down" and "no drafter is free" in draft.health.last_error
     first.close()
     until(lambda: second.health.state == "up" or "not 3" in misfit.health.last_error)
     assert supervisor.acts == []

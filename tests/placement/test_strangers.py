@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ChannelError
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import channel as channel_module
 from paceline.placement.remote import messages, server
 from paceline.placement.remote.channel import Address, Channel, connect
@@ -26,7 +25,7 @@ def test_strangers_are_few_and_take_nobodys_place(
     monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
     monkeypatch.setattr(channel_module, "_AUTHENTICATION_S", 0.5)
     address = Address(path=str(tmp_path / "s"))
-    with slow(address, Quota()):
+    with slow(address):
         before = threading.active_count()
         for _ in range(6):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(address.path)

@@ -18,7 +18,6 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal
 from paceline.placement.host.processes import Process
-from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Address, Channel, CommitBuffer, connect, listen
 from paceline.placement.remote.server import UnpooledDrafters
@@ -184,9 +183,9 @@ class Slow(Drafter):
         return Proposal(torch.zeros(len(commit.tokens), 2, dtype=torch.int32))
 
 
-def slow(address: Address, quota: Quota) -> AbstractContextManager[None]:
+def slow(address: Address) -> AbstractContextManager[None]:
     """Two milliseconds a proposal for every id of the target's vocabulary."""
-    return serving(listen(address), UnpooledDrafters(lambda handshake: Slow(0.002 * handshake.vocab_size)), quota)
+    return serving(listen(address), UnpooledDrafters(lambda handshake: Slow(0.002 * handshake.vocab_size)))
 
 
 def connected(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, messages.Reply]:
@@ -203,7 +202,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
     address = Address(path=str(tmp_path / "s")) if kind == "unix" else Address(host="127.0.0.1", port=port)
-    with slow(address, Quota()):
+    with slow(address):
         with pytest.raises(ChannelError, match="secret"):
             connect(address, b"another", seconds=5)
         rude = stack.enter_context(socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET))
@@ -216,30 +215,12 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
             channel.receive(5)
 
 
-def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
-    address = Address(path=str(tmp_path / "s"))
-    with slow(address, Quota(max_targets=2, max_slots=4)):
-        first, _ = connected(stack, address, "a")
-        second, reply = connected(stack, address, "b")
-        assert isinstance(reply, messages.HandshakeReply)
-        _, reply = connected(stack, address, "c")
-        assert isinstance(reply, messages.ErrorReply) and "quota" in reply.reason
-        first.close()
-        end = time.monotonic() + 60
-        while isinstance(reply, messages.ErrorReply):  # who leaves makes room
-            assert time.monotonic() < end
-            _, reply = connected(stack, address, "c")
-        assert second.receive(0) is None
-
-
-def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> None:
+def test_turns_are_fair(tmp_path: Path, stack: ExitStack) -> None:
     """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
     address = Address(path=str(tmp_path / "s"))
-    with slow(address, Quota(weights={"double": 2.0})):
-        channels = {
-            name: connected(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
-        }
-        costs = {"a": 4, "b": 1, "double": 1}
+    with slow(address):
+        costs = {"a": 4, "b": 1}
+        channels = {name: connected(stack, address, name, cost=cost)[0] for name, cost in costs.items()}
         done = dict.fromkeys(channels, 0)
         sent = dict.fromkeys(channels, 0)
         order = []
@@ -247,7 +228,7 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
             for _ in range(60):
                 sent[name] += 1
                 channel.send(messages.encode(propose(sent[name])), 1)
-        while sum(done.values()) < 70:
+        while sum(done.values()) < 50:
             for name, channel in channels.items():
                 while (frame := channel.receive(0.001)) is not None:
                     reply = messages.decode_reply(frame)
@@ -255,7 +236,6 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
                     done[name] += 1
                     order.append(name)
         time_of = {name: done[name] * costs[name] for name in done}
-        assert 1.2 < time_of["double"] / time_of["b"] < 3.5
         assert 0.4 < time_of["a"] / time_of["b"] < 2.5, done
 
 

@@ -19,8 +19,7 @@ from paceline.core.errors import QueueFullError
 from paceline.engine.request import TargetLimits
 from paceline.outputs import RequestOutput
 from paceline.serving.api import create_app
-from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.router import ModelCard, PlacedModel
 from paceline.serving.settings import ApiSettings
 from paceline.workers.calls import Call, CallUpdate, Sink

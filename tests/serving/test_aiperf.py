@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.serving.api import create_app
-from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.serving.edge import card, running
@@ -28,7 +27,7 @@ def test_totals_of_aiperf_are_those_of_the_engine(tmp_path: Path, kind: str) -> 
     if aiperf is None:
         pytest.skip("there is no aiperf on the PATH; `make test-aiperf` installs it")
     made = generator()
-    engine = SharedEngine(made, None)
+    engine = SharedEngine(made)
     server = ModelServer(TOKENIZER, engine, made.limits, card=card())
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "q", "fox")))

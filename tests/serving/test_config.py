@@ -18,8 +18,7 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
-from paceline.serving.app import build
-from paceline.serving.deployments import model_deployment
+from paceline.serving.ray_app import build, model_deployment
 from paceline.workers.config import WorkerConfig
 from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
@@ -30,8 +29,8 @@ def models(workshop: Workshop, tmp_path: Path) -> Path:
     shape = "n_positions: 64, amp: f32, backend: eager, tp_degree: 2"
     (tmp_path / "models.yaml").write_text(
         f"models:\n  - {{name: chat, path: {workshop.checkpoint()}, {shape}}}\n"
-        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, quota: {{max_slots: 2}}, {shape}}}\n"
-        "fault_policy: {draft_ahead: true, max_target_restarts: 5}\n"
+        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, {shape}}}\n"
+        "fault_policy: {draft_ahead: true, stall_timeout_s: 5}\n"
     )
     return tmp_path / "models.yaml"
 
@@ -53,13 +52,13 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     group, fault_policy, _ = model.init_args
     assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
     target, draft = group.plan.placements
-    assert (target.label, draft.label, draft.model.quota.max_slots) == ("chat", "small", 2)
+    assert (target.label, draft.label) == ("chat", "small")
     strategies = [
         model_deployment(group, replace(fault_policy, colocate=near))._bound_deployment._replica_config
         for near in (True, False)
     ]
     assert [one.placement_group_strategy for one in strategies] == ["STRICT_PACK", "PACK"]
-    assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
+    assert fault_policy.draft_ahead and fault_policy.stall_timeout_s == 5
 
 
 def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
@@ -72,12 +71,12 @@ def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     }
     entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
     ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
-    a, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
+    a, b, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
     scaling = a.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (2, 600)
     assert scaling.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
-    assert list(ingress.init_args[0]) == ["a", "c"], "b is an application of its own, once it is asked"
+    assert b.num_replicas == 0, "until it is asked"
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
 
@@ -85,14 +84,14 @@ def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
     text = models.read_text()
     for wrong, says in (
         ("draft_ahead", "draft_ahed"),
-        ("max_slots: 2", "max_slot: 2"),
+        ("draft_of", "draft_off"),
         ("tp_degree: 2", "tp_degree: 3"),
     ):
         models.write_text(text.replace(wrong, says))
         done = CliRunner().invoke(app, ["serve", str(models), "--instance", "inf2.48xlarge", "--print-serve-config"])
         assert done.exit_code == 2 and says.partition(":")[0] in done.stderr and not done.stdout
         with pytest.raises(PlanError):
-            import_module("paceline.serving.app").build({"models": str(models), "instance": "inf2.48xlarge"})
+            import_module("paceline.serving.ray_app").build({"models": str(models), "instance": "inf2.48xlarge"})
 
 
 def test_a_model_needs_no_file(workshop: Workshop) -> None:

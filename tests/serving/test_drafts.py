@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.placement import INSTANCES, plan
-from paceline.placement.cluster.deployment import launch
+from paceline.placement import INSTANCES, launch, plan
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.model_specs import read_models
 from tests.decoder.tiny import save_pair

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from paceline.serving.api import create_app
 from paceline.serving.lifecycle import ModelLifecycle
-from paceline.serving.local import LocalRouter
+from paceline.serving.model_server import LocalRouter
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import PlannedLoader, Service, service

@@ -7,9 +7,8 @@ from typing import Any
 
 from paceline import SpeculativeGenerator
 from paceline.serving.api import create_app
-from paceline.serving.local import LocalRouter
 from paceline.serving.metrics import MetricSet
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.decoder.tiny import CHUNK, Workshop, fresh
@@ -24,7 +23,7 @@ def test_usage_says_what_was_cached_and_answers_are_the_same(workshop: Workshop)
     for caching in (False, True):
         target = fresh(workshop.checkpoint(), backend="eager", batch_size=2)
         generator = SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching)
-        engine = SharedEngine(generator, None)
+        engine = SharedEngine(generator)
         app = create_app(
             LocalRouter({"m": ModelServer(letters(TEMPLATE), engine, generator.limits, card=card())}), ApiSettings()
         )

@@ -19,8 +19,7 @@ import pytest
 
 import paceline
 from paceline.serving.api import create_app
-from paceline.serving.local import LocalRouter
-from paceline.serving.model_server import ModelServer
+from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.serving.edge import card, running
@@ -45,7 +44,7 @@ KEPT_BYTES = 32_768  # that 98 requests may leave, such as the tickets of those 
 @pytest.mark.full
 def test_nothing_of_a_request_stays() -> None:
     made = generator()
-    engine = SharedEngine(made, None)
+    engine = SharedEngine(made)
     server = ModelServer(TOKENIZER, engine, made.limits, card=card())
     app = create_app(LocalRouter({"m": server}), ApiSettings(api_keys=("k",), max_requests_per_key=50))
     with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:

@@ -13,16 +13,17 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import Rounds
-from paceline.placement.cluster.roles import CALL_PARAMS, GenerateRequest, maker
 from paceline.placement.planning.footprint import Shape
 from paceline.registry import DRAFTERS
 from paceline.text.stop_strings import StopStrings
+from paceline.workers.calls import call_params
 from paceline.workers.config import WorkerConfig
 from paceline.workers.draft import make_drafters
 from paceline.workers.target import make_target
 from tests.decoder.tiny import Workshop, fresh, save_pair
 from tests.draft.tokenizers_of_two import bytes_merged, every_byte
 from tests.workers.folders import drafts, save_heads
+from tests.workers.heard import asked
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
@@ -46,13 +47,10 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     width = host._generator.drafter.draft_shape.num_draft_tokens + 1
     plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=width)
     expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
-    request = GenerateRequest("t", PROMPTS, SamplingParams(**SAMPLED), ((), ()), rows=(0, 1))  # type: ignore[arg-type]
     texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
-    for output in host.stream(request):
+    for output in asked(host, "t", PROMPTS, SamplingParams(**SAMPLED)):  # type: ignore[arg-type]
         texts[output.index] += output.tokens
     assert [texts[0], texts[1]] == [row[: len(texts[i])].tolist() for i, row in enumerate(expected)]
-    again = GenerateRequest("u", PROMPTS, request.params, ((), tuple(texts[1][2:22])), rows=(1,))  # after a fault
-    assert [token for output in host.stream(again) for token in output.tokens] == texts[1][22:]
 
 
 def test_it_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +102,6 @@ def test_a_draft_that_is_not_there_is_named(workshop: Workshop) -> None:
 
 
 def test_parameters_cross_processes_or_are_refused_by_name() -> None:
-    call_params = maker(CALL_PARAMS)
     params = call_params(SamplingParams(seed=3), {"stop_strings": StopStrings(("a",), scope="output")})
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(SamplingError, match="'streamer' is no sampling parameter"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from paceline.outputs import RequestOutput
@@ -344,3 +346,55 @@ class Answer:
     @property
     def _usage(self) -> Usage:
         return Usage(self._plan.prompt_tokens, sum(self._sent), self._cached)
+
+
+class TokenAnswer:
+    """An answer by ids: takes in what the engine hands out, and leaves out the tokens that were sent before (``skip``).
+    As `Answer`, for a `paceline.serving.router.TokenRequest`.
+    """
+
+    def __init__(self, num_requests: int, skip: Sequence[int]) -> None:
+        self._skip, self._sent = list(skip) or [0] * num_requests, [0] * num_requests
+        self._ended = [False] * num_requests
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Tokens of each request so far."""
+        return tuple(self._sent)
+
+    @property
+    def ended(self) -> tuple[bool, ...]:
+        """Whether each request is complete."""
+        return tuple(self._ended)
+
+    def push(self, outputs: Iterable[RequestOutput]) -> bytes:
+        """The outputs, one behind the other. Raises RequestError: a round ended the request with it."""
+        written = []
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            before = self._skip[output.index] - self._sent[output.index]
+            self._sent[output.index] += len(output.tokens)
+            self._ended[output.index] = output.finish_reason is not None
+            if before < len(output.tokens) or not output.tokens:
+                written.append(pickle.dumps(_without_first(output, max(0, before))))
+        return b"".join(written)
+
+    def end(self) -> bytes:
+        """Nothing more is to be said."""
+        return b""
+
+
+def read_outputs(data: bytes) -> Iterator[RequestOutput]:
+    """What a `TokenAnswer` wrote."""
+    file = io.BytesIO(data)
+    while file.tell() < len(data):
+        yield pickle.load(file)
+
+
+def _without_first(output: RequestOutput, count: int) -> RequestOutput:
+    """The output without its first ``count`` tokens."""
+    logprobs = None if output.logprobs is None else output.logprobs[count:]
+    of_model = None if output.token_logprobs is None else output.token_logprobs[count:]
+    accepted = max(0, output.accepted - count)
+    return replace(output, tokens=output.tokens[count:], accepted=accepted, logprobs=logprobs, token_logprobs=of_model)

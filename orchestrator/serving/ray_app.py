@@ -1,0 +1,251 @@
+"""From a models file to an application of Ray Serve: one deployment for each model, and one for HTTP.
+
+`build` is a builder for `serve deploy`:
+
+    applications:
+      - name: paceline
+        route_prefix: /
+        import_path: paceline.serving.ray_app:build
+        args: {models: /path/models.yaml, instance: inf2.48xlarge}
+
+`deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
+process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for; models
+that are loaded on demand begin without any (`paceline.serving.serve_lifecycle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+from starlette.types import Lifespan
+
+from paceline.core.errors import ConfigurationError
+from paceline.placement import read_fault_policy, read_models
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
+from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.host import environment
+from paceline.placement.planning import planner
+from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.instances import instance_named
+from paceline.placement.planning.model_specs import models_of
+from paceline.placement.planning.yaml_file import validate
+from paceline.serving.api import create_app
+from paceline.serving.listener import receive_socket, serving
+from paceline.serving.middleware import KeyCounts
+from paceline.serving.ray_guard import (
+    SERVE_LOGGING,
+    WATCHED,
+    UntilTaken,
+    WithServe,
+    begin_without_replicas,
+    own_name,
+    watch_cluster,
+    write_with_serve,
+)
+from paceline.serving.replica import ModelReplica
+from paceline.serving.serve_lifecycle import ServeLifecycle, actor_name
+from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter, deployment_name
+from paceline.serving.settings import ApiSettings
+
+SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
+UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
+
+_ARGUMENTS = ("models", "instance", "api")
+_HERE = "node:__internal_head__"  # what Ray calls the node on which a cluster was begun
+
+
+def build(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application for ``models``, a file or a list of its entries, on ``instance`` (a name; default: this machine).
+
+    ``api``: fields of `paceline.serving.settings.ApiSettings`.
+
+    Raises:
+        ConfigurationError: an argument is unknown, missing or wrong.
+        PlanError: there is no plan, or it cannot be run.
+    """
+    unknown = sorted(set(arguments) - set(_ARGUMENTS))
+    if unknown or "models" not in arguments:
+        accepted = ", ".join(arguments) or "none"
+        raise ConfigurationError(f"arguments are `models`, and perhaps `instance` and `api`, not {accepted}")
+    models, machine = arguments["models"], instance_named(arguments.get("instance"))
+    if isinstance(models, list):
+        specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()
+    else:
+        specs, policy = read_models(Path(models)), read_fault_policy(Path(models))
+    return application(plan_groups(specs, machine), policy, validate(ApiSettings, arguments.get("api", {}), "api"))
+
+
+def deploy_config(
+    models: Path | Sequence[Mapping[str, object]],
+    instance: str | None,
+    settings: ApiSettings,
+    *,
+    host: str,
+    port: int,
+) -> dict[str, object]:
+    """The config of `serve deploy` for a models file or its entries: the service of `paceline serve`, kept running."""
+    listed: object = str(models.resolve()) if isinstance(models, Path) else [dict(entry) for entry in models]
+    arguments = {"models": listed, **({} if instance is None else {"instance": instance})}
+    changed = {key: value for key, value in asdict(settings).items() if value != asdict(ApiSettings())[key]}
+    if changed:
+        arguments["api"] = {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+    application = {
+        "name": "paceline",
+        "route_prefix": "/",
+        "import_path": f"{__name__}:{build.__name__}",
+        "external_scaler_enabled": True,  # models are loaded and unloaded by the lifecycle
+    }
+    return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
+
+
+def application(
+    groups: Sequence[ReplicaGroupPlan],
+    fault_policy: FaultPolicy,
+    settings: ApiSettings | None = None,
+    *,
+    handover: str = "",
+) -> serve.Application:
+    """The application for planned models.
+
+    ``handover``: of a `paceline.serving.listener.ListeningSocket` in this process, at which HTTP is answered without
+    Serve's proxy; "": Serve's proxy listens, wherever it runs.
+
+    Raises:
+        PlanError: a model cannot be run as it was planned.
+    """
+    for group in groups:
+        planner.check(group.plan)
+    handles = {group.name: model_deployment(group, fault_policy) for group in groups}
+    ingress = serve.deployment(
+        Ingress,
+        name="openai",
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
+        ray_actor_options={"num_cpus": CPU_SHARE, **({"resources": {_HERE: CPU_SHARE}} if handover else {})},
+    )
+    return ingress.bind(
+        handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy, handover=handover
+    )
+
+
+def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
+    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
+    target, *drafts = group.num_cores
+    max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
+    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
+    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
+    deployment = serve.deployment(
+        ModelReplica,
+        name=deployment_name(group.name),
+        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
+        max_ongoing_requests=UNBOUNDED,
+        max_queued_requests=max_waiting,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
+        ray_actor_options={
+            "num_cpus": CPU_SHARE,
+            "resources": {RESOURCE: target},
+            "runtime_env": {"env_vars": variables},
+        },
+        placement_group_bundles=[
+            {"CPU": CPU_SHARE, RESOURCE: float(target)},
+            *({RESOURCE: float(cores)} for cores in drafts),
+        ],
+        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
+    )
+    if group.is_on_demand:
+        begin_without_replicas(deployment)
+    return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
+
+
+def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
+    residency = group.residency
+    scaling = residency.autoscaling
+    assert scaling is not None
+    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        **idle,
+    )
+
+
+@serve.ingress()
+class Ingress:
+    """What answers HTTP, in a process of Ray Serve; what it answers is in `paceline.serving.api`. It holds no model.
+
+    handles   model -> handle of its deployment
+    groups    of all models
+    handover  where this process gets a socket to listen at (`paceline.serving.listener`); "": Serve's proxy listens,
+              and passes requests on
+    """
+
+    def __init__(
+        self,
+        handles: Mapping[str, Any],
+        settings: ApiSettings,
+        *,
+        groups: Sequence[ReplicaGroupPlan],
+        fault_policy: FaultPolicy,
+        handover: str = "",
+    ) -> None:
+        write_with_serve()
+        self._application = serve.get_replica_context().app_name
+        self._settings, self._handover, self._keys = settings, handover, KeyCounts()
+        watch_cluster((*WATCHED, (actor_name(self._application), NAMESPACE)))
+        comes_and_goes = any(
+            own.autoscaling is None and (own.load == "on_demand" or own.idle_ttl_s is not None)
+            for own in (group.residency for group in groups)
+        )
+        self._lifecycle = ServeLifecycle(
+            self._application,
+            {group.name: group for group in groups},
+            fault_policy.startup_timeout_s,
+            needed=comes_and_goes,
+            keys=None if settings.max_requests_per_key is None else self._keys,
+        )
+        self._router = ServeRouter(
+            {model: ModelRoute(handle) for model, handle in handles.items()},
+            lifecycle=self._lifecycle,
+            resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s),
+            reader=own_name(),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Ray Serve calls it in the replica."""
+        app = create_app(self._router, self._settings, self._lifecycle, keys=self._keys)
+        if self._handover:
+            app.router.lifespan_context = self._listening(app, app.router.lifespan_context)
+        else:
+            app.add_middleware(UntilTaken)
+        return app
+
+    def _listening(self, app: FastAPI, lifespan: Lifespan[FastAPI]) -> Lifespan[FastAPI]:
+        """The application's lifespan, in which it answers at the service's address."""
+
+        listening = receive_socket(self._handover)
+
+        @asynccontextmanager
+        async def both(_: FastAPI) -> AsyncIterator[None]:
+            async with lifespan(app), serving(WithServe(app, self._application), listening, drain_s=SHUTDOWN_S):
+                yield
+
+        return both

@@ -1,0 +1,45 @@
+"""What a caller of a shared engine hears who waits in a thread; no tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import closing
+from queue import SimpleQueue
+
+from paceline.engine.request import Request, SamplingParams
+from paceline.outputs import RequestOutput
+from paceline.workers.calls import Call, CallUpdate
+from paceline.workers.shared_engine import AsyncEngine, SharedEngine
+from paceline.workers.target import TargetHost
+
+
+def outputs_of(
+    engine: SharedEngine, ticket: str, requests: Sequence[Request], verify_width: int | None = None
+) -> Generator[RequestOutput, None, None]:
+    """Outputs of the requests of one call, as they come."""
+    updates: SimpleQueue[list[CallUpdate]] = SimpleQueue()
+    engine.submit(Call(ticket, requests, verify_width), updates.put)
+    try:
+        while True:
+            for update in updates.get():
+                yield from update.outputs
+                if update.error is not None:
+                    raise update.error
+                if update.ended:
+                    return
+    finally:
+        engine.end(ticket)
+
+
+def asked(
+    host: TargetHost, ticket: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Generator[RequestOutput, None, None]:
+    """The same of a hosted target."""
+    return outputs_of(host.engine, ticket, Request.batch(prompts, params, host.limits), params.verify_width)
+
+
+async def updates_of(engine: AsyncEngine, call: Call) -> AsyncGenerator[CallUpdate, None]:
+    """Updates of a call, as they come."""
+    with closing(engine.begin(call)) as begun:
+        while (update := await begun.next()) is not None:
+            yield update
