@@ -327,10 +327,10 @@ class CompiledDecoder:
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]
-        key: dict[str, object] = {"config": self.config.fingerprint(), "amp": options.amp}
+        key: dict[str, object] = {"config": self.config.fingerprint(), "amp": options.load.amp}
         key |= {"shape": shape, "layout": layout}
-        if options.kv_cache_dtype is not None:
-            key["kv_cache_dtype"] = options.kv_cache_dtype
+        if options.load.kv_cache_dtype is not None:
+            key["kv_cache_dtype"] = options.load.kv_cache_dtype
         formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
         return {**key, "quantization": formats} if formats else key
 

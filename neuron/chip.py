@@ -79,8 +79,8 @@ def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
             config,
             options.dtype,
             shard=Shard(config, options.layout, rank),
-            quantization=options.quantization,
-            modules_to_not_convert=options.modules_to_not_convert,
+            quantization=options.load.quantization,
+            modules_to_not_convert=options.load.modules_to_not_convert,
         )
         body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
         bodies.append(body.eval())

@@ -20,7 +20,7 @@ from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Weights
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
@@ -204,7 +204,7 @@ def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCac
     """Rank 0's part of a model of so many layers, in 16 bits."""
     config = replace(config, num_layers=layers)
     layout = sharding.layout(config, setup.degree)
-    options = DecoderOptions(setup.slots, (setup.rows,), (min(128, setup.rows),), "bf16", layout)
+    options = DecoderOptions(LoadOptions(batch_size=setup.slots), (setup.rows,), (min(128, setup.rows),), layout)
     shard = Shard(config, layout)
     weights: Weights = {}
     for name, spec in registry.family(config.model_type).tensors(config).items():

@@ -81,9 +81,6 @@ MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 MAX_STATE = 8  # attributes that a class assigns after its constructor
 
-# Public entry points that keep the keywords of transformers-neuronx.
-PUBLIC_ENTRY_POINTS = {("orchestrator/auto.py", "from_pretrained"), ("orchestrator/loadable.py", "loadable")}
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -310,10 +307,8 @@ def has_fixed_signature(name: str) -> bool:
 
 
 def keeps_its_parameters(file: str, function: Function) -> bool:
-    """Whether it is a public entry point, or a test (called by keyword)."""
-    if file.startswith("tests/") and function.name.startswith("test_"):
-        return True
-    return (file, function.name) in PUBLIC_ENTRY_POINTS
+    """Whether it is a test (called by keyword)."""
+    return file.startswith("tests/") and function.name.startswith("test_")
 
 
 def check(root: Path) -> list[Violation]:

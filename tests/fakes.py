@@ -36,7 +36,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import DecoderOptions, LoadOptions
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -150,7 +150,7 @@ class TableDecoder(SamplingDecoder):
         pad: int | None = None,
     ) -> None:
         self.config = config(logits.shape[-1], eos=eos, pad=pad)
-        self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
+        self.options = DecoderOptions(LoadOptions(batch_size=slots, amp="f32"), kv_buckets, (8, 16))
         self.backend, self.kv_buckets, self.batch_buckets = EagerBackend(), kv_buckets, (slots,)
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.folder = None

@@ -11,12 +11,13 @@ import typer
 from rich.table import Table
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, LoaderOptions, checked, command, load_generator
+from paceline.cli.options import AsJson, checked, command, load_generator
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError, ConfigurationError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.environment import cache_root
+from paceline.decoder.options import LoadOptions
 from paceline.draft_spec import parse_draft
 from paceline.placement.planning.instances import instance_named
 
@@ -27,7 +28,7 @@ app = typer.Typer()
 def compile_graphs(
     target: Annotated[Path, typer.Argument(help="Folder of the model.")],
     config: SpeculativeConfig,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     *,
     sampling: Annotated[
         list[str] | None,

@@ -10,16 +10,17 @@ import signal
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import TargetFolder, command, read_prompts
+from paceline.cli.options import TargetFolder, checked, command, load, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.heads.options import CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
@@ -276,14 +277,6 @@ class TreeOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """How the target is loaded."""
-
-    backend: str = field(default="native", metadata={"help": "native (native kernels, CPU) or eager."})
-    amp: str = field(default="bf16", metadata={"help": "Number format of weights and cache: bf16, f16 or f32."})
-
-
 @command(app, "medusa-tree")
 def medusa_tree(
     target: TargetFolder,
@@ -291,7 +284,7 @@ def medusa_tree(
     out: Annotated[Path, typer.Option(help="File for the choices.")],
     *,
     tree: TreeOptions,
-    loader: BackendOptions,
+    loader: LoadOptions,
 ) -> None:
     """Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.
 
@@ -305,23 +298,15 @@ def medusa_tree(
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
         _results(out.parent)
-        from paceline.auto import AutoDecoder
         from paceline.medusa.drafter import MedusaDrafter
 
         length = tree.max_new_tokens
-        with console.loading(console.err(), target) as report:
-            decoder = AutoDecoder.from_pretrained(
-                target,
-                n_positions=max(map(len, rows)) + length,
-                amp=loader.amp,
-                backend=loader.backend,
-                progress=report,
-            )
-        searched, checked = rows[::2], rows[1::2]
+        decoder = load(checked(target, replace(loader, n_positions=max(map(len, rows)) + length)))
+        searched, held_out = rows[::2], rows[1::2]
         best, independent = _search(decoder, target, heads, rows=searched, nodes=tree.nodes, length=length)
         best.choices.write(out)
         drafter = MedusaDrafter.from_pretrained(heads, decoder, tree=best.choices)
-        taus = _run(decoder, drafter, checked, length=length)
+        taus = _run(decoder, drafter, held_out, length=length)
     figures = {
         "nodes": len(best.choices),
         "depth": best.choices.depth,
@@ -329,7 +314,7 @@ def medusa_tree(
         "expected_tau_if_heads_were_independent": round(1 + independent, 3),
         "measured_tau": round(statistics.fmean(taus), 3),
         "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
-        "texts": [len(searched), len(checked)],
+        "texts": [len(searched), len(held_out)],
     }
     console.err().print(console.values_table("tree", figures))
     typer.echo(json.dumps(figures))

@@ -76,7 +76,7 @@ class ModelReplica:
         if bundles is None:
             raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.ray_app")
         plan = group.plan
-        self._policy, self._num_slots = fault_policy, plan.placements[0].model.shape.batch_size
+        self._policy, self._num_slots = fault_policy, plan.placements[0].model.options.slots
         self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
         try:
             self._drafter = self._group.drafter()

@@ -42,7 +42,7 @@ class DraftPool:
         first = config.load()
         self._k = config.speculative.longest_draft(first.backend.draft_lengths)
         # Ranks hold one cache each, so a divided model is loaded again for every target.
-        siblings = (first.sibling() if config.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
+        siblings = (first.sibling() if config.options.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
         self._free: list[CompiledDecoder] = [first, *siblings]
         self._acquired: dict[int, CompiledDecoder] = {}  # by the id of the drafter over it
         self._compiled = frozenset(vocab_sizes)
@@ -57,10 +57,10 @@ class DraftPool:
             ConfigurationError: the target has another batch size, or all decoders are in use.
         """
         config = self._config
-        if handshake.slots != config.batch_size:
+        if handshake.slots != config.options.slots:
             raise ConfigurationError(
-                f"target {handshake.target} has {handshake.slots} slots and its draft {config.batch_size}; give both "
-                "the same batch_size"
+                f"target {handshake.target} has {handshake.slots} slots and its draft {config.options.slots}; give "
+                "both the same batch_size"
             )
         if not self._free:
             raise ConfigurationError(

@@ -19,7 +19,7 @@ from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
@@ -57,7 +57,7 @@ def body(degree: int = 1) -> ModelWithCache:
         "hidden_act": "silu",
     }
     config = ModelConfig.from_fields(Fields(shape, "a test"))
-    options = DecoderOptions(1, (POSITIONS,), (16,), "f32", sharding.layout(config, degree))
+    options = DecoderOptions(LoadOptions(amp="f32"), (POSITIONS,), (16,), sharding.layout(config, degree))
     shard = Shard(config, options.layout)
     weights = {}
     for name, spec in registry.family(config.model_type).tensors(config).items():

@@ -14,11 +14,11 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, PromptError, SamplingError
 from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.options import LoadOptions
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
-from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.draft import make_drafters
 from paceline.workers.shared_engine import SharedEngine
@@ -227,7 +227,12 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, p
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
     """Real checkpoints, in the thread that a worker has for its rounds."""
-    shape = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "k": 4, "draft_ahead": False}
+    shape = {
+        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
+        "backend": "eager",
+        "k": 4,
+        "draft_ahead": False,
+    }
     inner = None
     if drafts:
         drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})

@@ -11,9 +11,9 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
+from paceline.decoder.options import LoadOptions
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import Rounds
-from paceline.placement.planning.footprint import Shape
 from paceline.registry import DRAFTERS
 from paceline.text.stop_strings import StopStrings
 from paceline.workers.calls import call_params
@@ -31,7 +31,12 @@ ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"]
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
-    return {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(folder), **more}
+    return {
+        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
+        "backend": "eager",
+        "folder": str(folder),
+        **more,
+    }
 
 
 def test_every_row_that_a_file_can_name_is_served() -> None:
