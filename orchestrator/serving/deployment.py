@@ -40,10 +40,10 @@ from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
-from paceline.serving.ray_app import model_deployment
 from paceline.serving.ray_guard import running_address
 from paceline.serving.refused import QUEUE_FULL
 from paceline.serving.render.answer import read_outputs
+from paceline.serving.replica import model_deployment
 from paceline.serving.router import Chunk, Failed, Item, RequestContext, TokenRequest
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 
@@ -154,7 +154,7 @@ class Deployment:
         groups = groups_of(plan)
         _check_room(groups, self._policy)
         stamp = secrets.token_hex(4)
-        started = {group.name: _Launched(group, f"paceline-{group.name}-{stamp}") for group in groups}
+        started = {group.name: _Launched(group, f"launched-{group.name}-{stamp}") for group in groups}
         try:
             self._start(list(started.values()))
         except BaseException:

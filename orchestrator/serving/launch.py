@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import ray
@@ -134,8 +134,9 @@ def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
 
 def _starting() -> list[str]:
     """Our deployments that are not ready: models by their names, and the process of HTTP."""
-    own = serve.status().applications.get(APPLICATION)
-    deployments = own.deployments.items() if own else ()
+    applications = serve.status().applications
+    own = (applications[name] for name in _own(applications) if name in applications)
+    deployments = [pair for application in own for pair in application.deployments.items()]
     return sorted(name.removeprefix("model-") for name, one in deployments if one.status != "HEALTHY")
 
 
@@ -162,7 +163,7 @@ def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Call
         finally:
             listening.close()  # the process of HTTP has it still, until it accepts no more
             with _warned():
-                serve.delete(APPLICATION)
+                _delete(_own(serve.status().applications))
 
 
 def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
@@ -178,10 +179,12 @@ def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Call
             _run(app, ready)
         finally:
             with _warned():
-                if running is None and not set(serve.status().applications) - {APPLICATION}:
+                applications = serve.status().applications
+                own = _own(applications)
+                if running is None and not set(applications) - own:
                     serve.shutdown()
                 else:
-                    serve.delete(APPLICATION)
+                    _delete(own)
                 forget_decisions(APPLICATION)
 
 
@@ -189,6 +192,16 @@ def _run(app: serve.Application, ready: Callable[[], None]) -> None:
     serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
     ready()
     threading.Event().wait()
+
+
+def _own(applications: Collection[str]) -> set[str]:
+    """Our applications: the service, and models that were loaded on demand."""
+    return {APPLICATION, *(name for name in applications if name.startswith(f"{APPLICATION}-"))}
+
+
+def _delete(applications: set[str]) -> None:
+    for name in sorted(applications):
+        serve.delete(name)
 
 
 @contextmanager

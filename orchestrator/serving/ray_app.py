@@ -10,7 +10,7 @@
 
 `deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
 process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for; models
-that are loaded on demand begin without any (`paceline.serving.serve_lifecycle`).
+that are loaded on demand are applications of their own (`paceline.serving.serve_lifecycle`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import AutoscalingConfig
 from starlette.types import Lifespan
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.reservation import RESOURCE
-from paceline.placement.host import environment
 from paceline.placement.planning import planner
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import instance_named
@@ -45,20 +42,21 @@ from paceline.serving.ray_guard import (
     WATCHED,
     UntilTaken,
     WithServe,
-    begin_without_replicas,
     own_name,
     watch_cluster,
     write_with_serve,
 )
-from paceline.serving.replica import ModelReplica
-from paceline.serving.serve_lifecycle import ServeLifecycle, actor_name
-from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter, deployment_name
+from paceline.serving.replica import (
+    CPU_SHARE,
+    HEALTH_PERIOD_S,
+    HEALTH_TIMEOUT_S,
+    SHUTDOWN_S,
+    UNBOUNDED,
+    model_deployment,
+)
+from paceline.serving.serve_lifecycle import ServeLifecycle, Service, actor_name
+from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
-
-SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
-CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
-UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
 
 _ARGUMENTS = ("models", "instance", "api")
 _HERE = "node:__internal_head__"  # what Ray calls the node on which a cluster was begun
@@ -125,7 +123,7 @@ def application(
     """
     for group in groups:
         planner.check(group.plan)
-    handles = {group.name: model_deployment(group, fault_policy) for group in groups}
+    handles = {group.name: model_deployment(group, fault_policy) for group in groups if not group.is_on_demand}
     ingress = serve.deployment(
         Ingress,
         name="openai",
@@ -141,58 +139,11 @@ def application(
     )
 
 
-def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
-    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
-    target, *drafts = group.num_cores
-    max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
-    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
-    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
-    deployment = serve.deployment(
-        ModelReplica,
-        name=deployment_name(group.name),
-        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
-        max_ongoing_requests=UNBOUNDED,
-        max_queued_requests=max_waiting,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        logging_config=SERVE_LOGGING,
-        ray_actor_options={
-            "num_cpus": CPU_SHARE,
-            "resources": {RESOURCE: target},
-            "runtime_env": {"env_vars": variables},
-        },
-        placement_group_bundles=[
-            {"CPU": CPU_SHARE, RESOURCE: float(target)},
-            *({RESOURCE: float(cores)} for cores in drafts),
-        ],
-        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
-    )
-    if group.is_on_demand:
-        begin_without_replicas(deployment)
-    return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
-
-
-def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
-    residency = group.residency
-    scaling = residency.autoscaling
-    assert scaling is not None
-    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
-    return AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_ongoing_requests,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
-        **idle,
-    )
-
-
 @serve.ingress()
 class Ingress:
     """What answers HTTP, in a process of Ray Serve; what it answers is in `paceline.serving.api`. It holds no model.
 
-    handles   model -> handle of its deployment
+    handles   model -> handle of its deployment, of those that are loaded from the start
     groups    of all models
     handover  where this process gets a socket to listen at (`paceline.serving.listener`); "": Serve's proxy listens,
               and passes requests on
@@ -211,19 +162,16 @@ class Ingress:
         self._application = serve.get_replica_context().app_name
         self._settings, self._handover, self._keys = settings, handover, KeyCounts()
         watch_cluster((*WATCHED, (actor_name(self._application), NAMESPACE)))
+        service = Service(self._application, {group.name: group for group in groups}, fault_policy)
         comes_and_goes = any(
             own.autoscaling is None and (own.load == "on_demand" or own.idle_ttl_s is not None)
             for own in (group.residency for group in groups)
         )
         self._lifecycle = ServeLifecycle(
-            self._application,
-            {group.name: group for group in groups},
-            fault_policy.startup_timeout_s,
-            needed=comes_and_goes,
-            keys=None if settings.max_requests_per_key is None else self._keys,
+            service, needed=comes_and_goes, keys=None if settings.max_requests_per_key is None else self._keys
         )
         self._router = ServeRouter(
-            {model: ModelRoute(handle) for model, handle in handles.items()},
+            {name: ModelRoute(handles[name]) if name in handles else service.route(name) for name in service.groups},
             lifecycle=self._lifecycle,
             resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s),
             reader=own_name(),

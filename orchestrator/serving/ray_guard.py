@@ -17,9 +17,8 @@ there; the process of HTTP waits for the proxy's word that the answer is complet
 caller that is gone confirms nothing, and nobody waits for it.
 
 `controller` is asked what the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
-.../deployments/NAME/scale` ask; here no dashboard runs. `serve.deployment` refuses `num_replicas=0`, though its config
-and the controller take it (`begin_without_replicas`). The core allocator keeps its record in Ray's key-value store too
-(`paceline.placement.cluster.core_allocator`).
+.../deployments/NAME/scale` ask; here no dashboard runs. The core allocator keeps its record in Ray's key-value
+store too (`paceline.placement.cluster.core_allocator`).
 """
 
 from __future__ import annotations
@@ -276,17 +275,17 @@ def running_address() -> tuple[str, int] | None:
     return str(options.get("host", HTTPOptions().host)), int(options.get("port", HTTPOptions().port))
 
 
-async def running_deployments(application: str) -> Mapping[str, DeploymentState]:
-    """Those of an application, by name.
+async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
+    """(application, deployment) -> what Serve knows of it.
 
     Raises:
         RayError, ValueError: the controller does not answer, or is gone.
     """
     details = await controller().get_serve_instance_details.remote()
-    listed = details["applications"].get(application, {}).get("deployments", {})
     return {
-        name: DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
-        for name, one in listed.items()
+        (application, name): DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
+        for application, about in details["applications"].items()
+        for name, one in about.get("deployments", {}).items()
     }
 
 
@@ -300,9 +299,9 @@ async def scale_deployment(application: str, deployment: str, replicas: int) -> 
     await controller().update_deployment_replicas.remote(DeploymentID(deployment, application), replicas)
 
 
-def begin_without_replicas(deployment: serve.Deployment) -> None:
-    """Have a deployment begin with none; `scale_deployment` says when there are to be some."""
-    deployment._deployment_config.num_replicas = 0
+def handle_of(deployment: str, application: str) -> Any:
+    """Of a deployment that need not be there yet: requests wait until it is."""
+    return serve.get_deployment_handle(deployment, application, _check_exists=False)
 
 
 class WithServe:

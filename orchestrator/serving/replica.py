@@ -1,4 +1,5 @@
-"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it.
+"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it. And the model as a
+deployment of Ray Serve.
 
 Ray Serve starts replicas, chooses one for a request, asks how it is, and replaces it; what is lost with it is asked
 for again by the router (`paceline.serving.serve_router`). Cores come from the core allocator, before anything here
@@ -19,16 +20,19 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig
 
 from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.cluster.roles import maker
+from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.lifecycle import Usage
 from paceline.serving.metrics import MetricSet, RequestTimes
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.ray_guard import Readers, watch_cluster, write_with_serve
+from paceline.serving.ray_guard import SERVE_LOGGING, Readers, watch_cluster, write_with_serve
 from paceline.serving.refused import UNAVAILABLE
 from paceline.serving.router import (
     Accepted,
@@ -39,6 +43,7 @@ from paceline.serving.router import (
     PlacedModel,
     RequestContext,
 )
+from paceline.serving.serve_router import deployment_name
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.replica_group import ReplicaGroup
@@ -46,6 +51,11 @@ if TYPE_CHECKING:
     from paceline.workers.target import TargetHost
 
 log = logging.getLogger("paceline")
+
+SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
+UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
 
 _FIGURES_S = 1.0  # between updates of the metrics that the engine counts
 _FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
@@ -265,4 +275,49 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
             for spec in workers
             for cores in [tuple(spec.cores.cores)]
         ),
+    )
+
+
+def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
+    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
+    target, *drafts = group.num_cores
+    max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
+    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
+    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
+    deployment = serve.deployment(
+        ModelReplica,
+        name=deployment_name(group.name),
+        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
+        max_ongoing_requests=UNBOUNDED,
+        max_queued_requests=max_waiting,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
+        ray_actor_options={
+            "num_cpus": CPU_SHARE,
+            "resources": {RESOURCE: target},
+            "runtime_env": {"env_vars": variables},
+        },
+        placement_group_bundles=[
+            {"CPU": CPU_SHARE, RESOURCE: float(target)},
+            *({RESOURCE: float(cores)} for cores in drafts),
+        ],
+        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
+    )
+    return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
+
+
+def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
+    residency = group.residency
+    scaling = residency.autoscaling
+    assert scaling is not None
+    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        **idle,
     )

@@ -14,16 +14,19 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import Any
 
 import ray
+from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
@@ -35,13 +38,11 @@ from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, Us
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.ray_guard import DeploymentState
 from paceline.serving.refused import UNAVAILABLE, RefusedError
+from paceline.serving.replica import model_deployment
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_router import ModelRoute, ServeRouter, deployment_name
 
 log = logging.getLogger("paceline")
-
-Groups = Mapping[str, ReplicaGroupPlan]
-"""Of all models of a service, by name."""
 
 _PERIOD_S = 0.5  # between two times that a process says how many requests its keys have
 _SILENT_S = 10.0  # after which a process that said nothing is taken for dead: its requests are
@@ -59,12 +60,33 @@ def actor_name(application: str) -> str:
     return f"paceline-lifecycle-{application}"
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The models of a service, as a process has to know them.
+
+    application  of Serve: its name
+    groups       of all models, by name
+    """
+
+    application: str
+    groups: Mapping[str, ReplicaGroupPlan]
+    fault_policy: FaultPolicy
+
+    def application_of(self, name: str) -> str:
+        """Serve deploys nothing without replicas, so that a model on demand is an application of its own."""
+        return f"{self.application}-{name}" if self.groups[name].is_on_demand else self.application
+
+    def route(self, name: str) -> ModelRoute:
+        """To a model, which need not be there."""
+        return ModelRoute.to(name, self.application_of(name))
+
+
 class LifecycleActor:
     """A `ModelLifecycle` for the processes of HTTP, and the requests of API keys in all of them."""
 
-    def __init__(self, application: str, groups: Groups, startup_timeout_s: float) -> None:
-        loader = ServeLoader(application, groups, startup_timeout_s=startup_timeout_s)
-        self._lifecycle = ModelLifecycle(loader, {name: group.residency for name, group in groups.items()})
+    def __init__(self, service: Service) -> None:
+        residencies = {name: group.residency for name, group in service.groups.items()}
+        self._lifecycle = ModelLifecycle(ServeLoader(service), residencies)
         self._starting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}  # of each process, and when it said so
@@ -110,17 +132,15 @@ class ServeLifecycle:
     keys    requests by API key here; None: nobody limits them
     """
 
-    def __init__(
-        self, application: str, groups: Groups, startup_timeout_s: float, *, needed: bool, keys: KeyCounts | None = None
-    ) -> None:
-        self._application, self._groups, self._startup_timeout_s = application, groups, startup_timeout_s
-        self._needed, self._keys = needed or keys is not None, keys
+    def __init__(self, service: Service, *, needed: bool, keys: KeyCounts | None = None) -> None:
+        self._service, self._needed, self._keys = service, needed or keys is not None, keys
         self._process = secrets.token_hex(8)
         self._actor: Any = None
         self._looked = False
         self._making = asyncio.Lock()
         self._states = [
-            ModelState.of(name, group.residency, pinned=group.residency.pinned) for name, group in groups.items()
+            ModelState.of(name, group.residency, pinned=group.residency.pinned)
+            for name, group in service.groups.items()
         ]
 
     async def states(self) -> Sequence[ModelState]:
@@ -201,7 +221,7 @@ class ServeLifecycle:
             async with self._making:
                 if self._actor is None:
                     if not self._looked:  # an operator may have decided something before this process began
-                        decided = await read_decisions(self._application)
+                        decided = await read_decisions(self._service.application)
                         self._needed |= any((decided.pinned, decided.unpinned, decided.stopped))
                         self._looked = True
                     self._actor = await asyncio.to_thread(self._make if self._needed else self._existing)
@@ -210,34 +230,36 @@ class ServeLifecycle:
 
     def _make(self) -> Any:
         actor = ray.remote(LifecycleActor).options(
-            name=actor_name(self._application), namespace=NAMESPACE, get_if_exists=True, num_cpus=0,
+            name=actor_name(self._service.application), namespace=NAMESPACE, get_if_exists=True, num_cpus=0,
             max_restarts=-1, scheduling_strategy="DEFAULT", runtime_env={"env_vars": environment.without_cores()},
         )  # fmt: skip
-        return actor.remote(self._application, self._groups, self._startup_timeout_s)
+        return actor.remote(self._service)
 
     def _existing(self) -> Any:
         try:
-            return ray.get_actor(actor_name(self._application), namespace=NAMESPACE)
+            return ray.get_actor(actor_name(self._service.application), namespace=NAMESPACE)
         except ValueError:
             return None
 
 
 class ServeLoader:
-    """A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, so its cores and its memory are
-    free. Errors have no text of Ray's, since clients read them; the log has it.
+    """A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, or none, so its cores and its
+    memory are free. Errors have no text of Ray's, since clients read them; the log has it.
 
-    router  to the models; None: made at the first question
+    router  to the models; None: one of its own
     """
 
-    def __init__(
-        self, application: str, groups: Groups, *, startup_timeout_s: float, router: ServeRouter | None = None
-    ) -> None:
-        self._application, self._groups, self._startup_timeout_s = application, groups, startup_timeout_s
-        self._router = router or ServeRouter({name: ModelRoute.to(name, application) for name in groups})
+    def __init__(self, service: Service, router: ServeRouter | None = None) -> None:
+        self._service, self._groups = service, service.groups
+        self._startup_timeout_s = service.fault_policy.startup_timeout_s
+        self._router = router or ServeRouter({name: service.route(name) for name in service.groups})
 
     async def load(self, name: str) -> None:
         try:
-            await self._scale(name, self._groups[name].replicas)
+            if self._groups[name].is_on_demand:
+                await self._change(name, lambda: asyncio.to_thread(self._deploy, name))
+            else:
+                await self._scale(name, self._groups[name].replicas)
             await self._router.ask_all(name, "stay")  # where it was to leave, and could not be ended
             await self._until_it_answers(name)
         except BaseException:
@@ -248,6 +270,9 @@ class ServeLoader:
             raise
 
     async def unload(self, name: str) -> None:
+        if self._groups[name].is_on_demand:
+            await self._change(name, lambda: asyncio.to_thread(serve.delete, self._service.application_of(name)))
+            return
         await self._scale(name, 0)
         while (await self._deployments())[name].replicas:
             await asyncio.sleep(_LOOK_S)
@@ -276,36 +301,47 @@ class ServeLoader:
     async def remember(self, kept: Decisions) -> None:
         data = json.dumps(asdict(kept)).encode()
         try:
-            await asyncio.to_thread(ray_guard.keep, _key(self._application), data)
+            await asyncio.to_thread(ray_guard.keep, _key(self._service.application), data)
         except ray_guard.STORE_ERRORS as error:
             raise WorkerError(f"Ray's GCS does not keep what is pinned ({type(error).__name__})") from error
 
     async def remembered(self) -> Decisions:
-        return await read_decisions(self._application)
+        return await read_decisions(self._service.application)
 
     async def _until_it_answers(self, name: str) -> None:
         end = monotonic() + self._startup_timeout_s
         while not await self._router.cards(name):
-            if (await self._deployments())[name].status in _STUCK:
+            state = (await self._deployments()).get(name)
+            if state is not None and state.status in _STUCK:
                 raise WorkerError(f"{name} does not start; the log of its replica says why")
             if monotonic() > end:
                 raise WorkerError(f"{name} did not start within {self._startup_timeout_s} seconds")
             await asyncio.sleep(_LOOK_S)
 
+    def _deploy(self, name: str) -> None:
+        app = model_deployment(self._groups[name], self._service.fault_policy)
+        serve.run(app, name=self._service.application_of(name), route_prefix=None)
+
     async def _scale(self, name: str, replicas: int) -> None:
+        application = self._service.application
+        await self._change(name, lambda: ray_guard.scale_deployment(application, deployment_name(name), replicas))
+
+    async def _change(self, name: str, change: Callable[[], Awaitable[object]]) -> None:
+        """Have Serve change a model. Raises WorkerError."""
         try:
-            await ray_guard.scale_deployment(self._application, deployment_name(name), replicas)
-        except (RayError, ValueError) as error:
-            log.warning("Ray Serve did not take the number of replicas of %s", name, exc_info=error)
-            raise WorkerError(f"Ray Serve did not take the number of replicas of {name}; the log says why") from error
+            await change()
+        except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
+            log.warning("Ray Serve did not start or end %s", name, exc_info=error)
+            raise WorkerError(f"Ray Serve did not start or end {name}; the log says why") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
         """What Serve knows of each model."""
         try:
-            deployments = await ray_guard.running_deployments(self._application)
+            running = await ray_guard.running_deployments()
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
-        return {name: deployments[key] for name in self._groups if (key := deployment_name(name)) in deployments}
+        keys = {name: (self._service.application_of(name), deployment_name(name)) for name in self._groups}
+        return {name: running[key] for name, key in keys.items() if key in running}
 
 
 def _room(group: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:

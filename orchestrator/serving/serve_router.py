@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, TypeVar
 
-from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
@@ -24,6 +23,7 @@ from paceline.core.errors import PacelineError
 from paceline.serving.lifecycle import Lifecycle
 from paceline.serving.metrics import merged
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.ray_guard import handle_of
 from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Health, Item, ModelCard, RequestContext
 
@@ -55,7 +55,7 @@ class ModelRoute:
     @classmethod
     def to(cls, model: str, application: str) -> ModelRoute:
         """To a model of an application of Ray Serve."""
-        return cls(serve.get_deployment_handle(deployment_name(model), application))
+        return cls(handle_of(deployment_name(model), application))
 
 
 @dataclass(slots=True)

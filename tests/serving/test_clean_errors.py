@@ -14,11 +14,12 @@ from ray.exceptions import GetTimeoutError
 
 from paceline.core.errors import BackendError, WorkerError
 from paceline.placement.cluster import core_allocator
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving import ray_guard
+from paceline.serving import ray_guard, serve_lifecycle
 from paceline.serving.refused import refusal
-from paceline.serving.serve_lifecycle import ServeLoader
+from paceline.serving.serve_lifecycle import ServeLoader, Service
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE
@@ -33,11 +34,14 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
     def fails(*_: object, **__: object) -> None:
         raise ValueError(RAYS)
 
-    monkeypatch.setattr(ray_guard, "scale_deployment", fails)
+    for module, name in (
+        (serve_lifecycle, "model_deployment"), (ray_guard, "scale_deployment"), (serve_lifecycle.serve, "delete")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, fails)
     shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager"}
     entries = [{"name": "eager", **shape}, {"name": "late", "load": "on_demand", **shape}]
     groups = {group.name: group for group in plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)}
-    return ServeLoader("paceline", groups, startup_timeout_s=1.0, router=ServeRouter({}))
+    return ServeLoader(Service("paceline", groups, FaultPolicy()), ServeRouter({}))
 
 
 @pytest.mark.parametrize("name", ["eager", "late"])

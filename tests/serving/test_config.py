@@ -18,7 +18,8 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
-from paceline.serving.ray_app import build, model_deployment
+from paceline.serving.ray_app import build
+from paceline.serving.replica import model_deployment
 from paceline.workers.config import WorkerConfig
 from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
@@ -71,12 +72,12 @@ def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     }
     entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
     ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
-    a, b, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
+    a, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
     scaling = a.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (2, 600)
     assert scaling.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
-    assert b.num_replicas == 0, "until it is asked"
+    assert list(ingress.init_args[0]) == ["a", "c"], "b is an application of its own, once it is asked"
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
 

@@ -88,7 +88,7 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     assert sorted(model.id for model in client.models.list()) == ["chat", "late", "small"]
     taken = sum(map(len, call_allocator("taken", timeout=30).values()))
     assert admin(client, "POST", "/unload", {"model": "late"})["state"] == "unloaded"
-    assert serve.status().applications["paceline"].deployments["model-late"].replica_states == {}
+    assert "paceline-late" not in serve.status().applications
     assert sum(map(len, call_allocator("taken", timeout=30).values())) == taken - 1
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
 
