@@ -40,7 +40,7 @@ class Handle:
         self.readers.append(context.reader)
         return Items(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
 
-    def broadcast(self, method: str) -> Any:
+    def broadcast(self, method: str, *_: object) -> Any:
         if not self.cards:
             raise RuntimeError(f"nobody answers {method}")
         return self
