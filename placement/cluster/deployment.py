@@ -27,18 +27,18 @@ from paceline.placement.cluster.actors import STREAMS, WATCH, DraftWorker, Ready
 from paceline.placement.cluster.calls import Call, Stream
 from paceline.placement.cluster.core_allocator import call_allocator, end_unused
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import NAMESPACE
+from paceline.placement.cluster.nodes import NAMESPACE, connect
 from paceline.placement.cluster.reservation import RESOURCE as RESOURCE
 from paceline.placement.cluster.reservation import Reservation
 from paceline.placement.cluster.roles import CALL_PARAMS, Settings, TokenDelta, maker
 from paceline.placement.cluster.worker_spec import WorkerSpec
+from paceline.placement.host import environment
 from paceline.placement.host.processes import Process
 from paceline.placement.planning import planner
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement, Plan
 
-_NEW_CLUSTER = "local"  # even if another one runs on this machine
 _CALL_S = 30.0
 _ALIVE_S = 5.0  # that a target may take to say that it is alive
 
@@ -228,13 +228,12 @@ def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str 
     plan's cores. On a host without Neuron the same workers run on the CPU and cores are file locks.
 
     Raises:
-        PlanError: a model cannot be run as it was planned, or the cluster has no room.
+        PlanError: a model cannot be run as it was planned, there is no such cluster, or it has no room.
         WorkerError: a worker did not start.
     """
     planner.check(plan)
     if not ray.is_initialized():
-        own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
-        ray.init(address=address or _NEW_CLUSTER, namespace=NAMESPACE, log_to_driver=False, **own)
+        connect(address, cores=plan.instance.cores)
     return Deployment(plan, fault_policy or FaultPolicy()).start()
 
 
@@ -460,7 +459,7 @@ class WorkerGroup:
             "resources": {RESOURCE: len(spec.cores)},
             "max_restarts": -1 if role == "draft" else 0,
             "max_task_retries": 0,
-            "runtime_env": {"env_vars": dict(spec.env)},
+            "runtime_env": {"env_vars": environment.for_actor(spec.env)},
             "scheduling_strategy": self._reservation.bundle(spec.label),
         }
         if role == "draft":

@@ -115,7 +115,7 @@ class ReplicaGroup:
                     resources={RESOURCE: len(spec.cores)},
                     max_restarts=-1,
                     max_task_retries=0,
-                    runtime_env={"env_vars": {**environment.without_cores(), **dict(spec.env)}},
+                    runtime_env={"env_vars": environment.for_actor(spec.env)},
                     scheduling_strategy=self._reservation.bundle(label),
                 )
                 .remote(spec)

@@ -16,13 +16,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.core.errors import PlanError
 from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, call_allocator, give_back, worker_name
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import RESOURCE as RESOURCE
 from paceline.placement.cluster.worker_spec import Location, WorkerSpec, variables, worker_specs
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 from paceline.placement.planning.planner import cpus_of
-
-RESOURCE = "neuron_cores"
 
 
 class Reservation:
