@@ -25,7 +25,7 @@ from ray.serve.config import AutoscalingConfig
 from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import RESOURCE
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan

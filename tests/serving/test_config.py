@@ -18,6 +18,7 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
+from paceline.placement.host import environment
 from paceline.serving.ray_app import build
 from paceline.serving.replica import model_deployment
 from paceline.workers.config import WorkerConfig
@@ -50,6 +51,9 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     ingress = getattr(import_module(module), name)(application.args)._bound_deployment
     assert ingress.name == "openai"
     model = ingress.init_args[0]["chat"]._bound_deployment
+    for one in (ingress, model):  # until it takes its own, no process sees a core
+        variables = one._replica_config.ray_actor_options["runtime_env"]["env_vars"]
+        assert variables.items() >= environment.without_cores().items()
     group, fault_policy, _ = model.init_args
     assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
     target, draft = group.plan.placements
