@@ -178,9 +178,11 @@ class Verifier(ABC):
     """The target's side of a round: decoder, probabilities, acceptance and compaction as one step.
 
     movable  whether `move_request` does what it says
+    scores   of the tokens of the last call, of every slot whose request asks for them; who takes them sets None
     """
 
     movable: bool = False
+    scores: list[list[TokenScore]] | None = None
 
     @abstractmethod
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
@@ -200,12 +202,6 @@ class Verifier(ABC):
         """Verify a proposal; None = nothing is proposed. Several plain steps in one graph are a verifier too, to which
         nothing is ever proposed: it commits up to ``limits.max_accept + 1`` tokens in every slot.
         """
-
-    def take_scores(self) -> list[list[TokenScore]] | None:
-        """Scores of the tokens of the last call, of every slot whose request asks for them; then they are forgotten.
-        None: it has none.
-        """
-        return None
 
     def fused(
         self,

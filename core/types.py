@@ -322,12 +322,3 @@ class RoundResult:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     draft_length: int | None = None
-
-    @classmethod
-    def single(
-        cls, commit: Commit, drafted: list[int], *, draft_seconds: float = 0.0, verify_seconds: float = 0.0
-    ) -> RoundResult:
-        """A single round."""
-        rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
-        report = RoundReport([row[:count] for row, count in rows], drafted, draft_seconds + verify_seconds)
-        return cls(commit, [report], draft_seconds, verify_seconds)

@@ -58,12 +58,6 @@ class HostVerifier(TargetVerifier):
         super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
         self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
         self._unused = self._width - draft_shape.depth - 1
-        self._scores: list[list[TokenScore]] = []
-
-    def take_scores(self) -> list[list[TokenScore]]:
-        """For every slot whose text asks for them, the scores of each token of the last call."""
-        scores, self._scores = self._scores, []
-        return scores
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -91,7 +85,7 @@ class HostVerifier(TargetVerifier):
         choices: list[list[int]] = self._kernels.sample_tokens(
             logits, (row.unsqueeze(1) + 1 + deep).to(torch.int32).contiguous(), sampling
         ).tolist()
-        self._scores = []
+        self.scores = []
         for slot, text in enumerate(self._slots):
             own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1], sampling.kind)
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
@@ -107,7 +101,7 @@ class HostVerifier(TargetVerifier):
                 except SamplingError as error:
                     text.fail(error)
                     way, answer, scores = [], [0], []
-            self._scores.append(scores)
+            self.scores.append(scores)
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)

@@ -64,13 +64,13 @@ class _Fused:
 
     kept   whether the features it reads are on the device
     kind   of sampling
-    lines  as in `GraphKey`
+    slots  in use
     """
 
     drafter: TraceableDrafter
     kept: bool
     kind: SamplingKind
-    lines: int
+    slots: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,14 @@ class _FusedRounds:
 
     which   the rounds; the kind of sampling is that of the batch
     bucket  that of the target
+    several  whether there may be several in a call
     rows    of the longest text, before a round: with others, draft or target need another bucket
     run     runs rounds
     """
 
     which: _Fused
     bucket: int
+    several: bool
     rows: range
     run: _RunRounds
 
@@ -116,7 +118,6 @@ class CompiledVerifier(TargetVerifier):
         )
         super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
         self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
-        self._fused_steps: dict[tuple[_Fused, int, int], _RunRounds] = {}
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -161,16 +162,17 @@ class CompiledVerifier(TargetVerifier):
         """Draft and verify in one graph; see the protocol."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
         inputs = self._inputs(commit, sampling, limits)
-        carry, kept, lines = None, False, self.decoder.lines_for(limits.used_slots)
+        carry, kept, lines = None, False, 0
         if self._reads is not None:
+            lines = self.decoder.lines_for(limits.used_slots)
             carry = self._carry(commit, self._reads, lines)
             kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
             inputs += [commit.states] if not kept and commit.states is not None else []
-        which, fused = _Fused(drafter, kept, sampling.kind, lines), self._fused
+        which, fused = _Fused(drafter, kept, sampling.kind, limits.used_slots), self._fused
         if fused is None or limits.max_rows not in fused.rows or fused.which != which:
             fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
         further = limits.multi_round
-        if further is not None:
+        if further is not None and fused.several:
             last = min(limits.max_rows + (further.max_rounds - 1) * self._width, fused.bucket)
             further = further if last in fused.rows else self._in_one_bucket(further, fused, limits.max_rows)
         reports, outputs = fused.run(inputs, seconds, further)
@@ -184,30 +186,28 @@ class CompiledVerifier(TargetVerifier):
     ) -> _FusedRounds:
         """How fused rounds run from texts of so many rows on."""
         bucket, draft_bucket = self.decoder.bucket_for(rows), which.drafter.bucket(rows)
-        buckets = (bucket, draft_bucket)
-        step = (replace(which, kind=self.decoder.sampling_kind(which.kind)), *buckets)
-        if step not in self._fused_steps:
-            self._fused_steps[step] = self._run_fused(step[0], carry, inputs=inputs, buckets=buckets)
+        run = self._run_fused(which, carry, inputs=inputs, buckets=(bucket, draft_bucket))
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=which.drafter.bucket)
-        return _FusedRounds(which, bucket, range(rows, rows + same), self._fused_steps[step])
+        return _FusedRounds(which, bucket, not isinstance(run, partial), range(rows, rows + same), run)
 
     def _run_fused(
         self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
     ) -> _RunRounds:
         """What runs fused rounds. ``buckets``: target's, drafter's."""
-        drafter, kind, backend = which.drafter, which.kind, self.decoder.backend
-        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=which.lines))
+        drafter, kind, backend = which.drafter, self.decoder.sampling_kind(which.kind), self.decoder.backend
+        lines = self.decoder.lines_for(which.slots)
+        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=lines))
         key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
             return FusedStep(drafter.step(buckets[1], kind), verify, carry, lean=backend.device_state)
 
-        given = [first_slots(x, which.lines) for x in inputs]
+        given = [first_slots(x, lines) for x in inputs]
         step: Step | MultiRoundStep = self.decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
         if isinstance(step, MultiRoundStep):
             return step.run_rounds
-        return partial(_one_round, step=step, lean=backend.device_state, lines=which.lines)
+        return partial(_one_round, step=step, lean=backend.device_state, lines=lines)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""

@@ -141,7 +141,8 @@ class Rounds:
         pace = self._pace
         if self._special is not None or pace is None:
             plan = self._special or self._usual
-            _, commit = fitted(commit, plan.width, on_device=plan.fused)
+            if isinstance(commit.features, DeviceFeatures) or commit.tokens.shape[1] != plan.width:
+                _, commit = fitted(commit, plan.width, on_device=plan.fused)
             return self.run(plan, commit, sampling=sampling, limits=limits)
         length, limits = pace.choose(limits, self._seated)
         plan = self.plans[length]
@@ -173,7 +174,9 @@ class Rounds:
         end = perf_counter()
         rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
         tokens = [row[:count] for row, count in rows]
-        report = RoundReport(tokens, drafted, end - begin, drafter.predicted, verifier.take_scores())
+        report = RoundReport(tokens, drafted, end - begin, drafter.predicted, verifier.scores)
+        if verifier.scores is not None:
+            verifier.scores = None
         return RoundResult(commit, [report], middle - begin, end - middle)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundResult
+from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundReport, RoundResult
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker, Stopping
@@ -66,9 +66,8 @@ def test_limits(data: st.DataObject) -> None:
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
-        batch.apply(
-            RoundResult.single(Commit(tokens, count, batch.commit.first_row + batch.commit.count), [0] * size),
-        )
+        commit = Commit(tokens, count, batch.commit.first_row + batch.commit.count)
+        batch.apply(RoundResult(commit, [RoundReport(drawn, [0] * size, 0.0)]))
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
