@@ -31,6 +31,7 @@ from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import DraftVocab, Head
 from paceline.eagle.config import EagleConfig, EagleHeadOptions, EagleTraining, check_version, default_layers
 from paceline.eagle.network import Past, TrainableHead
+from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.layouts import write_json
@@ -234,7 +235,7 @@ class Corpus(Protocol):
     def eval_texts(self) -> Texts: ...
 
 
-class EagleTrainer(Trainer[Texts]):
+class EagleTrainer(Trainer):
     """Trains a head in place; ``measure`` is logged now and then.
 
     head        [V, H], the target's output layer
@@ -389,5 +390,5 @@ def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: 
     weights: dict[str, Tensor] = {name: x.detach().to("cpu", torch.bfloat16) for name, x in state.items()}
     if network.config.version == 3:
         weights["ids"] = vocabulary.ids.cpu()
-    checkpoint.save(out, Head(network.config, weights))
+    checkpoint.save(out, Checkpoint(network.config, weights))
     write_json(out / MEASURED, {"greedy chains": [round(share, 4) for share in shares]})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -28,27 +28,10 @@ Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """tokens [n, L] int64, states [n, L, H]; ``states[:, t]`` predicts ``tokens[:, t + 1]``.
-
-    ``first`` is the first place that is not inside a prompt. ``counted`` [n, L] bool: the places whose prediction is
-    learned, and measured; None = all.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    first: int = 0
-    counted: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
 def write_features(
     target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: Report
 ) -> None:
-    """Make batches of windows, compute the target's states, and keep each batch in a file.
+    """Make batches of texts, compute the target's states, and keep each batch in a file.
 
     Files that are there already are left alone, so that an interrupted run resumes where it was.
     """
@@ -63,13 +46,14 @@ def write_features(
     report(f"states of the target ({name})", len(batches), len(batches))
 
 
-def read_features(folder: Path, *, first: int = 0) -> list[Windows]:
-    """All windows in a folder, one entry for each file, in order of their names; ``first`` as in `Windows`."""
-    windows = []
+def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
+    """The texts of `write_features`, one entry for each file, in order of their names; ``prompt`` as `Texts.after`."""
+    texts = []
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
-        windows.append(Windows(tensors["tokens"].to(torch.int64), tensors["states"], first))
-    return windows
+        one = Texts(tensors["tokens"].to(torch.int64), tensors["states"], tensors["states"])
+        texts.append(one.after(prompt) if prompt else one)
+    return texts
 
 
 class FeatureCache:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,14 @@ class Texts:
     last: Tensor
     streams: Tensor
     counted: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def after(self, prompt: int) -> Texts:
+        """The same, of which only what follows a prompt of so many tokens counts."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return replace(self, counted=(places >= prompt).expand(self.tokens.shape))
 
     def part(self, places: slice) -> Texts:
         """Some of the texts."""

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle
+from paceline.heads.frozen_model import Texts
 from paceline.heads.options import TrainingOptions
 
 _SECONDS = 30.0  # between two saves
@@ -116,8 +117,6 @@ class RunState:
         self._due = now + max(_SECONDS, (now - began) / _SHARE)
 
 
-Batch = TypeVar("Batch")
-
 Progress = Callable[[int, int, float], None]
 """(steps done, steps in all, loss)"""
 
@@ -125,7 +124,7 @@ LOG_STEPS = 20
 """Steps from one line of the log to the next."""
 
 
-class Trainer(ABC, Generic[Batch]):
+class Trainer(ABC):
     """One run. ``folder/state.pt`` is its state, ``folder/log.jsonl`` its log.
 
     parameters  what learns, by name
@@ -155,11 +154,11 @@ class Trainer(ABC, Generic[Batch]):
         self._resume()
 
     @abstractmethod
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Texts]:
         """Batches from the step that the run is at, one for every step that is left."""
 
     @abstractmethod
-    def backward(self, batch: Batch) -> list[float]:
+    def backward(self, batch: Texts) -> list[float]:
         """Add the gradients of a batch. Returns its losses; their mean is the loss of the step."""
 
     @abstractmethod

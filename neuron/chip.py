@@ -28,7 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core import reduce
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
@@ -36,6 +35,7 @@ from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import environment
 from paceline.neuron import sdk as neuron_sdk
 from paceline.neuron.graph_product import xla_product
 from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of

@@ -28,13 +28,12 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
-from paceline.neuron import graph_lint, graph_product, prompt_attention
+from paceline.neuron import environment, graph_lint, graph_product, prompt_attention
 from paceline.neuron.chips import CAPABILITIES, DRAFT_LENGTHS, Chip
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of

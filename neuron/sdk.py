@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from paceline.core.errors import BackendError
-from paceline.decoder import environment
+from paceline.neuron import environment
 from paceline.neuron.chips import CAPABILITIES, Capability, Chip, chip_of
 from paceline.neuron.prompt_attention import PromptAttention
 

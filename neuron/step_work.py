@@ -1,10 +1,9 @@
 """What a step asks of an accelerator's engines: bytes, operations by engine and type, gathers, collectives.
 
 The step runs on shapes alone (fake tensors), each operation rewritten as it is while a step is lowered, so that a model
-of any size is counted in seconds. What the rows of a vocabulary cost is counted in a lowered graph too (`row_cost`): a
-device's vector engine goes over a row once for every operation, whatever the operation is, so that the number of passes
-is what a sampler costs where the vocabulary is large; compilers fold operations on constants alone. Not here: how fast
-engines are (`paceline.neuron.chips`).
+of any size is counted in seconds. So are passes over rows of the vocabulary: a device's vector engine goes over a row
+once for every operation, whatever the operation is, so that they are what a sampler costs where the vocabulary is
+large; compilers fold operations on constants alone. Not here: how fast engines are (`paceline.neuron.chips`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.neuron import lowering, prompt_attention
-from paceline.neuron.lowering import Lowered, operator
+from paceline.neuron.lowering import operator
 
 _FREE = frozenset(
     [
@@ -100,25 +99,6 @@ class RowCost:
         return size / self.width if size >= self.width else 0.0
 
 
-def row_cost(lowered: Lowered, width: int) -> RowCost:
-    """What a graph does with rows of ``width`` numbers or more."""
-    cost, graph = RowCost(width), lowered.graph.graph
-    dependent = _made_of_inputs(graph)
-    for node in graph.nodes:
-        if node.op == "call_function" and node in dependent:
-            cost.add(operator(node.target), node.args, node)
-    return cost
-
-
-def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on an input or a state of the step."""
-    dependent: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(one in dependent for one in node.all_input_nodes):
-            dependent.add(node)
-    return dependent
-
-
 def _is_of_rows(table: Tensor, arguments: object) -> bool:
     """Whether an `index_select` moves runs of numbers that lie side by side."""
     assert isinstance(arguments, Sequence)
@@ -129,8 +109,6 @@ def tensors(values: object) -> Iterator[Tensor]:
     if isinstance(values, (list, tuple)):
         for value in values:
             yield from tensors(value)
-    elif isinstance(values, fx.Node):
-        yield from tensors(values.meta.get("val"))
     elif isinstance(values, Tensor):
         yield values
 

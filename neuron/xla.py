@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import BackendError
-from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.neuron import environment
 from paceline.neuron.graph_product import xla_product
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, TopK, lower, state_of

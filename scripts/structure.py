@@ -72,7 +72,7 @@ FENCED: dict[str, tuple[str, ...]] = {
 }
 
 # Environment variables are read and written in one file per role of a process.
-ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "placement/host/environment.py"})
+ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "neuron/environment.py", "placement/host/environment.py"})
 
 # A little above the size a file or function should have: splitting what belongs together is worse.
 MAX_FILE_LINES = 600

@@ -94,7 +94,7 @@ def medusa(
                 states=states,
                 work=work,
                 out=out,
-                first=texts.prompt_length - 1,
+                prompt=texts.prompt_length,
                 report=report,
             )
     if accuracy is None:
@@ -343,20 +343,20 @@ def _search(
     """The tree, and what a search with independent heads would expect of it."""
     import torch
 
-    from paceline.heads.features import Windows
-    from paceline.heads.frozen_model import FrozenTarget
+    from paceline.heads.frozen_model import FrozenTarget, Texts
     from paceline.medusa import checkpoint, search
 
     frozen = FrozenTarget(target)
     heads = checkpoint.heads(medusa, frozen.output, torch.float32)
-    windows = []
+    texts = []
     with console.bar(console.err(), "measuring the heads", len(rows)) as shown:
         for row in rows:
             text = decoder.sample([row], max_new_tokens=length)
             assert isinstance(text, torch.Tensor)
-            windows.append(Windows(text, frozen.states(text), len(row) - 1))
+            states = frozen.states(text)
+            texts.append(Texts(text, states, states).after(len(row)))
             shown.advance()
-    measured = search.measure(heads, windows, frozen.output.detach())
+    measured = search.measure(heads, texts, frozen.output.detach())
     best = search.best(search.by_places(measured.ranks, top=search.TOP), nodes)
     return best, search.expected(best.choices, search.by_heads(measured.top()))
 

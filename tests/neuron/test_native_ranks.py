@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import environment
 from paceline.decoder.backends.base import make
+from paceline.neuron import environment
 from paceline.neuron import native as neuron_native
 from paceline.neuron.native import NeuronNativeRanks
 from tests.decoder.tiny import CHUNK, Workshop

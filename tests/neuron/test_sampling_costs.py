@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
@@ -15,8 +15,8 @@ from paceline.core.sampling import TOP_K_LIMIT
 from paceline.core.types import SamplingKind
 from paceline.eagle.tree import Chain, DynamicTree
 from paceline.medusa.tree import Choices
-from paceline.neuron.lowering import lower
-from paceline.neuron.step_work import RowCost, row_cost, step_work
+from paceline.neuron.lowering import Lowered, lower, operator
+from paceline.neuron.step_work import RowCost, step_work
 from tests.neuron import large
 from tests.neuron.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
 
@@ -112,12 +112,24 @@ def test_every_kind_has_a_budget() -> None:
     assert {*BUDGETS, "wide"} == set(get_args(SamplingKind))
 
 
+def lowered_cost(lowered: Lowered, width: int) -> RowCost:
+    """The same counts of what depends on an input or a state in a lowered graph."""
+    cost, dependent = RowCost(width), set[fx.Node]()
+    for node in lowered.graph.graph.nodes:
+        if node.op == "placeholder" or any(one in dependent for one in node.all_input_nodes):
+            dependent.add(node)
+        if node.op == "call_function" and node in dependent:
+            given = fx.node.map_arg(node.args, lambda one: one.meta.get("val"))
+            cost.add(operator(node.target), given, node.meta.get("val"))
+    return cost
+
+
 @pytest.mark.parametrize("make", [partial(pair_round, 8, "greedy", k=2), partial(eagle_round, 8, "top-k", Chain(1))])
 def test_the_lowered_graph_has_the_counts_of_the_step(make: partial[nn.Module]) -> None:
     step = make()
     depth = 2 if make.func is pair_round else 1
     width = VOCABULARY // 8
-    found = row_cost(lower("round", step, inputs(step, depth)), width)
+    found = lowered_cost(lower("round", step, inputs(step, depth)), width)
     assert found == step_work(step, inputs(step, depth), width, tile=TILE).rows
     assert found.sent > 0 and found.passes + found.topk > 0
 

@@ -44,7 +44,7 @@ class DraftTraining(TrainingOptions):
     tokens: int = field(default=2_000_000)
 
 
-class DraftTrainer(Trainer[Texts]):
+class DraftTrainer(Trainer):
     """Trains ``model`` in place. ``output`` [V, H] is the target's output layer."""
 
     def __init__(
