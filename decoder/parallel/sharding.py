@@ -11,9 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from paceline.decoder.models.config import ModelConfig
 
 
 class Split(Enum):
