@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from paceline.core.errors import PacelineError
-from paceline.serving.lifecycle import Lifecycle
+from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.metrics import merged
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import handle_of
@@ -32,8 +32,8 @@ log = logging.getLogger("paceline")
 RECOVERY_S = 120.0
 """Seconds in which a model without a replica has to answer, for a request of which nothing was answered yet."""
 _PAUSE_S = 0.25  # before asking again, so that Serve learns of the death too
-_FIRST_LOOK_S = 0.25  # that a request waits for an answer until it is looked whether there is a replica at all
-_LOOK_S = 1.0  # between further looks; and for which an answer of the models about themselves is good
+_FIRST_LOOK_S = 0.25  # that a request waits for an answer until the lifecycle is asked
+_LOOK_S = 1.0  # until it is asked again; and for which an answer of the models about themselves is good
 _ANSWER_S = 2.0  # that such an answer may take
 _LOST = (RayActorError, DeploymentUnavailableError)
 _ERRORS = (RayError, RayServeException, TimeoutError)
@@ -99,7 +99,7 @@ class ServeRouter:
 
     async def models(self) -> Sequence[ModelCard]:
         """See `ModelRouter`: those with a replica that answers."""
-        answers = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        answers = await asyncio.gather(*(self._cards(model) for model in await self._in_memory()))
         return [cards[0] for cards in answers if cards]
 
     async def cards(self, model: str) -> Sequence[ModelCard]:
@@ -111,18 +111,18 @@ class ServeRouter:
         as it should be is no reason not to be ready.
         """
         now = monotonic()
-        answers = await asyncio.gather(*(self._cards(model, since=now) for model in self._routes))
-        words = {model: "ready" if cards else "loading" for model, cards in zip(self._routes, answers, strict=True)}
-        awaited = list(words)
-        if self._lifecycle is not None:
-            states = await self._lifecycle.states()
-            words |= {one.name: one.state for one in states if one.state not in ("loaded", "scaled")}
-            awaited = [one.name for one in states if one.awaited]
-        return Health(all(words[name] == "ready" for name in awaited), words)
+        states = None if self._lifecycle is None else await self._lifecycle.states()
+        models = await self._in_memory(states)
+        answers = await asyncio.gather(*(self._cards(model, since=now) for model in models))
+        words = {model: "ready" if cards else "loading" for model, cards in zip(models, answers, strict=True)}
+        if states is None:
+            return Health(all(answers), words)
+        words = {one.name: words.get(one.name, one.state) for one in states}
+        return Health(all(words[one.name] == "ready" for one in states if one.awaited), words)
 
     async def metrics(self) -> bytes:
         """See `ModelRouter`: those of all replicas."""
-        answers = await asyncio.gather(*(self.ask_all(model, "metrics_text") for model in self._routes))
+        answers = await asyncio.gather(*(self.ask_all(model, "metrics_text") for model in await self._in_memory()))
         return merged(text for texts in answers for text in texts)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
@@ -182,12 +182,21 @@ class ServeRouter:
                 yield failed
                 return
             await asyncio.sleep(_PAUSE_S)
+            try:
+                deadline += await self._demand(model)
+            except RefusedError as error:
+                yield Failed.of(error)
+                return
 
     async def ask(self, model: str, method: str, *request: object) -> Any:
         """What one of the replicas answers. Raises RefusedError: it refuses, or there is none."""
+        method_of = getattr(self._route(model).handle, method)
         try:
-            asked = getattr(self._route(model).handle, method).remote(*request)
-            return await self._awaited(model, _answer(asked), monotonic() + self._recovery_s)
+            try:
+                return await self._awaited(model, _answer(method_of, request), monotonic() + self._recovery_s)
+            except DeploymentUnavailableError:
+                await self._demand(model)
+                return await self._awaited(model, _answer(method_of, request), monotonic() + self._recovery_s)
         except RayTaskError as error:
             if isinstance(error.cause, RefusedError):
                 raise error.cause from error
@@ -212,8 +221,7 @@ class ServeRouter:
         return self._routes[model]
 
     async def _awaited(self, model: str, work: Coroutine[Any, Any, Value], deadline: float | None) -> Value:
-        """What a replica answers first. While nothing comes it is looked whether there is one; where there is none, the
-        lifecycle is asked for it, and its time does not count.
+        """What a replica answers first. While nothing comes, the lifecycle is asked for one.
 
         Raises:
             RefusedError: there is none, and will be none.
@@ -228,14 +236,30 @@ class ServeRouter:
                     return task.result()
                 if deadline is not None and monotonic() >= deadline:
                     raise TimeoutError
-                if self._lifecycle is not None and not await self._cards(model):
-                    began = monotonic()
-                    with suppress(PacelineError):  # nobody decides: it may be there again by itself
-                        await self._lifecycle.demand(model)
-                    deadline = None if deadline is None else deadline + monotonic() - began
+                seconds = await self._demand(model)
+                deadline = None if deadline is None else deadline + seconds
                 pause = _LOOK_S
         finally:
             task.cancel()
+
+    async def _demand(self, model: str) -> float:
+        """Ask for a model that does not answer. -> seconds until it is loaded, which do not count for its request
+
+        Raises:
+            RefusedError: it is not there, and will not be.
+        """
+        began = monotonic()
+        if self._lifecycle is not None:
+            with suppress(PacelineError):  # nobody decides: it may be there again by itself
+                await self._lifecycle.demand(model)
+        return monotonic() - began
+
+    async def _in_memory(self, states: Sequence[ModelState] | None = None) -> list[str]:
+        """Models of which a replica should answer; a question to others would wait for nothing."""
+        if self._lifecycle is None:
+            return list(self._routes)
+        states = states or await self._lifecycle.states()
+        return [one.name for one in states if one.state in ("loaded", "scaled")]
 
     async def _cards(self, model: str, *, since: float | None = None) -> list[ModelCard]:
         """What the replicas of a model say of themselves, asked ``since`` then; None: now or a moment ago."""
@@ -277,8 +301,8 @@ class _Attempt:
                 self._answer.cancel()
 
 
-async def _answer(asked: Any) -> Any:
-    return await asked
+async def _answer(method: Any, request: Sequence[object]) -> Any:
+    return await method.remote(*request)
 
 
 def _full(model: str) -> Failed:
