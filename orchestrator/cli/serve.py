@@ -183,8 +183,8 @@ def serve_models(
             planner.check(group.plan)
             _check_target(group)
         try:
-            from paceline.serving.app import deploy_config
             from paceline.serving.launch import serve_groups
+            from paceline.serving.ray_app import deploy_config
         except ImportError as error:
             raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
         if options.print_serve_config:

@@ -230,7 +230,7 @@ def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> Non
     async def states(request: Request) -> Response:
         """The models of the service, also those that are not in memory."""
         _check_caller(request, is_open=is_open)
-        return JSONResponse({"models": [state.to_dict() for state in lifecycle.states()]})
+        return JSONResponse({"models": [state.to_dict() for state in await lifecycle.states()]})
 
     @app.post(f"{_MODELS}/load", openapi_extra=_post_schema(ModelAction))
     async def load(request: Request) -> Response:

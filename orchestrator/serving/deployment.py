@@ -40,10 +40,10 @@ from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
-from paceline.serving.deployments import deployment_name, model_deployment
 from paceline.serving.ray_guard import running_address
 from paceline.serving.refused import QUEUE_FULL
 from paceline.serving.render.answer import read_outputs
+from paceline.serving.replica import model_deployment
 from paceline.serving.router import Chunk, Failed, Item, RequestContext, TokenRequest
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 
@@ -129,7 +129,7 @@ class Deployment:
 
     def cores(self) -> dict[str, CoreRange]:
         """Label -> cores it really has, of all processes that run."""
-        cards = [card for model in self.models for card in self._do(self._router.cards(model, fresh=True))]
+        cards = [card for model in self.models for card in self._do(self._router.cards(model))]
         return {one.name: CoreRange(one.cores[0], one.cores[-1]) for card in cards for one in card.placement}
 
     def stop(self, model: str) -> None:
@@ -154,7 +154,7 @@ class Deployment:
         groups = groups_of(plan)
         _check_room(groups, self._policy)
         stamp = secrets.token_hex(4)
-        started = {group.name: _Launched(group, f"paceline-{group.name}-{stamp}") for group in groups}
+        started = {group.name: _Launched(group, f"launched-{group.name}-{stamp}") for group in groups}
         try:
             self._start(list(started.values()))
         except BaseException:
@@ -209,8 +209,7 @@ class Deployment:
         except _RAY_ERRORS as error:
             raise WorkerError(f"{', '.join(one.group.name for one in started)} did not start: {error}") from error
         for one in started:
-            handle = serve.get_deployment_handle(deployment_name(one.group.name), one.application)
-            self._do(self._put(one.group.name, ModelRoute(handle)))
+            self._do(self._put(one.group.name, ModelRoute.to(one.group.name, one.application)))
 
     def _wait(self, started: Sequence[_Launched]) -> None:
         end = monotonic() + self._policy.startup_timeout_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import ray
@@ -22,8 +22,8 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.app import application
 from paceline.serving.listener import ListeningSocket
+from paceline.serving.ray_app import application
 from paceline.serving.ray_guard import running_address
 from paceline.serving.serve_lifecycle import forget_decisions
 from paceline.serving.settings import ApiSettings
@@ -135,7 +135,7 @@ def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
 def _starting() -> list[str]:
     """Our deployments that are not ready: models by their names, and the process of HTTP."""
     applications = serve.status().applications
-    own = [one for name, one in applications.items() if name.startswith(APPLICATION)]
+    own = (applications[name] for name in _own(applications) if name in applications)
     deployments = [pair for application in own for pair in application.deployments.items()]
     return sorted(name.removeprefix("model-") for name, one in deployments if one.status != "HEALTHY")
 
@@ -163,7 +163,7 @@ def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Call
         finally:
             listening.close()  # the process of HTTP has it still, until it accepts no more
             with _warned():
-                _delete(_own())
+                _delete(_own(serve.status().applications))
 
 
 def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
@@ -179,8 +179,9 @@ def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Call
             _run(app, ready)
         finally:
             with _warned():
-                own = _own()
-                if running is None and not set(serve.status().applications) - own:
+                applications = serve.status().applications
+                own = _own(applications)
+                if running is None and not set(applications) - own:
                     serve.shutdown()
                 else:
                     _delete(own)
@@ -193,10 +194,9 @@ def _run(app: serve.Application, ready: Callable[[], None]) -> None:
     threading.Event().wait()
 
 
-def _own() -> set[str]:
+def _own(applications: Collection[str]) -> set[str]:
     """Our applications: the service, and models that were loaded on demand."""
-    models = {name for name in serve.status().applications if name.startswith(f"{APPLICATION}-")}
-    return models | {APPLICATION}
+    return {APPLICATION, *(name for name in applications if name.startswith(f"{APPLICATION}-"))}
 
 
 def _delete(applications: set[str]) -> None:

@@ -1,20 +1,17 @@
 """Which models of a service are in memory: loaded by the operator or on demand, unloaded when idle or to make room.
 
-`ModelLifecycle` decides; a `Loader` does it. One lifecycle has all models of a service, and is used from one event
-loop. Other processes that answer requests ask it through `paceline.serving.serve_lifecycle`, and report who uses what.
-What fits is the planner's answer (`paceline.placement.planning.groups`), which the loader asks for. No HTTP, no Ray.
+`ModelLifecycle` decides; a `Loader` does it, and asks the models who uses them. One lifecycle has all models of a
+service, and is used from one event loop; processes of HTTP ask it through `paceline.serving.serve_lifecycle` where a
+model does not answer. What fits is the planner's answer (`paceline.placement.planning.groups`), which the loader asks
+for. No HTTP, no Ray. Docs: decision 0021.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from time import monotonic
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from paceline.core.errors import PacelineError, RoomError
@@ -24,8 +21,17 @@ from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
 State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
 """``scaled``: Ray Serve loads and unloads it, by its load."""
 
-ANSWERS: tuple[State, ...] = ("loaded", "scaled")
-"""The states in which a request needs nobody's decision."""
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the replicas of a model say.
+
+    running  requests that they have
+    idle_s   seconds since the last one ended, or since they were made
+    """
+
+    running: int = 0
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,8 @@ class ModelState:
     """What an operator sees of a model.
 
     awaited  whether a replica should answer now
-    running  requests under way, or that wait for it to be loaded
-    idle_s   since its last request, or since it was loaded
+    running  requests that its replicas have
+    idle_s   since its last request ended, or since it was loaded; 0 where it is not loaded
     """
 
     name: str
@@ -45,6 +51,16 @@ class ModelState:
     running: int
     idle_s: float
     idle_ttl_s: float | None
+
+    @classmethod
+    def of(
+        cls, name: str, residency: Residency, state: State | None = None, *, pinned: bool, usage: Usage | None = None
+    ) -> ModelState:
+        """``state``: None = that in which it is when its service starts."""
+        scaling, usage = residency.autoscaling, usage or Usage()
+        state = state or first_state(residency)
+        awaited = state == "loaded" if scaling is None else scaling.min_replicas > 0
+        return cls(name, state, residency.load, pinned, awaited, usage.running, usage.idle_s, residency.idle_ttl_s)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -59,50 +75,26 @@ class ModelState:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a process of HTTP says of itself, to the one that decides.
-
-    running  requests of each model that are under way here, or wait
-    idle_s   seconds since a request of each model ended here
-    keys     requests that count for the limit of each (hashed) API key
-    seen     version of the newest view that this process acts by
-    """
-
-    running: Mapping[str, int] = field(default_factory=dict)
-    idle_s: Mapping[str, float] = field(default_factory=dict)
-    keys: Mapping[str, int] = field(default_factory=dict)
-    seen: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What that one answers. ``keys``: as in `Report`, of all other processes together."""
-
-    version: int
-    states: Sequence[ModelState]
-    keys: Mapping[str, int] = field(default_factory=dict)
-
-
 class Lifecycle(Protocol):
     """Which models of a service are in memory, as a process of HTTP asks for it."""
 
-    def states(self) -> list[ModelState]:
+    async def states(self) -> Sequence[ModelState]:
         """Of all models, in the order of the models file."""
 
-    def use(self, name: str) -> AbstractAsyncContextManager[None]:
-        """The model stays in memory for a request; it is loaded first where its residency says so.
+    async def demand(self, name: str) -> None:
+        """A request waits for a model of which no replica answers: load it where its residency says so.
 
         Raises:
-            RefusedError: 404, there is no such model; 503, it is unloaded and stays so, it does not start, or models
-                that may not leave are in its way.
+            RefusedError: 503, it is unloaded and stays so, it does not start, or models that may not leave are in its
+                way.
+            PacelineError: nobody decides now.
         """
 
     async def load(self, name: str) -> ModelState:
         """Load it, making room where that is needed. Returns when it answers.
 
         Raises:
-            RefusedError: as `use`; 409 where Ray Serve does it.
+            RefusedError: as `demand`; 404, there is no such model; 409 where Ray Serve does it.
         """
 
     async def unload(self, name: str) -> ModelState:
@@ -138,12 +130,6 @@ def first_state(residency: Residency) -> State:
     return "loaded" if residency.load == "eager" else "unloaded"
 
 
-def is_awaited(residency: Residency, state: State) -> bool:
-    """Whether a replica should answer."""
-    scaling = residency.autoscaling
-    return state == "loaded" if scaling is None else scaling.min_replicas > 0
-
-
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What an operator decided while a service ran: models by name.
@@ -158,60 +144,6 @@ class Decisions:
     pinned: Sequence[str] = ()
     unpinned: Sequence[str] = ()
     stopped: Sequence[str] = ()
-
-
-PERIOD_S = 0.5  # between the reports of a process
-SILENT_S = 10.0  # after which a process that said nothing is taken for dead: its requests are
-_SETTLE_S = 4 * PERIOD_S  # in which all that live have found a new decider
-_LOOK_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class _Received:
-    report: Report
-    at: float
-
-
-class Reports:
-    """Reports of the processes of HTTP: the newest of each.
-
-    ``awaited``: whether there are other processes at all, which will report soon.
-    """
-
-    def __init__(self, *, awaited: bool = False) -> None:
-        self._received: dict[str, _Received] = {}
-        self._complete_at = monotonic() + (_SETTLE_S if awaited else 0.0)
-
-    def put(self, process: str, report: Report) -> None:
-        """What a process says now."""
-        self._received[process] = _Received(report, monotonic())
-
-    def running(self, model: str) -> int:
-        """Requests of a model in all processes."""
-        return sum(one.report.running.get(model, 0) for one in self._living().values())
-
-    def used(self, model: str) -> float:
-        """When a request of it ended last, by `monotonic`."""
-        times = [one.at - one.report.idle_s[model] for one in self._received.values() if model in one.report.idle_s]
-        return max(times, default=float("-inf"))
-
-    def keys(self, process: str) -> Mapping[str, int]:
-        """Requests by key of all processes but this one."""
-        total: Counter[str] = Counter()
-        for name, one in self._living().items():
-            if name != process:
-                total.update(one.report.keys)
-        return total
-
-    async def acknowledged(self, version: int) -> None:
-        """Until every process acts by this version, and so has reported what it began before it knew it."""
-        while monotonic() < self._complete_at or any(one.report.seen < version for one in self._living().values()):
-            await asyncio.sleep(_LOOK_S)
-
-    def _living(self) -> Mapping[str, _Received]:
-        now = monotonic()
-        self._received = {name: one for name, one in self._received.items() if now - one.at < SILENT_S}
-        return self._received
 
 
 log = logging.getLogger("paceline")
@@ -236,6 +168,14 @@ class Loader(Protocol):
 
     async def loaded(self) -> Sequence[str]:
         """The models that are loaded, or being loaded: what an earlier lifecycle left behind."""
+
+    async def usage(self, name: str) -> Usage | None:
+        """Of a model that is loaded; None where its replicas do not answer."""
+
+    async def leave(self, name: str, *, unless_used: bool) -> bool:
+        """Have its replicas take no more requests, for it is to be unloaded. False, and nothing changed: one of them
+        has requests, or does not answer, and it is to leave ``unless_used``.
+        """
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         """Which of the ``movable`` models, the first ones first, have to leave for this one.
@@ -267,56 +207,27 @@ class _Kept:
     state: State
     pinned: bool
     stopped: bool = False
-    running: int = 0
-    used: float = field(default_factory=monotonic)
     loading: asyncio.Task[None] | None = None
 
 
 class ModelLifecycle:
-    """A `Lifecycle`, and where others are asked to, `reported` and `demand`.
+    """A `Lifecycle`. ``residencies``: of every model of the service, by name."""
 
-    residencies  of every model of the service, by name
-    shared       whether other processes use the models too, and report it
-    """
-
-    def __init__(self, loader: Loader, residencies: Mapping[str, Residency], *, shared: bool = False) -> None:
+    def __init__(self, loader: Loader, residencies: Mapping[str, Residency]) -> None:
         self._loader = loader
         self._models = {name: _Kept(own, first_state(own), own.pinned) for name, own in residencies.items()}
         self._changing = asyncio.Lock()  # one model at a time is loaded or unloaded
-        self._reports = Reports(awaited=shared)
-        self._version = time.time_ns()  # above those of an earlier lifecycle of this service
 
-    def states(self) -> list[ModelState]:
-        now = monotonic()
+    async def states(self) -> Sequence[ModelState]:
+        used = await self._usage(*(name for name, one in self._models.items() if one.state == "loaded"))
         return [
-            ModelState(
-                name, one.state, one.residency.load, one.pinned, is_awaited(one.residency, one.state),
-                running, 0.0 if running else now - self._used(name), one.residency.idle_ttl_s,
-            )
+            ModelState.of(name, one.residency, one.state, pinned=one.pinned, usage=used.get(name))
             for name, one in self._models.items()
-            for running in [self._running(name)]
-        ]  # fmt: skip
-
-    def reported(self, process: str, report: Report) -> View:
-        """Another process says who uses what, and is told what it may use without asking."""
-        self._reports.put(process, report)
-        return View(self._version, tuple(self.states()), dict(self._reports.keys(process)))
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[None]:
-        model = self._model(name)
-        model.running += 1
-        try:
-            await self.demand(name)
-            yield
-        finally:
-            model.running -= 1
-            model.used = monotonic()
+        ]
 
     async def demand(self, name: str) -> None:
-        """Load it for a request, where it is not loaded and may be. Raises as `use`."""
         model = self._model(name)
-        if model.state in ANSWERS:
+        if model.state in ("loaded", "scaled"):
             return
         if model.stopped:
             message = f"{name} is unloaded; an operator has to load it (paceline models load {name})"
@@ -324,27 +235,24 @@ class ModelLifecycle:
         await self._load(name, model)
 
     async def load(self, name: str) -> ModelState:
-        model = self._model(name)
-        self._refuse_scaled(name, model)
+        model = self._managed(name)
         await self._decide(model, pinned=model.pinned, stopped=False)
         await self._load(name, model)
-        return self._state(name)
+        return self._state(name, model)
 
     async def unload(self, name: str) -> ModelState:
-        model = self._model(name)
-        self._refuse_scaled(name, model)
+        model = self._managed(name)
         if model.pinned:
             raise RefusedError(409, f"{name} is pinned; unpin it first", param="model", code="model_pinned")
         await self._decide(model, pinned=False, stopped=model.residency.load == "eager")
         async with self._changing:
-            await self._unload(name)
-        return self._state(name)
+            await self._unload(name, unless_used=False)
+        return self._state(name, model)
 
     async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        model = self._model(name)
-        self._refuse_scaled(name, model)
+        model = self._managed(name)
         await self._decide(model, pinned=pinned, stopped=model.stopped)
-        return self._state(name)
+        return self._state(name, model)
 
     async def restore(self) -> None:
         known = await self._loader.remembered()
@@ -354,13 +262,12 @@ class ModelLifecycle:
                 model.state = "loaded" if name in loaded else "unloaded"
                 model.pinned = name in known.pinned or (model.residency.pinned and name not in known.unpinned)
                 model.stopped = name in known.stopped and model.state == "unloaded"
-        self._version += 1
 
     async def watch(self) -> None:
         """Unload what is idle for too long, for ever."""
-        limits = [ttl for one in self._models.values() if (ttl := one.residency.idle_ttl_s) is not None]
+        limits = [one.residency.idle_ttl_s for one in self._models.values() if _limit(one) is not None]
         while limits:
-            await asyncio.sleep(min(limits) / _LOOKS)
+            await asyncio.sleep(min(limit for limit in limits if limit is not None) / _LOOKS)
             try:
                 await self.unload_idle()
             except Exception as error:  # the next look may succeed
@@ -369,12 +276,13 @@ class ModelLifecycle:
     async def unload_idle(self) -> None:
         """Unload every model whose time to live is over."""
         for name, model in self._models.items():
+            limit = _limit(model)
+            if limit is None:
+                continue
             async with self._changing:
-                limit, idle = model.residency.idle_ttl_s, monotonic() - self._used(name)
-                if limit is None or idle <= limit or not self._is_movable(name):
-                    continue
-                if await self._unload(name, unless_used=True):
-                    log.info("%s had no request for %.0f s and was unloaded", name, idle)
+                idle_s = (await self._movable(name)).get(name, 0.0)
+                if idle_s > limit and await self._unload(name, unless_used=True):
+                    log.info("%s had no request for %.0f s and was unloaded", name, idle_s)
 
     async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
         """An operator's word on a model. Raises RefusedError (503): it cannot be kept, and does not count."""
@@ -394,7 +302,6 @@ class ModelLifecycle:
         except PacelineError as error:
             model.pinned, model.stopped = before
             raise RefusedError(503, str(error), code=UNAVAILABLE, retry_after_s=_RETRY_S) from error
-        self._version += 1
 
     # ---- one at a time
 
@@ -415,19 +322,20 @@ class ModelLifecycle:
                 if model.state == "loaded":
                     return
                 await self._make_room(name)
-                self._set(model, "loading")
+                model.state = "loading"
                 try:
                     await self._loader.load(name)
                 except BaseException:
-                    self._set(model, "unloaded")
+                    model.state = "unloaded"
                     raise
-                self._set(model, "loaded")
-                model.used = monotonic()
+                model.state = "loaded"
         finally:
             model.loading = None
 
     async def _make_room(self, name: str) -> None:
-        while leave := await self._loader.to_unload(name, self._movable()):
+        while True:
+            idle = await self._movable(*self._models)
+            leave = await self._loader.to_unload(name, sorted(idle, key=lambda other: -idle[other]))
             for other in leave:
                 if not await self._unload(other, unless_used=True):
                     break  # a request came meanwhile: look again
@@ -435,51 +343,50 @@ class ModelLifecycle:
             else:
                 return
 
-    def _movable(self) -> list[str]:
-        """What may leave, the least recently used first."""
-        return sorted((name for name in self._models if self._is_movable(name)), key=self._used)
+    async def _movable(self, *names: str) -> dict[str, float]:
+        """Those of them that may leave, and seconds since their last request."""
+        kept = ((name, self._models[name]) for name in names)
+        used = await self._usage(*(name for name, one in kept if one.state == "loaded" and not one.pinned))
+        return {name: one.idle_s for name, one in used.items() if not one.running}
 
-    async def _unload(self, name: str, *, unless_used: bool = False) -> bool:
-        """Unload a model. False: somebody uses it after all, as is known only when all processes have been told."""
+    async def _usage(self, *names: str) -> dict[str, Usage]:
+        """Of those whose replicas answer; who uses others is not known, so that they stay."""
+        found = await asyncio.gather(*(self._loader.usage(name) for name in names))
+        return {name: usage for name, usage in zip(names, found, strict=True) if usage is not None}
+
+    async def _unload(self, name: str, *, unless_used: bool) -> bool:
+        """Unload a model. False: somebody uses it after all."""
         model = self._models[name]
         after: State = "loaded"
         if model.state != "loaded":
             return True
-        self._set(model, "unloading")
+        model.state = "unloading"
         try:
-            await self._reports.acknowledged(self._version)
-            if unless_used and (model.pinned or self._running(name)):
+            if not await self._loader.leave(name, unless_used=unless_used):
                 return False
             after = "unloaded"
             await self._loader.unload(name)
             return True
         finally:
-            self._set(model, after)
-
-    def _set(self, model: _Kept, state: State) -> None:
-        model.state = state
-        self._version += 1
-
-    def _running(self, name: str) -> int:
-        return self._models[name].running + self._reports.running(name)
-
-    def _used(self, name: str) -> float:
-        return max(self._models[name].used, self._reports.used(name))
-
-    def _is_movable(self, name: str) -> bool:
-        model = self._models[name]
-        return model.state == "loaded" and not model.pinned and not self._running(name)
+            model.state = after
 
     def _model(self, name: str) -> _Kept:
         if name not in self._models:
             raise model_not_found(name, list(self._models))
         return self._models[name]
 
-    def _state(self, name: str) -> ModelState:
-        return next(state for state in self.states() if state.name == name)
-
-    @staticmethod
-    def _refuse_scaled(name: str, model: _Kept) -> None:
+    def _managed(self, name: str) -> _Kept:
+        """A model for an operator to change."""
+        model = self._model(name)
         if model.state == "scaled":
             message = f"Ray Serve loads and unloads {name} by its load (autoscaling); change its bounds instead"
             raise RefusedError(409, message, param="model", code="model_autoscaled")
+        return model
+
+    def _state(self, name: str, model: _Kept) -> ModelState:
+        return ModelState.of(name, model.residency, model.state, pinned=model.pinned)
+
+
+def _limit(model: _Kept) -> float | None:
+    """Seconds after which it is unloaded here; Ray Serve has its own for what it scales."""
+    return None if model.state == "scaled" else model.residency.idle_ttl_s

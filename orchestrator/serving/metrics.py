@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -178,33 +178,40 @@ class MetricSet:
         return generate_latest(self._registry).decode()
 
 
-async def timed(items: AsyncIterator[Item], metrics: MetricSet, *, resumed: bool) -> AsyncIterator[Item]:
-    """The items of an answer, as they come, with their times in the metrics.
+class RequestTimes:
+    """Puts the times of one answer into the metrics.
 
     ``resumed``: an earlier replica accepted the request, whose prompt counts once.
     """
-    begun = monotonic()
-    first, last, tokens, skipped = None, begun, 0, None
-    async for item in items:
-        if isinstance(item, Accepted) and not resumed:
+
+    def __init__(self, metrics: MetricSet, *, resumed: bool) -> None:
+        self._metrics, self._resumed = metrics, resumed
+        self._begun = self._last = monotonic()
+        self._first: float | None = None
+        self._tokens = self._skipped = 0
+
+    def take(self, item: Item) -> None:
+        """The next item of the answer."""
+        metrics = self._metrics
+        if isinstance(item, Accepted) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)
         elif isinstance(item, Failed):
             metrics.add("paceline:requests_failed", 1, status=str(item.status))
         elif isinstance(item, Chunk):
             now, total = monotonic(), sum(item.sent)
-            if first is None:
-                first, skipped = now, total
-                metrics.observe("vllm:time_to_first_token_seconds", now - begun)
-            elif total > tokens:
-                metrics.observe("vllm:inter_token_latency_seconds", (now - last) / (total - tokens))
-            last, tokens = now, total
+            if self._first is None:
+                self._first, self._skipped = now, total
+                metrics.observe("vllm:time_to_first_token_seconds", now - self._begun)
+            elif total > self._tokens:
+                per_token = (now - self._last) / (total - self._tokens)
+                metrics.observe("vllm:inter_token_latency_seconds", per_token)
+            self._last, self._tokens = now, total
             if item.last:
                 metrics.add("vllm:request_success", 1)
-                metrics.observe("vllm:e2e_request_latency_seconds", now - begun)
-                if tokens > (skipped or 0):
-                    per_token = (now - first) / (tokens - (skipped or 0))
+                metrics.observe("vllm:e2e_request_latency_seconds", now - self._begun)
+                if total > self._skipped:
+                    per_token = (now - self._first) / (total - self._skipped)
                     metrics.observe("vllm:request_time_per_output_token_seconds", per_token)
-        yield item
 
 
 def merged(texts: Iterable[str]) -> bytes:

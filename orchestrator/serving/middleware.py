@@ -1,8 +1,12 @@
-"""What every HTTP request passes before its route: the access log, API keys, limits of keys and bodies. Plain ASGI."""
+"""What every HTTP request passes before its route: the access log, API keys, limits of keys and bodies. Plain ASGI.
+
+`JsonFormatter` writes the log as lines of JSON where Ray Serve does not (`paceline.serving.ray_guard`).
+"""
 
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -18,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.serving.refused import QUEUE_FULL, RefusedError
 
-log = logging.getLogger("paceline.access")
+LOGGER = "paceline"
+log = logging.getLogger(f"{LOGGER}.access")
 
 REQUEST_ID = "x-request-id"
 CLIENT_CLOSED = 499  # of a request whose client did not wait for the answer; nginx's number
@@ -44,10 +49,25 @@ def refused_response(error: RefusedError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
+class JsonFormatter(logging.Formatter):
+    """A record as a line of JSON; of the access log, each field by itself."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line | getattr(record, "access", {}), ensure_ascii=False)
+
+
 class AccessLog:
     """Gives every request an id, answers with it, and logs a record when the answer is over.
 
-    The record's ``access`` has its fields (`paceline.serving.logs` writes them as JSON), and what routes put into
+    The record's ``access`` has its fields (`JsonFormatter` writes them as JSON), and what routes put into
     ``scope["state"]["access"]``. ``enabled``: whether it is logged.
     """
 

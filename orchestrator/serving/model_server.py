@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from paceline.serving.router import (
     Item,
     ModelCard,
     RequestContext,
+    TextRequest,
     TokenRequest,
 )
 from paceline.text.stop_strings import StopStringFilter, StopStrings
@@ -89,8 +90,8 @@ class ModelServer:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
             call = _call(requests, context, request)
-            async with aclosing(self._calls.generate(call)) as updates:
-                first = asyncio.ensure_future(anext(updates, None))
+            with closing(self._calls.begin(call)) as updates:
+                first = asyncio.ensure_future(updates.next())
                 try:
                     # The call is enqueued, or refused, and perhaps its first token is there.
                     await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
@@ -101,7 +102,7 @@ class ModelServer:
                     update = await first
                 finally:
                     first.cancel()
-                    await asyncio.wait([first])  # a generator that runs cannot be closed
+                    await asyncio.wait([first])
                 while update is not None:
                     data = answer.push(update.outputs)
                     if all(answer.ended) or (update.ended and update.error is None):
@@ -110,7 +111,7 @@ class ModelServer:
                     self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
                     if data:
                         yield Chunk(data, answer.sent)
-                    update = await anext(updates, None)
+                    update = await updates.next()
             yield Chunk(answer.end(), answer.sent, last=True)
         except Exception as error:  # tokenizers too, which raise errors of any class
             lost, cause = isinstance(error, BackendError | PlacementError), None
@@ -217,7 +218,7 @@ class ModelServer:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 
-    def _writer(self, request: GenerationRequest, context: RequestContext, prompts: Prompts) -> AnswerWriter:
+    def _writer(self, request: TextRequest, context: RequestContext, prompts: Prompts) -> AnswerWriter:
         head: dict[str, object] = {"created": context.created, "model": request.model}
         if isinstance(request, ResponsesRequest):
             return ResponsesWriter(request, context.id, context.created)

@@ -1,4 +1,6 @@
-"""What Ray Serve leaves open: a controller that hangs, streams whose reader hangs, and the state of its applications.
+"""What Ray Serve leaves open, and every use of a name of Ray's that is not public (seen with Ray 2.60): a controller
+that hangs, streams whose reader hangs, the number of replicas, whom a request belongs to, what outlives processes, and
+the files of logs.
 
 `watch_cluster` replaces Serve's controller and the core allocator when they do not answer: a process that is stopped,
 or hangs. Ray starts an actor again whose process ended, and asks none whether it answers. The controller asks replicas
@@ -15,7 +17,8 @@ there; the process of HTTP waits for the proxy's word that the answer is complet
 caller that is gone confirms nothing, and nobody waits for it.
 
 `controller` is asked what the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
-.../deployments/NAME/scale` ask; here no dashboard runs.
+.../deployments/NAME/scale` ask; here no dashboard runs. The core allocator keeps its record in Ray's key-value
+store too (`paceline.placement.cluster.core_allocator`).
 """
 
 from __future__ import annotations
@@ -31,14 +34,18 @@ from time import monotonic
 from typing import Any, Protocol
 
 import ray
+from ray import serve
 from ray._private.state import actors  # the state without its dashboard; it has no public name
 from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental import internal_kv  # its functions have no public names; Serve and others use them all the same
 from ray.serve._private.common import DeploymentID  # what the method takes; it has no public name
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _RequestContext, _serve_request_context  # what Serve's proxy sets
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.placement.cluster import core_allocator, nodes
+from paceline.serving.middleware import LOGGER, identify
 
 log = logging.getLogger("paceline")
 
@@ -268,17 +275,17 @@ def running_address() -> tuple[str, int] | None:
     return str(options.get("host", HTTPOptions().host)), int(options.get("port", HTTPOptions().port))
 
 
-async def running_deployments(application: str) -> Mapping[str, DeploymentState]:
-    """Those of an application, by name.
+async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
+    """(application, deployment) -> what Serve knows of it.
 
     Raises:
         RayError, ValueError: the controller does not answer, or is gone.
     """
     details = await controller().get_serve_instance_details.remote()
-    listed = details["applications"].get(application, {}).get("deployments", {})
     return {
-        name: DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
-        for name, one in listed.items()
+        (application, name): DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
+        for application, about in details["applications"].items()
+        for name, one in about.get("deployments", {}).items()
     }
 
 
@@ -290,3 +297,62 @@ async def scale_deployment(application: str, deployment: str, replicas: int) -> 
             ``external_scaler_enabled``.
     """
     await controller().update_deployment_replicas.remote(DeploymentID(deployment, application), replicas)
+
+
+def handle_of(deployment: str, application: str) -> Any:
+    """Of a deployment that need not be there yet: requests wait until it is."""
+    return serve.get_deployment_handle(deployment, application, _check_exists=False)
+
+
+class WithServe:
+    """ASGI: tells Serve which request a call belongs to, so that what any process logs of it has its id."""
+
+    def __init__(self, app: ASGIApp, application: str) -> None:
+        self._app, self._application = app, application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            context = _RequestContext(scope["path"], request_id=identify(scope), app_name=self._application)
+            _serve_request_context.set(context)
+        await self._app(scope, receive, send)
+
+
+SERVE_LOGGING = {"encoding": "JSON", "enable_access_log": False}
+"""Of every deployment. Serve's own access log says less than ours (`paceline.serving.middleware.AccessLog`)."""
+
+
+class _ToServe(logging.Handler):
+    """Hands records on to Serve, which writes them with what it knows of the request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("ray.serve").handle(record)
+
+
+def write_with_serve() -> None:
+    """Have what this process logs, from INFO on, in the file of its replica. Once is enough; more do nothing."""
+    ours = logging.getLogger(LOGGER)
+    if not any(isinstance(handler, _ToServe) for handler in ours.handlers):
+        ours.addHandler(_ToServe())
+        ours.setLevel(logging.INFO)
+        ours.propagate = False  # else Serve has it again, from the standard error that it reads
+
+
+_SPACE = b"paceline"  # of keys, beside that of the core allocator
+STORE_ERRORS = (AttributeError, OSError, RuntimeError, ValueError, RayError)
+"""Of a store that does not answer, or is not there."""
+
+
+def keep(key: bytes, data: bytes) -> None:
+    """Keep this in Ray's GCS, in place of what was kept. Raises one of `STORE_ERRORS`."""
+    internal_kv._internal_kv_put(key, data, namespace=_SPACE)
+
+
+def kept(key: bytes) -> bytes | None:
+    """What is kept. Raises one of `STORE_ERRORS`."""
+    data: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
+    return data
+
+
+def forget(key: bytes) -> None:
+    """Keep it no more. Raises one of `STORE_ERRORS`."""
+    internal_kv._internal_kv_del(key, namespace=_SPACE)

@@ -1,4 +1,5 @@
-"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it.
+"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it. And the model as a
+deployment of Ray Serve.
 
 Ray Serve starts replicas, chooses one for a request, asks how it is, and replaces it; what is lost with it is asked
 for again by the router (`paceline.serving.serve_router`). Cores come from the core allocator, before anything here
@@ -19,17 +20,30 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig
 
 from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.cluster.roles import maker
+from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.logs import write_with_serve
-from paceline.serving.metrics import MetricSet, timed
+from paceline.serving.lifecycle import Usage
+from paceline.serving.metrics import MetricSet, RequestTimes
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.ray_guard import Readers, watch_cluster
-from paceline.serving.router import Accepted, GenerationRequest, Item, ModelCard, PlacedModel, RequestContext
+from paceline.serving.ray_guard import SERVE_LOGGING, Readers, watch_cluster, write_with_serve
+from paceline.serving.refused import UNAVAILABLE
+from paceline.serving.router import (
+    Accepted,
+    Failed,
+    GenerationRequest,
+    Item,
+    ModelCard,
+    PlacedModel,
+    RequestContext,
+)
+from paceline.serving.serve_router import deployment_name
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.replica_group import ReplicaGroup
@@ -38,7 +52,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 
+SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
+UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
+
 _FIGURES_S = 1.0  # between updates of the metrics that the engine counts
+_FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
 
 
 class ModelReplica:
@@ -64,7 +84,7 @@ class ModelReplica:
         watch_cluster()  # before anything waits for the allocator
         bundles = ray.util.get_current_placement_group()
         if bundles is None:
-            raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.app")
+            raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.ray_app")
         plan = group.plan
         self._policy, self._num_slots = fault_policy, plan.placements[0].model.shape.batch_size
         self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
@@ -87,7 +107,7 @@ class ModelReplica:
         self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
         self._beat = _Heartbeat(fault_policy.stall_timeout_s)
         self._counting: asyncio.Task[None] | None = None
-        self._readers = Readers()
+        self._readers, self._requests = Readers(), _Requests()
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
@@ -97,10 +117,21 @@ class ModelReplica:
         """
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
-        answer = self._server.stream(request, context, skip)
-        async with aclosing(timed(answer, self._metrics, resumed=bool(skip))) as items:  # type: ignore[type-var]
-            async for message in messages(items):
-                yield message
+        if not self._requests.begin():
+            yield Failed(503, "this model is being unloaded", code=UNAVAILABLE, retry_after_s=1.0, lost=True)
+            return
+        try:
+            times, begun = RequestTimes(self._metrics, resumed=bool(skip)), tuple[Item, ...]()
+            async with aclosing(self._server.stream(request, context, skip)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    times.take(item)
+                    if isinstance(item, Accepted) and item.followed:
+                        begun = (item,)
+                        continue
+                    yield (*begun, item) if begun else item
+                    begun = ()
+        finally:
+            self._requests.end()
         await self._readers.taken(context.reader)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
@@ -114,7 +145,23 @@ class ModelReplica:
     async def describe(self) -> ModelCard:
         """About this model; who answers this can answer requests."""
         self._check()
+        if self._requests.leaving:
+            raise WorkerError("this model is being unloaded")
         return self._server.card
+
+    async def usage(self) -> Usage:
+        """Who uses it."""
+        return self._requests.usage
+
+    async def leave(self, unless_used: bool) -> bool:
+        """Take no more requests, for the model is to be unloaded. False, and nothing changed: it has some, or may have
+        at once, and is to leave ``unless_used``.
+        """
+        return self._requests.leave(unless_used=unless_used)
+
+    async def stay(self) -> None:
+        """It is not unloaded after all."""
+        self._requests.leaving = False
 
     async def metrics_text(self) -> str:
         """The metrics of this replica, up to date."""
@@ -161,15 +208,39 @@ class ModelReplica:
             group.close()
 
 
-async def messages(items: AsyncIterator[Item]) -> AsyncIterator[Item | tuple[Item, ...]]:
-    """Items of an answer as they are sent: those that are there together are one message."""
-    begun: tuple[Item, ...] = ()
-    async for item in items:
-        if isinstance(item, Accepted) and item.followed:
-            begun = (item,)
-            continue
-        yield (*begun, item) if begun else item
-        begun = ()
+class _Requests:
+    """The requests of a replica, and whether it takes more. ``leaving``: it does not."""
+
+    def __init__(self) -> None:
+        self._running, self._since, self._is_new = 0, time.monotonic(), True
+        self.leaving = False
+
+    @property
+    def usage(self) -> Usage:
+        """Whoever had the model loaded is about to use it: it counts as used until its first request, for a moment."""
+        idle_s = time.monotonic() - self._since
+        about_to = int(self._is_new and idle_s < _FIRST_REQUEST_S)
+        return Usage(self._running or about_to, 0.0 if self._running else idle_s)
+
+    def begin(self) -> bool:
+        """A request comes. False: it is not taken."""
+        if self.leaving:
+            return False
+        self._running += 1
+        self._is_new = False
+        return True
+
+    def end(self) -> None:
+        """A request has ended."""
+        self._running -= 1
+        self._since = time.monotonic()
+
+    def leave(self, *, unless_used: bool) -> bool:
+        """See `ModelReplica.leave`."""
+        if unless_used and self.usage.running:
+            return False
+        self.leaving = True
+        return True
 
 
 class _Heartbeat:
@@ -204,4 +275,49 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
             for spec in workers
             for cores in [tuple(spec.cores.cores)]
         ),
+    )
+
+
+def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
+    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
+    target, *drafts = group.num_cores
+    max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
+    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
+    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
+    deployment = serve.deployment(
+        ModelReplica,
+        name=deployment_name(group.name),
+        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
+        max_ongoing_requests=UNBOUNDED,
+        max_queued_requests=max_waiting,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
+        ray_actor_options={
+            "num_cpus": CPU_SHARE,
+            "resources": {RESOURCE: target},
+            "runtime_env": {"env_vars": variables},
+        },
+        placement_group_bundles=[
+            {"CPU": CPU_SHARE, RESOURCE: float(target)},
+            *({RESOURCE: float(cores)} for cores in drafts),
+        ],
+        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
+    )
+    return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
+
+
+def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
+    residency = group.residency
+    scaling = residency.autoscaling
+    assert scaling is not None
+    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        **idle,
     )

@@ -40,7 +40,8 @@ class TokenRequest:
     prompt_field: ClassVar[str | None] = None
 
 
-GenerationRequest = CompletionRequest | ChatRequest | ResponsesRequest | TokenRequest
+TextRequest = CompletionRequest | ChatRequest | ResponsesRequest
+GenerationRequest = TextRequest | TokenRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,10 @@
-"""The one `ModelLifecycle` of a service, over Ray: what each process of HTTP has of it, and the actor that decides.
+"""The one `ModelLifecycle` of a service, over Ray: what each process of HTTP asks, and the actor that decides.
 
-`SharedLifecycle` knows what it was told last, so that a request for a loaded model asks nobody, and says twice a second
-who uses what. Before a model leaves, every process is told, and reports once more: so what one process uses, no other's
-request, idle time or lack of room takes away.
-
-The `Owner` is one named actor, however many processes answer HTTP. There is none before somebody has something to
+`LifecycleActor` is one named actor, however many processes answer HTTP. There is none before somebody has something to
 decide: a model on demand, a time to live, a limit of API keys, or an operator. It belongs to the HTTP process that made
 it and ends with that; the next to ask makes another, which finds what is loaded at Ray Serve and what was decided in
-Ray's key-value store. So nothing is left when a service ends. Not here: what is decided (`paceline.serving.lifecycle`).
+Ray's key-value store. So nothing is left when a service ends. A request for a model that answers does not pass it, and
+who uses a model it asks the model's replicas. Not here: what is decided (`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
@@ -17,213 +14,45 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.experimental import internal_kv  # its functions have no public names; Serve and others use them all the same
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, to_unload
 from paceline.placement.planning.instances import Instance
-from paceline.placement.planning.residency import Residency
-from paceline.serving.deployments import Service, deployment_name, model_deployment
-from paceline.serving.lifecycle import (
-    ANSWERS,
-    PERIOD_S,
-    Decisions,
-    Lifecycle,
-    ModelLifecycle,
-    ModelState,
-    Report,
-    View,
-    first_state,
-    is_awaited,
-)
+from paceline.serving import ray_guard
+from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, Usage
 from paceline.serving.middleware import KeyCounts
-from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.ray_guard import DeploymentState, running_deployments, scale_deployment
-from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found, refusal
-from paceline.serving.router import Failed, GenerationRequest, Health, Item, ModelCard, ModelRouter, RequestContext
-from paceline.serving.serve_router import ServeRouter
+from paceline.serving.ray_guard import DeploymentState
+from paceline.serving.refused import UNAVAILABLE, RefusedError
+from paceline.serving.replica import model_deployment
+from paceline.serving.router import ModelCard
+from paceline.serving.serve_router import ModelRoute, ServeRouter, deployment_name
 
 log = logging.getLogger("paceline")
 
-
-class Owner(Protocol):
-    """The process with the `ModelLifecycle`. What it refuses it refuses with a RefusedError."""
-
-    async def exchange(self, process: str, report: Report) -> View | None:
-        """See `ModelLifecycle.reported`. None: there is nothing to decide, and never was; all is as the file says.
-
-        Raises:
-            PacelineError: it does not answer now.
-        """
-
-    async def demand(self, name: str) -> None:
-        """See `ModelLifecycle`."""
-
-    async def load(self, name: str) -> ModelState:
-        """See `ModelLifecycle`."""
-
-    async def unload(self, name: str) -> ModelState:
-        """See `ModelLifecycle`."""
-
-    async def pin(self, name: str, pinned: bool) -> ModelState:
-        """See `ModelLifecycle`."""
-
-
-class SharedLifecycle:
-    """A `paceline.serving.lifecycle.Lifecycle`.
-
-    owner        the process that decides
-    residencies  of every model of the service, by name
-    follow       is told which models are loaded, whenever that may have changed
-    keys         requests by API key, of which the owner adds up those of all processes
-    """
-
-    def __init__(
-        self,
-        owner: Owner,
-        residencies: Mapping[str, Residency],
-        *,
-        follow: Callable[[Collection[str]], None] = lambda _: None,
-        keys: KeyCounts | None = None,
-    ) -> None:
-        self._owner, self._follow, self._keys = owner, follow, keys or KeyCounts()
-        self._process = secrets.token_hex(8)
-        self._states = {name: _as_in_the_file(name, own) for name, own in residencies.items()}
-        self._seen = 0
-        self._running: Counter[str] = Counter()
-        self._used: dict[str, float] = {}
-        self._asking = asyncio.Lock()  # what is said in one order arrives in that order
-
-    def states(self) -> list[ModelState]:
-        """See `Lifecycle`: as they were told last."""
-        return list(self._states.values())
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[None]:
-        if name not in self._states:
-            raise model_not_found(name, list(self._states))
-        self._running[name] += 1
-        try:
-            while self._states[name].state not in ANSWERS:
-                await self._owner.demand(name)
-                await self.restore()
-            yield
-        finally:
-            self._running[name] -= 1
-            self._used[name] = monotonic()
-
-    async def load(self, name: str) -> ModelState:
-        return await self._told(await self._owner.load(name))
-
-    async def unload(self, name: str) -> ModelState:
-        return await self._told(await self._owner.unload(name))
-
-    async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        return await self._told(await self._owner.pin(name, pinned))
-
-    async def restore(self) -> None:
-        """See `Lifecycle`. Reports too."""
-        async with self._asking:
-            now = monotonic()
-            report = Report(
-                {name: count for name, count in self._running.items() if count},
-                {name: now - used for name, used in self._used.items()},
-                self._keys.own(),
-                self._seen,
-            )
-            view = await self._owner.exchange(self._process, report)
-            if view is None:
-                return
-            self._keys.elsewhere = view.keys
-            if view.version != self._seen:
-                self._follow([one.name for one in view.states if one.state in ANSWERS])
-            self._states = {one.name: one for one in view.states}
-            self._seen = view.version
-
-    async def watch(self) -> None:
-        """See `Lifecycle`. While nobody answers, what was told last holds."""
-        silent = False
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            try:
-                await self.restore()
-                silent = False
-            except Exception as error:  # the next time may succeed
-                if not silent:
-                    known = isinstance(error, PacelineError)
-                    log.warning("nobody says which models are in memory (%s)", error, exc_info=not known)
-                silent = True
-
-    async def _told(self, state: ModelState) -> ModelState:
-        await self.restore()
-        return state
-
-
-def _as_in_the_file(name: str, residency: Residency) -> ModelState:
-    state = first_state(residency)
-    awaited = is_awaited(residency, state)
-    return ModelState(name, state, residency.load, residency.pinned, awaited, 0, 0.0, residency.idle_ttl_s)
-
-
-class ManagedRouter:
-    """A `ModelRouter` over another one. ``lifecycle``: knows every model of it."""
-
-    def __init__(self, router: ModelRouter, lifecycle: Lifecycle) -> None:
-        self._router, self.lifecycle = router, lifecycle
-
-    async def models(self) -> Sequence[ModelCard]:
-        return await self._router.models()
-
-    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        try:
-            async with self.lifecycle.use(request.model):
-                async for item in self._router.stream(request, context):
-                    yield item
-        except (RefusedError, PacelineError) as error:
-            yield Failed.of(refusal(error))
-
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        async with self.lifecycle.use(request.model):
-            return await self._router.tokenize(request)
-
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        async with self.lifecycle.use(request.model):
-            return await self._router.detokenize(request)
-
-    async def health(self) -> Health:
-        """See `ModelRouter`. A model that is not in memory, as it should be, is no reason not to be ready."""
-        models = (await self._router.health()).models
-        words = {
-            one.name: models.get(one.name, "loading") if one.state in ("loaded", "scaled") else one.state
-            for one in self.lifecycle.states()
-        }
-        awaited = [one.name for one in self.lifecycle.states() if one.awaited]
-        return Health(all(words[name] == "ready" for name in awaited), words)
-
-    async def metrics(self) -> bytes:
-        return await self._router.metrics()
-
-
+_PERIOD_S = 0.5  # between two times that a process says how many requests its keys have
+_SILENT_S = 10.0  # after which a process that said nothing is taken for dead: its requests are
 _ANSWER_S = 5.0  # that an answer about what is known may take; what loads a model takes its time
-_FIRST_S = 60.0  # that the first one may take, for which a process may have to start: nothing is known before it
 _TRIES, _PAUSE_S = 40, 0.25  # with an actor that is started again
 _RETRY_S = 5.0
 _ERRORS = (RayError, RuntimeError, ValueError, TimeoutError)
+_LOOK_S = 0.2  # between looks at what became of a model
+_ALLOCATOR_ANSWER_S = 30.0  # that the core allocator may take
+_STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def actor_name(application: str) -> str:
@@ -231,21 +60,39 @@ def actor_name(application: str) -> str:
     return f"paceline-lifecycle-{application}"
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The models of a service, as a process has to know them.
+
+    application  of Serve: its name
+    groups       of all models, by name
+    """
+
+    application: str
+    groups: Mapping[str, ReplicaGroupPlan]
+    fault_policy: FaultPolicy
+
+    def application_of(self, name: str) -> str:
+        """Serve deploys nothing without replicas, so that a model on demand is an application of its own."""
+        return f"{self.application}-{name}" if self.groups[name].is_on_demand else self.application
+
+    def route(self, name: str) -> ModelRoute:
+        """To a model, which need not be there."""
+        return ModelRoute.to(name, self.application_of(name))
+
+
 class LifecycleActor:
-    """A `ModelLifecycle` for the processes of HTTP. Its methods are those of `Owner`."""
+    """A `ModelLifecycle` for the processes of HTTP, and the requests of API keys in all of them."""
 
     def __init__(self, service: Service) -> None:
-        eager = [name for name, group in service.groups.items() if not group.is_on_demand]
-        router = ServeRouter({name: service.route(name) for name in eager})
-        loader = ServeLoader(service, router)
         residencies = {name: group.residency for name, group in service.groups.items()}
-        self._lifecycle = ModelLifecycle(loader, residencies, shared=True)
+        self._lifecycle = ModelLifecycle(ServeLoader(service), residencies)
         self._starting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
+        self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}  # of each process, and when it said so
 
-    async def exchange(self, process: str, report: Report) -> View:
-        """See `ModelLifecycle.reported`."""
-        return (await self._restored()).reported(process, report)
+    async def states(self) -> Sequence[ModelState]:
+        return await (await self._restored()).states()
 
     async def demand(self, name: str) -> None:
         await (await self._restored()).demand(name)
@@ -259,6 +106,17 @@ class LifecycleActor:
     async def pin(self, name: str, pinned: bool) -> ModelState:
         return await (await self._restored()).pin(name, pinned=pinned)
 
+    async def count(self, process: str, counts: Mapping[str, int]) -> Mapping[str, int]:
+        """A process says how many requests each key has there. -> those of all other processes together"""
+        now = monotonic()
+        self._counts[process] = now, counts
+        self._counts = {name: one for name, one in self._counts.items() if now - one[0] < _SILENT_S}
+        elsewhere: Counter[str] = Counter()
+        for name, (_, own) in self._counts.items():
+            if name != process:
+                elsewhere.update(own)
+        return elsewhere
+
     async def _restored(self) -> ModelLifecycle:
         async with self._starting:
             if self._watching is None:
@@ -267,41 +125,66 @@ class LifecycleActor:
         return self._lifecycle
 
 
-class RayOwner:
-    """See the module. ``needed``: there is something to decide from the start."""
+class ServeLifecycle:
+    """A `paceline.serving.lifecycle.Lifecycle` in a process of HTTP: asks the actor, where there is one.
 
-    def __init__(self, service: Service, *, needed: bool) -> None:
-        self._service, self._needed = service, needed
+    needed  there is something to decide from the start
+    keys    requests by API key here; None: nobody limits them
+    """
+
+    def __init__(self, service: Service, *, needed: bool, keys: KeyCounts | None = None) -> None:
+        self._service, self._needed, self._keys = service, needed or keys is not None, keys
+        self._process = secrets.token_hex(8)
         self._actor: Any = None
-        self._looked = self._told = False
+        self._looked = False
         self._making = asyncio.Lock()
+        self._states = [
+            ModelState.of(name, group.residency, pinned=group.residency.pinned)
+            for name, group in service.groups.items()
+        ]
 
-    async def exchange(self, process: str, report: Report) -> View | None:
-        view: View | None = await self._call("exchange", process, report, seconds=_ANSWER_S if self._told else _FIRST_S)
-        self._told = True
-        return view
+    async def states(self) -> Sequence[ModelState]:
+        """See `Lifecycle`: as they were told last, while nobody answers."""
+        try:
+            self._states = await self._call("states", seconds=_ANSWER_S) or self._states
+        except WorkerError as error:
+            log.warning("nobody says which models are in memory (%s)", error)
+        return self._states
 
     async def demand(self, name: str) -> None:
-        await self._ask("demand", name)
+        await self._call("demand", name, seconds=None)
 
     async def load(self, name: str) -> ModelState:
-        return await self._ask("load", name)  # type: ignore[no-any-return]
+        return await self._ask("load", name)
 
     async def unload(self, name: str) -> ModelState:
-        return await self._ask("unload", name)  # type: ignore[no-any-return]
+        return await self._ask("unload", name)
 
-    async def pin(self, name: str, pinned: bool) -> ModelState:
-        return await self._ask("pin", name, pinned)  # type: ignore[no-any-return]
+    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+        return await self._ask("pin", name, pinned)
 
-    async def _ask(self, method: str, *arguments: object) -> Any:
+    async def restore(self) -> None:
+        await self.states()
+
+    async def watch(self) -> None:
+        """See `Lifecycle`: tell the other processes how many requests each key has here."""
+        while self._keys is not None:
+            await asyncio.sleep(_PERIOD_S)
+            try:
+                self._keys.elsewhere = await self._call("count", self._process, self._keys.own(), seconds=_ANSWER_S)
+            except PacelineError:
+                continue  # it is logged; what was told last holds
+
+    async def _ask(self, method: str, *arguments: object) -> ModelState:
         """Raises RefusedError: it refuses, or there is none."""
         self._needed = True
         try:
-            return await self._call(method, *arguments, seconds=None)
+            state: ModelState = await self._call(method, *arguments, seconds=None)
         except WorkerError as error:
             raise RefusedError(
                 503, f"{error}; send the request again", code=UNAVAILABLE, retry_after_s=_RETRY_S
             ) from error
+        return state
 
     async def _call(self, method: str, *arguments: object, seconds: float | None) -> Any:
         """What it answers, or None where there is none and none is needed. One that is lost is made anew and asked
@@ -338,7 +221,7 @@ class RayOwner:
             async with self._making:
                 if self._actor is None:
                     if not self._looked:  # an operator may have decided something before this process began
-                        decided = await _read_decisions(self._service.application)
+                        decided = await read_decisions(self._service.application)
                         self._needed |= any((decided.pinned, decided.unpinned, decided.stopped))
                         self._looked = True
                     self._actor = await asyncio.to_thread(self._make if self._needed else self._existing)
@@ -359,102 +242,106 @@ class RayOwner:
             return None
 
 
-_LOOK_S = 0.2  # between looks at what became of it
-_ALLOCATOR_ANSWER_S = 30.0  # that the core allocator may take
-_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
-_STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
-
-
 class ServeLoader:
-    """A `Loader` over Ray Serve: an unloaded model has no replica, so its cores and its memory are free.
+    """A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, or none, so its cores and its
+    memory are free. Errors have no text of Ray's, since clients read them; the log has it.
 
-    A model that is loaded from the start is a deployment of the service's application, and one without replicas when it
-    is unloaded. A model that is loaded on demand is an application of its own, since Serve deploys none without
-    replicas. Errors have no text of Ray's, since clients read them; the log has it.
-
-    router  tells which replicas answer, and on which cores; models on demand are put into it when they are loaded
+    router  to the models; None: one of its own
     """
 
-    def __init__(self, service: Service, router: ServeRouter) -> None:
-        self._service, self._router = service, router
-        self._application, self._groups, self._policy = service.application, service.groups, service.fault_policy
+    def __init__(self, service: Service, router: ServeRouter | None = None) -> None:
+        self._service, self._groups = service, service.groups
+        self._startup_timeout_s = service.fault_policy.startup_timeout_s
+        self._router = router or ServeRouter({name: service.route(name) for name in service.groups})
 
     async def load(self, name: str) -> None:
-        group = self._groups[name]
         try:
-            if group.is_on_demand:
-                app = model_deployment(group, self._policy)
-                await asyncio.to_thread(serve.run, app, name=self._service.own_application(name), route_prefix=None)
-                self._router.put(name, self._service.route(name))
+            if self._groups[name].is_on_demand:
+                await self._change(name, lambda: asyncio.to_thread(self._deploy, name))
             else:
-                await self._scale(name, group.replicas)
+                await self._scale(name, self._groups[name].replicas)
+            await self._router.ask_all(name, "stay")  # where it was to leave, and could not be ended
             await self._until_it_answers(name)
-        except BaseException as error:
-            with suppress(*_RAY_ERRORS, WorkerError):
+        except BaseException:
+            try:
                 await self.unload(name)
-            if isinstance(error, _RAY_ERRORS):
-                log.warning("%s does not start", name, exc_info=error)
-                raise WorkerError(f"{name} does not start; the log of its replica says why") from error
+            except WorkerError:
+                log.warning("%s does not start, and cannot be ended either", name)
             raise
 
     async def unload(self, name: str) -> None:
         if self._groups[name].is_on_demand:
-            self._router.remove(name)
-            await asyncio.to_thread(serve.delete, self._service.own_application(name))
+            await self._change(name, lambda: asyncio.to_thread(serve.delete, self._service.application_of(name)))
             return
         await self._scale(name, 0)
         while (await self._deployments())[name].replicas:
             await asyncio.sleep(_LOOK_S)
-        self._router.forget(name)
 
     async def loaded(self) -> Sequence[str]:
-        loaded = [name for name, one in (await self._deployments()).items() if one.target]
-        applications = (await asyncio.to_thread(serve.status)).applications
-        on_demand = [
-            name
-            for name, group in self._groups.items()
-            if group.is_on_demand and self._service.own_application(name) in applications
-        ]
-        for name in on_demand:
-            self._router.put(name, self._service.route(name))
-        return [*loaded, *on_demand]
+        return [name for name, one in (await self._deployments()).items() if one.target]
+
+    async def usage(self, name: str) -> Usage | None:
+        found: list[Usage] = await self._router.ask_all(name, "usage")
+        if not found:
+            return None
+        return Usage(sum(one.running for one in found), min(one.idle_s for one in found))
+
+    async def leave(self, name: str, *, unless_used: bool) -> bool:
+        answers = await self._router.ask_all(name, "leave", unless_used)
+        if unless_used and not (answers and all(answers)):
+            await self._router.ask_all(name, "stay")
+            return False
+        return True
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         """See `Loader`. Whatever else has cores in the cluster stays."""
-        group = self._groups[name]
         residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
-        return await asyncio.to_thread(_room, group, [one for one in residents if one.cores])
+        return await asyncio.to_thread(_room, self._groups[name], [one for one in residents if one.cores])
 
     async def remember(self, kept: Decisions) -> None:
-        await _write_decisions(self._application, kept)
+        data = json.dumps(asdict(kept)).encode()
+        try:
+            await asyncio.to_thread(ray_guard.keep, _key(self._service.application), data)
+        except ray_guard.STORE_ERRORS as error:
+            raise WorkerError(f"Ray's GCS does not keep what is pinned ({type(error).__name__})") from error
 
     async def remembered(self) -> Decisions:
-        return await _read_decisions(self._application)
+        return await read_decisions(self._service.application)
 
     async def _until_it_answers(self, name: str) -> None:
-        end = monotonic() + self._policy.startup_timeout_s
-        while not await self._router.cards(name, fresh=True):
-            states = await self._deployments()
-            if name in states and states[name].status in _STUCK:
+        end = monotonic() + self._startup_timeout_s
+        while not await self._router.cards(name):
+            state = (await self._deployments()).get(name)
+            if state is not None and state.status in _STUCK:
                 raise WorkerError(f"{name} does not start; the log of its replica says why")
             if monotonic() > end:
-                raise WorkerError(f"{name} did not start within {self._policy.startup_timeout_s} seconds")
+                raise WorkerError(f"{name} did not start within {self._startup_timeout_s} seconds")
             await asyncio.sleep(_LOOK_S)
 
+    def _deploy(self, name: str) -> None:
+        app = model_deployment(self._groups[name], self._service.fault_policy)
+        serve.run(app, name=self._service.application_of(name), route_prefix=None)
+
     async def _scale(self, name: str, replicas: int) -> None:
+        application = self._service.application
+        await self._change(name, lambda: ray_guard.scale_deployment(application, deployment_name(name), replicas))
+
+    async def _change(self, name: str, change: Callable[[], Awaitable[object]]) -> None:
+        """Have Serve change a model. Raises WorkerError."""
         try:
-            await scale_deployment(self._application, deployment_name(name), replicas)
-        except (RayError, ValueError) as error:
-            log.warning("Ray Serve did not take the number of replicas of %s", name, exc_info=error)
-            raise WorkerError(f"Ray Serve did not take the number of replicas of {name}; the log says why") from error
+            await change()
+        except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
+            log.warning("Ray Serve did not start or end %s", name, exc_info=error)
+            raise WorkerError(f"Ray Serve did not start or end {name}; the log says why") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
         """What Serve knows of each model."""
         try:
-            deployments = await running_deployments(self._application)
+            running = await ray_guard.running_deployments()
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
-        return {name: deployments[key] for name in self._groups if (key := deployment_name(name)) in deployments}
+        keys = {name: (self._service.application_of(name), deployment_name(name)) for name in self._groups}
+        return {name: running[key] for name, key in keys.items() if key in running}
 
 
 def _room(group: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:
@@ -484,42 +371,19 @@ def _nodes(instance: Instance) -> dict[str, Instance]:
     return nodes
 
 
-_SPACE = b"paceline"  # of keys, beside that of the core allocator
-_STORE_ERRORS = (
-    AttributeError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    RayError,
-)  # of a store that does not answer, or is not there
-
-
-async def _write_decisions(application: str, decisions: Decisions) -> None:
-    """Replace what an operator decided about an application's models, so that the next HTTP process knows it.
+async def read_decisions(application: str) -> Decisions:
+    """What an operator decided last about an application's models; nothing where nothing was.
 
     It lies in the key-value store of Ray's GCS, as the state of Ray Serve itself does: it outlives every process but
     the GCS, and that one too where it has fault tolerance.
 
     Raises:
-        WorkerError: the store does not answer.
-    """
-    data = json.dumps(asdict(decisions)).encode()
-    try:
-        await asyncio.to_thread(internal_kv._internal_kv_put, _key(application), data, namespace=_SPACE)
-    except _STORE_ERRORS as error:
-        raise WorkerError(f"Ray's GCS does not keep what is pinned ({type(error).__name__})") from error
-
-
-async def _read_decisions(application: str) -> Decisions:
-    """What was written last; nothing where nothing was.
-
-    Raises:
         WorkerError: the store does not answer, or something else wrote there.
     """
     try:
-        data = await asyncio.to_thread(internal_kv._internal_kv_get, _key(application), namespace=_SPACE)
+        data = await asyncio.to_thread(ray_guard.kept, _key(application))
         return Decisions() if data is None else Decisions(**json.loads(data))
-    except (*_STORE_ERRORS, TypeError) as error:
+    except (*ray_guard.STORE_ERRORS, TypeError) as error:
         raise WorkerError(f"Ray's GCS does not tell what is pinned ({type(error).__name__})") from error
 
 
@@ -529,7 +393,7 @@ def forget_decisions(application: str) -> None:
     Raises:
         RayError, RuntimeError: the store does not answer.
     """
-    internal_kv._internal_kv_del(_key(application), namespace=_SPACE)
+    ray_guard.forget(_key(application))
 
 
 def _key(application: str) -> bytes:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -242,7 +242,7 @@ class AsyncEngine:
 
     def __init__(self, engine: SharedEngine) -> None:
         self.engine, self._loop = engine, asyncio.get_running_loop()
-        self._streams: dict[str, _Stream] = {}  # by ticket
+        self._running: dict[str, AsyncCall] = {}  # by ticket
 
     @property
     def is_over(self) -> bool:
@@ -257,31 +257,26 @@ class AsyncEngine:
                 "or make another AsyncEngine (or ModelServer) in this one"
             )
 
-    async def generate(self, call: Call) -> AsyncGenerator[CallUpdate, None]:
-        """Updates of a call, at most one for every step of the engine, or several joined where the consumer is slow.
-
-        To give up, close the generator or cancel the task: the call's slots are free after the step that runs then.
+    def begin(self, call: Call) -> AsyncCall:
+        """Take on a call. Close what this returns to give up: its slots are free after the step that runs then.
 
         Raises:
             EventLoopError: another loop than its own runs.
-            QueueFullError: too many requests wait. At the first step of the generator, before anything is computed.
-            DeadlineError, SamplingError, ...: the call could not be served to its end.
+            QueueFullError: too many requests wait.
         """
         self.check_loop()
-        stream = self._streams[call.ticket] = _Stream()
+        begun = self._running[call.ticket] = AsyncCall(self, call.ticket)
         try:
             self.engine.submit(call, self._from_engine)
-            while True:
-                update = await stream.take()
-                if update.outputs:
-                    yield update
-                if update.error is not None:
-                    raise update.error
-                if update.ended:
-                    return
-        finally:
-            self._streams.pop(call.ticket, None)
-            self.engine.end(call.ticket)
+        except BaseException:
+            begun.close()
+            raise
+        return begun
+
+    def end(self, ticket: str) -> None:
+        """The call takes part in no further round."""
+        self._running.pop(ticket, None)
+        self.engine.end(ticket)
 
     def leave(self, ticket: str, *indices: int) -> None:
         """See `SharedEngine.leave`."""
@@ -295,28 +290,47 @@ class AsyncEngine:
 
     def _deliver(self, updates: list[CallUpdate]) -> None:
         for update in updates:
-            stream = self._streams.get(update.ticket)
-            if stream is not None:
-                stream.put(update)
+            call = self._running.get(update.ticket)
+            if call is not None:
+                call.put(update)
 
 
-class _Stream:
-    """Updates that one consumer has not taken yet."""
+class AsyncCall:
+    """A call under way, for one consumer."""
 
-    def __init__(self) -> None:
-        self._updates: deque[CallUpdate] = deque()
+    def __init__(self, engine: AsyncEngine, ticket: str) -> None:
+        self._engine, self._ticket = engine, ticket
+        self._updates: deque[CallUpdate] = deque()  # that the consumer has not taken yet
         self._came = asyncio.Event()
+        self._last: CallUpdate | None = None
 
     def put(self, update: CallUpdate) -> None:
+        """An update comes."""
         self._updates.append(update)
         self._came.set()
 
-    async def take(self) -> CallUpdate:
-        """All that came since the last time, as one."""
-        await self._came.wait()
-        self._came.clear()
-        taken, self._updates = self._updates, deque()
-        return CallUpdate.joined(taken)
+    async def next(self) -> CallUpdate | None:
+        """All outputs that came since the last time, as one update, as soon as there are any; None at the end.
+
+        Raises:
+            DeadlineError, SamplingError, ...: the call could not be served to its end.
+        """
+        while self._last is None:
+            await self._came.wait()
+            self._came.clear()
+            taken, self._updates = self._updates, deque()
+            update = CallUpdate.joined(taken)
+            if update.ended or update.error is not None:
+                self._last = update
+            if update.outputs:
+                return update
+        if self._last.error is not None:
+            raise self._last.error
+        return None
+
+    def close(self) -> None:
+        """Nobody wants the rest."""
+        self._engine.end(self._ticket)
 
 
 CROWD = 8

@@ -53,7 +53,7 @@ def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
         "paceline.core.protocols",
         "paceline.placement.remote.messages",
         "paceline.placement.cluster.core_allocator",
-        "paceline.serving.ingress",
+        "paceline.serving.ray_app",
         "paceline.serving.serve_lifecycle",
     ],
 )

@@ -191,7 +191,7 @@ def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
             end = time.monotonic() + 120
             while pid_on(cores["chat-draft"], other.node_id) in (pid, None) or not drafts(models, "chat"):
                 assert models.sample("chat", PROMPTS, **ASKED) == expected
-                assert time.monotonic() < end, models.statistics("chat")
+                assert time.monotonic() < end, models.statistics("chat")["drafter_health"]
     finally:
         ray.util.remove_placement_group(blocked)
         if other in cluster.worker_nodes:

@@ -25,8 +25,8 @@ from paceline import AutoDecoder
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
-from paceline.serving.app import application
 from paceline.serving.listener import ListeningSocket
+from paceline.serving.ray_app import application
 from tests.decoder.tiny import VOCABULARY
 from tests.simulation import check_nothing_left
 

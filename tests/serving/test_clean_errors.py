@@ -17,10 +17,9 @@ from paceline.placement.cluster import core_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving import serve_lifecycle
-from paceline.serving.deployments import Service
+from paceline.serving import ray_guard, serve_lifecycle
 from paceline.serving.refused import refusal
-from paceline.serving.serve_lifecycle import ServeLoader
+from paceline.serving.serve_lifecycle import ServeLoader, Service
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE
@@ -36,7 +35,7 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
         raise ValueError(RAYS)
 
     for module, name in (
-        (serve_lifecycle, "model_deployment"), (serve_lifecycle, "scale_deployment"), (serve_lifecycle.serve, "delete")
+        (serve_lifecycle, "model_deployment"), (ray_guard, "scale_deployment"), (serve_lifecycle.serve, "delete")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, fails)
     shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager"}

@@ -18,8 +18,8 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
-from paceline.serving.app import build
-from paceline.serving.deployments import model_deployment
+from paceline.serving.ray_app import build
+from paceline.serving.replica import model_deployment
 from paceline.workers.config import WorkerConfig
 from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
@@ -92,7 +92,7 @@ def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
         done = CliRunner().invoke(app, ["serve", str(models), "--instance", "inf2.48xlarge", "--print-serve-config"])
         assert done.exit_code == 2 and says.partition(":")[0] in done.stderr and not done.stdout
         with pytest.raises(PlanError):
-            import_module("paceline.serving.app").build({"models": str(models), "instance": "inf2.48xlarge"})
+            import_module("paceline.serving.ray_app").build({"models": str(models), "instance": "inf2.48xlarge"})
 
 
 def test_a_model_needs_no_file(workshop: Workshop) -> None:

@@ -19,12 +19,12 @@ from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.replica import messages
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, RequestContext
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
+from tests.serving.replicas import BareReplica
 from tests.serving.small_vocabulary import letters
 
 TOKENIZER = letters(TEMPLATE)
@@ -301,16 +301,36 @@ def test_an_answer_that_is_not_streamed_is_one_chunk() -> None:
 
 def test_a_first_token_that_is_there_soon_is_said_to_be() -> None:
     """So that a replica sends both in one message."""
-    request = read_body(
-        CompletionRequest, b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
-    )
+    body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
+    made = BareReplica(server())
 
     async def sent() -> list[Any]:
-        return [one async for one in messages(server().stream(request, CONTEXT))]
+        return [one async for one in made.stream(read_body(CompletionRequest, body), CONTEXT)]
 
     begun, *rest = asyncio.run(sent())
     assert isinstance(begun, tuple) and [type(one) for one in begun] == [Accepted, Chunk] and begun[0].followed
     assert rest and all(isinstance(one, Chunk) for one in rest)
+
+
+def test_a_replica_that_is_to_leave_takes_no_more_requests() -> None:
+    body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
+    request = read_body(CompletionRequest, body)
+    made = BareReplica(server())
+
+    async def work() -> None:
+        assert (await made.usage()).running == 1, "whoever had it loaded is about to use it"
+        stream = made.stream(request, CONTEXT)
+        await anext(stream)
+        assert (await made.usage()).running == 1 and not await made.leave(unless_used=True)
+        assert await made.leave(unless_used=False)
+        assert [one async for one in stream], "what is under way is answered"
+        assert (await made.usage()).running == 0 and await made.leave(unless_used=True)
+        (refused,) = [one async for one in made.stream(request, CONTEXT)]
+        assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
+        await made.stay()
+        assert len([one async for one in made.stream(request, CONTEXT)]) > 1
+
+    asyncio.run(work())
 
 
 def contents(data: bytes) -> dict[object, Any]:

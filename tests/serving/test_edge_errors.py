@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
 from paceline.serving.api import create_app
-from paceline.serving.logs import JsonFormatter
+from paceline.serving.middleware import JsonFormatter
 from paceline.serving.model_server import LocalRouter
 from paceline.serving.settings import ApiSettings
 from tests.serving.edge import ScriptedEngine, running, scripted

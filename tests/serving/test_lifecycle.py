@@ -15,6 +15,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+
+pytest.importorskip("ray")
+
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as command_line
@@ -24,13 +27,15 @@ from paceline.placement import INSTANCES
 from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, plan_groups, to_unload
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
+from paceline.serving import replica, serve_router
 from paceline.serving.api import create_app
-from paceline.serving.lifecycle import Decisions, ModelLifecycle
-from paceline.serving.model_server import LocalRouter, ModelServer
-from paceline.serving.serve_lifecycle import ManagedRouter
+from paceline.serving.lifecycle import Decisions, ModelLifecycle, Usage
+from paceline.serving.model_server import ModelServer
+from paceline.serving.serve_router import ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import Workshop
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, running
+from tests.serving.replicas import BareReplica, LocalHandle
 
 MACHINE = replace(INSTANCES["cpu"], devices=2)  # two models of one core
 
@@ -40,7 +45,7 @@ class PlannedLoader:
 
     def __init__(self, groups: Sequence[ReplicaGroupPlan]) -> None:
         self.groups = {group.name: group for group in groups}
-        self.servers: dict[str, ModelServer] = {}
+        self.replicas: dict[str, BareReplica] = {}
         self.engines: dict[str, ScriptedEngine] = {}
         self.residents: dict[str, Resident] = {}
         self.broken: set[str] = set()
@@ -59,10 +64,16 @@ class PlannedLoader:
         self._make(name)
 
     async def unload(self, name: str) -> None:
-        del self.servers[name], self.residents[name]
+        del self.replicas[name], self.residents[name]
 
     async def loaded(self) -> Sequence[str]:
-        return list(self.servers)
+        return list(self.replicas)
+
+    async def usage(self, name: str) -> Usage | None:
+        return await self.replicas[name].usage()
+
+    async def leave(self, name: str, *, unless_used: bool) -> bool:
+        return await self.replicas[name].leave(unless_used)
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         stay = [one for other, one in self.residents.items() if other not in movable]
@@ -84,7 +95,8 @@ class PlannedLoader:
         tokenizer = chat_tokenizer()
         engine = self.engines[name] = ScriptedEngine(tokenizer, lambda _: f"I am {name}")
         limits = TargetLimits(len(tokenizer), POSITIONS, (0,))
-        self.servers[name] = ModelServer(tokenizer, engine, limits, card=replace(card(), name=name))  # type: ignore[arg-type]
+        server = ModelServer(tokenizer, engine, limits, card=replace(card(), name=name))  # type: ignore[arg-type]
+        self.replicas[name] = BareReplica(server)
 
 
 class Service:
@@ -120,13 +132,22 @@ def service(home: Path, *models: dict[str, object], key: str = "", **settings: A
 def edge(loader: PlannedLoader, key: str = "", **settings: Any) -> Iterator[Service]:
     """The process of HTTP, and what it knows; the models live on in the loader."""
     lifecycle = ModelLifecycle(loader, {name: group.residency for name, group in loader.groups.items()})
-    router = ManagedRouter(LocalRouter(loader.servers), lifecycle)
+    routes = {name: ModelRoute(LocalHandle(name, loader.replicas)) for name in loader.groups}
+    router = ServeRouter(routes, lifecycle=lifecycle)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (
         running(create_app(router, ApiSettings(**settings), lifecycle)) as address,
         httpx.Client(base_url=address, timeout=30, headers=headers) as client,
     ):
         yield Service(client, loader, address)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks follow one another soon, and a model that nobody has asked for yet may leave."""
+    monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
+    monkeypatch.setattr(replica, "_FIRST_REQUEST_S", 0.0)
 
 
 @pytest.fixture
@@ -250,12 +271,12 @@ def test_the_command_shows_and_changes_them(home: Path, monkeypatch: pytest.Monk
     with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}, api_keys=("secret",)) as served:
         code, text = served.command("list")
         assert code == 0 and "on_demand" in text and "unloaded" in text
-        assert served.command("load", "c")[0] == 0 and set(served.loader.servers) == {"a", "c"}
+        assert served.command("load", "c")[0] == 0 and set(served.loader.replicas) == {"a", "c"}
         assert served.command("pin", "c")[0] == 0
         code, text = served.command("unload", "c")
         assert code == 2 and "c is pinned" in text
         assert served.command("unpin", "c")[0] == 0 and served.command("unload", "c")[0] == 0
-        assert set(served.loader.servers) == {"a"}
+        assert set(served.loader.replicas) == {"a"}
         code, text = served.command("list", "--json")
         assert {one["name"]: one["state"] for one in json.loads(text)} == {"a": "loaded", "c": "unloaded"}
     code, text = served.command("list")

@@ -22,7 +22,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import launch as serving_run
-from paceline.serving.app import deploy_config
+from paceline.serving.ray_app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
 from tests.serving.served import admin, said, served, statuses, with_tokenizer

@@ -13,6 +13,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from paceline.core.errors import WorkerError
 from paceline.serving import serve_router
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.tokens import TokenizeRequest
@@ -40,7 +41,7 @@ class Handle:
         self.readers.append(context.reader)
         return Items(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
 
-    def broadcast(self, method: str) -> Any:
+    def broadcast(self, method: str, *_: object) -> Any:
         if not self.cards:
             raise RuntimeError(f"nobody answers {method}")
         return self
@@ -248,3 +249,44 @@ def test_a_replica_is_told_who_reads_its_answer() -> None:
 
     asyncio.run(run())
     assert handle.readers == ["me", "me"]
+
+
+@pytest.mark.parametrize("decides", [None, RefusedError(503, "no node has room"), WorkerError("nobody decides")])
+def test_where_nobody_answers_the_lifecycle_is_asked(
+    decides: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the model, or says why not; while nobody decides, the model may come back by itself."""
+    monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
+    there = asyncio.Event()
+
+    class Late(Items):
+        async def __aiter__(self) -> AsyncIterator[Item]:
+            await there.wait()
+            for item in answers(4)(()):
+                yield item  # type: ignore[misc]
+
+    class Away(Handle):
+        def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
+            return Late(self, [])
+
+    class Asked:
+        demands = 0
+
+        async def demand(self, name: str) -> None:
+            self.demands += 1
+            if self.demands == 3 or decides is None:
+                there.set()
+            if decides is not None:
+                raise decides
+
+    async def run() -> list[Item]:
+        router = ServeRouter({"m": ModelRoute(Away())}, lifecycle=Asked())  # type: ignore[arg-type]
+        request = CompletionRequest(model="m", prompt="x", seed=1)
+        return [item async for item in router.stream(request, RequestContext.new())]
+
+    items = asyncio.run(asyncio.wait_for(run(), 60))
+    if isinstance(decides, RefusedError):
+        assert items == [Failed.of(decides)]
+    else:
+        assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"

@@ -91,6 +91,8 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     assert "paceline-late" not in serve.status().applications
     assert sum(map(len, call_allocator("taken", timeout=30).values())) == taken - 1
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
+    assert patient.completions.create(model="late", **asked).choices[0].text == texts[1], "it is loaded again"  # type: ignore[call-overload]
+    assert admin(client, "POST", "/unload", {"model": "late"})["state"] == "unloaded"
 
 
 def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: openai.OpenAI) -> None:

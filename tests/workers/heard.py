@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import closing
 from queue import SimpleQueue
 
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallUpdate
-from paceline.workers.shared_engine import SharedEngine
+from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 from paceline.workers.target import TargetHost
 
 
@@ -35,3 +36,10 @@ def asked(
 ) -> Generator[RequestOutput, None, None]:
     """The same of a hosted target."""
     return outputs_of(host.engine, ticket, Request.batch(prompts, params, host.limits), params.verify_width)
+
+
+async def updates_of(engine: AsyncEngine, call: Call) -> AsyncGenerator[CallUpdate, None]:
+    """Updates of a call, as they come."""
+    with closing(engine.begin(call)) as begun:
+        while (update := await begun.next()) is not None:
+            yield update

@@ -16,6 +16,7 @@ from paceline.engine.request import Request, SamplingParams
 from paceline.workers.calls import Call, CallState, CallUpdate
 from paceline.workers.shared_engine import AsyncEngine, EngineLimits, SharedEngine, Turns
 from tests.fakes import TableDecoder
+from tests.workers.heard import updates_of
 from tests.workers.test_shared_engine import PROMPTS, Gate, shared, wanted
 
 Made = tuple[SharedEngine, Gate, TableDecoder]
@@ -38,7 +39,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def listen(engine: AsyncEngine, asked: Call) -> list[CallUpdate]:
-    return [update async for update in engine.generate(asked)]
+    return [update async for update in updates_of(engine, asked)]
 
 
 def text(updates: Sequence[CallUpdate], index: int = 0) -> list[int]:
@@ -101,7 +102,7 @@ def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
         engine = AsyncEngine(made[0])
         asks = [call(made, ticket, PROMPTS[0], max_new_tokens=40) for ticket in ("slow", "quick")]
         quick = asyncio.create_task(listen(engine, asks[1]))
-        stream = engine.generate(asks[0])
+        stream = updates_of(engine, asks[0])
         first = asyncio.ensure_future(anext(stream))
         await until(lambda: len(made[0]._calls) == 2)
         made[1].let(1000)
@@ -244,7 +245,7 @@ def test_a_call_of_many_prompts_leaves_slots_to_others() -> None:
         engine, ended = AsyncEngine(made[0]), list[str]()
 
         async def said(asked: Call) -> None:
-            async for update in engine.generate(asked):
+            async for update in updates_of(engine, asked):
                 ended.extend(asked.ticket for _ in update.finished)
 
         many = asyncio.create_task(said(call(made, "many", *[PROMPTS[0]] * 40, max_new_tokens=6)))

@@ -13,6 +13,7 @@ from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallState, CallUpdate
 from paceline.workers.shared_engine import CROWD, AsyncEngine, Holding
 from tests.fakes import TableDecoder
+from tests.workers.heard import updates_of
 from tests.workers.test_async_engine import call, made_for, run, text, until, wanted
 from tests.workers.test_shared_engine import PROMPTS, TARGET
 
@@ -131,7 +132,7 @@ def test_what_waits_is_heard_with_the_error_that_ends_a_call(fails: bool) -> Non
         made[1].let(3)
 
         async def listen() -> None:
-            async for update in engine.generate(asked):
+            async for update in updates_of(engine, asked):
                 heard.append(update)
 
         listening = asyncio.create_task(listen())

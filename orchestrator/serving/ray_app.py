@@ -1,36 +1,52 @@
-"""From a models file to a Serve application: one deployment for each model, and one for HTTP. Models that are loaded on
-demand are applications of their own, which the HTTP deployment starts (`paceline.serving.serve_lifecycle`).
+"""From a models file to an application of Ray Serve: one deployment for each model, and one for HTTP.
 
 `build` is a builder for `serve deploy`:
 
     applications:
       - name: paceline
         route_prefix: /
-        import_path: paceline.serving.app:build
+        import_path: paceline.serving.ray_app:build
         args: {models: /path/models.yaml, instance: inf2.48xlarge}
 
 `deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
-process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for.
+process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for; models
+that are loaded on demand are applications of their own (`paceline.serving.serve_lifecycle`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from ray import serve
+from starlette.types import Lifespan
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.planning import planner
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import instance_named
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.yaml_file import validate
-from paceline.serving.deployments import (
+from paceline.serving.api import create_app
+from paceline.serving.listener import receive_socket, serving
+from paceline.serving.middleware import KeyCounts
+from paceline.serving.ray_guard import (
+    SERVE_LOGGING,
+    WATCHED,
+    UntilTaken,
+    WithServe,
+    own_name,
+    watch_cluster,
+    write_with_serve,
+)
+from paceline.serving.replica import (
     CPU_SHARE,
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
@@ -38,8 +54,8 @@ from paceline.serving.deployments import (
     UNBOUNDED,
     model_deployment,
 )
-from paceline.serving.ingress import Ingress
-from paceline.serving.logs import SERVE_LOGGING
+from paceline.serving.serve_lifecycle import ServeLifecycle, Service, actor_name
+from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
@@ -85,7 +101,7 @@ def deploy_config(
         "name": "paceline",
         "route_prefix": "/",
         "import_path": f"{__name__}:{build.__name__}",
-        "external_scaler_enabled": True,  # models are loaded and unloaded by the ingress
+        "external_scaler_enabled": True,  # models are loaded and unloaded by the lifecycle
     }
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
@@ -121,3 +137,63 @@ def application(
     return ingress.bind(
         handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy, handover=handover
     )
+
+
+@serve.ingress()
+class Ingress:
+    """What answers HTTP, in a process of Ray Serve; what it answers is in `paceline.serving.api`. It holds no model.
+
+    handles   model -> handle of its deployment, of those that are loaded from the start
+    groups    of all models
+    handover  where this process gets a socket to listen at (`paceline.serving.listener`); "": Serve's proxy listens,
+              and passes requests on
+    """
+
+    def __init__(
+        self,
+        handles: Mapping[str, Any],
+        settings: ApiSettings,
+        *,
+        groups: Sequence[ReplicaGroupPlan],
+        fault_policy: FaultPolicy,
+        handover: str = "",
+    ) -> None:
+        write_with_serve()
+        self._application = serve.get_replica_context().app_name
+        self._settings, self._handover, self._keys = settings, handover, KeyCounts()
+        watch_cluster((*WATCHED, (actor_name(self._application), NAMESPACE)))
+        service = Service(self._application, {group.name: group for group in groups}, fault_policy)
+        comes_and_goes = any(
+            own.autoscaling is None and (own.load == "on_demand" or own.idle_ttl_s is not None)
+            for own in (group.residency for group in groups)
+        )
+        self._lifecycle = ServeLifecycle(
+            service, needed=comes_and_goes, keys=None if settings.max_requests_per_key is None else self._keys
+        )
+        self._router = ServeRouter(
+            {name: ModelRoute(handles[name]) if name in handles else service.route(name) for name in service.groups},
+            lifecycle=self._lifecycle,
+            resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s),
+            reader=own_name(),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Ray Serve calls it in the replica."""
+        app = create_app(self._router, self._settings, self._lifecycle, keys=self._keys)
+        if self._handover:
+            app.router.lifespan_context = self._listening(app, app.router.lifespan_context)
+        else:
+            app.add_middleware(UntilTaken)
+        return app
+
+    def _listening(self, app: FastAPI, lifespan: Lifespan[FastAPI]) -> Lifespan[FastAPI]:
+        """The application's lifespan, in which it answers at the service's address."""
+
+        listening = receive_socket(self._handover)
+
+        @asynccontextmanager
+        async def both(_: FastAPI) -> AsyncIterator[None]:
+            async with lifespan(app), serving(WithServe(app, self._application), listening, drain_s=SHUTDOWN_S):
+                yield
+
+        return both

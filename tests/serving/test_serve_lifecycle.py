@@ -1,0 +1,152 @@
+"""What a process of HTTP asks the one that decides, over an actor of this process; decisions are `test_lifecycle`'s."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayTaskError
+
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.planning.groups import plan_groups
+from paceline.placement.planning.model_specs import models_of
+from paceline.serving import serve_lifecycle
+from paceline.serving.lifecycle import ModelState, Usage
+from paceline.serving.middleware import KeyCounts
+from paceline.serving.refused import RefusedError
+from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
+from paceline.serving.serve_router import ModelRoute, ServeRouter
+from tests.decoder.tiny import Workshop
+from tests.serving.test_lifecycle import MACHINE
+
+
+def service(home: Path, *models: dict[str, object]) -> Service:
+    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
+    groups = plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)
+    return Service("paceline", {group.name: group for group in groups}, FaultPolicy())
+
+
+class Found(ServeLifecycle):
+    """Whose actor is an object of this process; None: there is none."""
+
+    def __init__(self, made: Service, actor: object, keys: KeyCounts | None = None) -> None:
+        super().__init__(made, needed=True, keys=keys)
+        self.actor = actor
+
+    async def _find(self) -> Any:
+        if self.actor is None:
+            return None
+        methods = ("states", "demand", "load", "unload", "pin", "count")
+        return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.actor, name, None)) for name in methods})
+
+
+def test_requests_of_a_key_count_wherever_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_lifecycle, "_PERIOD_S", 0.005)
+    made = Service("paceline", {}, FaultPolicy())
+
+    async def both() -> None:
+        actor, counts = LifecycleActor(made), [KeyCounts(), KeyCounts()]
+        watching = [asyncio.ensure_future(Found(made, actor, keys).watch()) for keys in counts]
+        with counts[0].one_more("secret"), counts[1].one_more("secret"), counts[1].one_more("other"):
+            while [one.total("secret") for one in counts] != [2, 2] or counts[0].total("other") != 1:
+                await asyncio.sleep(0.005)
+            assert "secret" not in str([one.own() for one in counts])
+        while any(one.total(key) for one in counts for key in ("secret", "other")):
+            await asyncio.sleep(0.005)
+        for one in watching:
+            one.cancel()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+
+
+def test_a_process_that_is_gone_has_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_lifecycle, "_SILENT_S", 0.0)
+
+    async def gone() -> None:
+        actor = LifecycleActor(Service("paceline", {}, FaultPolicy()))
+        await actor.count("dead", {"key": 3})
+        await asyncio.sleep(0.01)
+        assert await actor.count("other", {}) == {}
+
+    asyncio.run(gone())
+
+
+class Decides:
+    """An actor that knows one model."""
+
+    answers = True
+
+    async def states(self) -> list[ModelState]:
+        if not self.answers:
+            raise ValueError("it is gone")
+        return [ModelState("a", "unloaded", "eager", False, False, 0, 0.0, None)]
+
+    async def demand(self, name: str) -> None:
+        error = RefusedError(503, f"{name} is unloaded", retry_after_s=30.0)
+        raise RayTaskError("demand", "its traceback", error).as_instanceof_cause()
+
+    load = demand
+
+
+def test_it_is_as_the_file_says_until_somebody_decided_otherwise_and_then_as_was_told_last(workshop: Workshop) -> None:
+    made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
+
+    async def ask() -> None:
+        edge = Found(made, None)
+        assert [(one.state, one.pinned, one.awaited) for one in await edge.states()] == [
+            ("loaded", True, True), ("unloaded", False, False),
+        ]  # fmt: skip
+        await edge.demand("a")  # nobody has to decide: it is there soon
+        edge.actor = Decides()
+        assert [one.state for one in await edge.states()] == ["unloaded"]
+        Decides.answers = False
+        assert [one.state for one in await edge.states()] == ["unloaded"], "what was told last"
+        for asked in (edge.demand, edge.load):
+            with pytest.raises(RefusedError, match="a is unloaded") as refused:
+                await asked("a")
+            assert refused.value.headers == {"retry-after": "30"}
+
+    asyncio.run(ask())
+
+
+class Replicas:
+    """The handle of a model with several; what each says when it is asked."""
+
+    def __init__(self, *says: object) -> None:
+        self.says, self.asked = list(says), list[str]()
+
+    def broadcast(self, method: str, *_: object) -> Any:
+        self.asked.append(method)
+        return self
+
+    async def results_async(self, **_: object) -> list[object]:
+        return self.says
+
+
+@pytest.mark.parametrize(("says", "leaves"), [([True, True], True), ([True, False], False), ([], False)])
+def test_a_model_leaves_to_make_room_only_if_all_replicas_that_answer_are_idle(
+    workshop: Workshop, says: list[object], leaves: bool
+) -> None:
+    replicas = Replicas(*says)
+    made = service(workshop.checkpoint(), {"name": "a"})
+    loader = ServeLoader(made, ServeRouter({"a": ModelRoute(replicas)}))
+    assert asyncio.run(loader.leave("a", unless_used=True)) is leaves
+    assert replicas.asked == (["leave"] if leaves else ["leave", "stay"])
+    assert asyncio.run(loader.leave("a", unless_used=False)), "an operator's word"
+
+
+def test_the_usage_of_a_model_is_that_of_its_replicas(workshop: Workshop) -> None:
+    made = service(workshop.checkpoint(), {"name": "a"})
+
+    def usage(*says: object) -> Usage | None:
+        return asyncio.run(ServeLoader(made, ServeRouter({"a": ModelRoute(Replicas(*says))})).usage("a"))
+
+    assert usage(Usage(2, 0.0), Usage(0, 7.0)) == Usage(2, 0.0)
+    assert usage(Usage(0, 9.0), Usage(0, 7.0)) == Usage(0, 7.0)
+    assert usage() is None, "nobody knows"
