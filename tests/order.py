@@ -14,7 +14,6 @@ RAY = (
     "tests/serving/test_serving.py",
     "tests/placement/test_ray.py",
     "tests/serving/test_serve_deploy.py",
-    "tests/serving/test_drafts.py",
     "tests/smollm2/test_served.py",
     "tests/placement/test_core_allocator.py",
     "tests/experiments/test_parallel.py",
