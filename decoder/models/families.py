@@ -325,7 +325,7 @@ _GPT_DEFAULTS: dict[str, object] = {
 _GPT2_NEUTRAL = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
-class Gpt2Family(AssembledFamily):
+class GPT2Family(AssembledFamily):
     """The GPT-2 family: learned positions, LayerNorm, biases everywhere, and products stored as [in, out]."""
 
     # Masks, which old versions of transformers saved.
@@ -382,7 +382,7 @@ class Gpt2Family(AssembledFamily):
         return assembled(config, generation, plan, share=0.0)
 
 
-class GptjFamily(AssembledFamily):
+class GPTJFamily(AssembledFamily):
     """The GPT-J family: attention and MLP side by side behind one norm; rotary pairs are neighbours."""
 
     # Masks, which old versions of transformers saved.
@@ -440,7 +440,7 @@ _NEOX_RENAMED = {
 _NEOX_DEFAULTS = {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "eos_token_id": 2, "bos_token_id": 0}
 
 
-class GptNeoxFamily(AssembledFamily):
+class GPTNeoXFamily(AssembledFamily):
     """The GPT-NeoX family (Pythia): attention and MLP side by side, each behind a norm; part of a head is rotated."""
 
     # Masks and frequencies, which old versions of transformers saved.
@@ -482,7 +482,7 @@ _OPT_DEFAULTS = {"activation_function": "relu", "tie_word_embeddings": True, "eo
 _OPT_NEUTRAL = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 
 
-class OptFamily(AssembledFamily):
+class OPTFamily(AssembledFamily):
     """The OPT family, with norms before attention and MLP: learned positions from row 2 on, LayerNorm, ReLU."""
 
     bare_prefix = "model."

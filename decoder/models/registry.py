@@ -38,10 +38,10 @@ MODEL_FAMILIES: dict[str, FamilyRow] = {
         FamilyRow("phi3", "paceline.decoder.models.families:Phi3Family", "Phi-3 and Phi-4, text only"),
         FamilyRow("gemma2", "paceline.decoder.models.families:Gemma2Family", "Gemma 2"),
         FamilyRow("gemma3_text", "paceline.decoder.models.families:Gemma3Family", "Gemma 3, text only"),
-        FamilyRow("gpt2", "paceline.decoder.models.families:Gpt2Family", "GPT-2"),
-        FamilyRow("gpt_neox", "paceline.decoder.models.families:GptNeoxFamily", "GPT-NeoX, Pythia"),
-        FamilyRow("gptj", "paceline.decoder.models.families:GptjFamily", "GPT-J"),
-        FamilyRow("opt", "paceline.decoder.models.families:OptFamily", "OPT, with norms before"),
+        FamilyRow("gpt2", "paceline.decoder.models.families:GPT2Family", "GPT-2"),
+        FamilyRow("gpt_neox", "paceline.decoder.models.families:GPTNeoXFamily", "GPT-NeoX, Pythia"),
+        FamilyRow("gptj", "paceline.decoder.models.families:GPTJFamily", "GPT-J"),
+        FamilyRow("opt", "paceline.decoder.models.families:OPTFamily", "OPT, with norms before"),
         FamilyRow("bloom", "paceline.decoder.models.families:BloomFamily", "BLOOM, ALiBi"),
     )
 }
