@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, cast
 
@@ -190,57 +191,17 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-class BloomForSampling(AutoDecoder):
-    families = ("bloom",)
+def __getattr__(name: str) -> type[AutoDecoder]:
+    """The class of one family by its name of transformers-neuronx: ``LlamaForSampling``, ``GPT2ForSampling``, ..."""
+    if not name.endswith("ForSampling"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _for_sampling(name)
 
 
-class GPT2ForSampling(AutoDecoder):
-    families = ("gpt2",)
-
-
-class GPTJForSampling(AutoDecoder):
-    families = ("gptj",)
-
-
-class GPTNeoXForSampling(AutoDecoder):
-    families = ("gpt_neox",)
-
-
-class Gemma2ForSampling(AutoDecoder):
-    families = ("gemma2",)
-
-
-class Gemma3ForSampling(AutoDecoder):
-    families = ("gemma3_text",)
-
-
-class LlamaForSampling(AutoDecoder):
-    families = ("llama",)
-
-
-class MistralForSampling(AutoDecoder):
-    families = ("mistral",)
-
-
-class MixtralForSampling(AutoDecoder):
-    families = ("mixtral",)
-
-
-class OPTForSampling(AutoDecoder):
-    families = ("opt",)
-
-
-class Phi3ForSampling(AutoDecoder):
-    families = ("phi3",)
-
-
-class Qwen2ForSampling(AutoDecoder):
-    families = ("qwen2",)
-
-
-class Qwen3ForSampling(AutoDecoder):
-    families = ("qwen3",)
-
-
-class Qwen3MoeForSampling(AutoDecoder):
-    families = ("qwen3_moe",)
+@cache
+def _for_sampling(name: str) -> type[AutoDecoder]:
+    family = name.removesuffix("ForSampling").lower()
+    for model_type in registry.MODEL_FAMILIES:
+        if model_type.removesuffix("_text").replace("_", "") == family:
+            return type(name, (AutoDecoder,), {"families": (model_type,), "__module__": __name__})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

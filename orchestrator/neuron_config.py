@@ -12,6 +12,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,56 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.options import AMP, LoadOptions
 from paceline.engine.request import SamplingParams
 from paceline.loadable import loadable
-from paceline.neuron_config_keys import (
-    KV_CACHES,
-    KV_DEFAULT,
-    KV_KEYS,
-    QUANT_KEYS,
-    REFUSED,
-    SAMPLING_WITHOUT_EFFECT,
-    WITHOUT_EFFECT,
-    count,
-    counts,
-    flag,
-    is_count,
-    named,
-    why_not_value,
-)
 
 log = logging.getLogger("paceline")
+
+NUMBER, NUMBERS = "a number, 0 or more", "a list of numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTables:
+    """The keys of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py` that have no
+    counterpart here: what is in ``neuron_config_keys.json``.
+
+    A file with a value that is none of its key's is not one that those projects read, so that nobody knows what it asks
+    for.
+
+    without_effect   key -> why it changes nothing here; ``sampling_without_effect``: of NxD's sampling
+    values           key -> what its value must be; a key that is not there: true or false
+    choices          key -> the words it may be; a number format may begin with "torch."
+    refused          keys that would change what is computed -> the values that go, and what to do instead
+    quant            fields of transformers-neuronx' QuantizationConfig -> values that go (None: any), and why no others
+    kv_caches        `kv_cache_dtype` by the names of both projects for the type
+    kv_keys          the fields of what says how keys and values are quantised
+    """
+
+    without_effect: Mapping[str, str]
+    sampling_without_effect: Mapping[str, str]
+    values: Mapping[str, str]
+    choices: Mapping[str, Sequence[str]]
+    refused: Mapping[str, tuple[Sequence[Any], str]]
+    quant: Mapping[str, tuple[Sequence[Any] | None, str]]
+    kv_caches: Mapping[str, str]
+    kv_keys: Mapping[str, Sequence[str]]
+
+
+@cache
+def key_tables() -> KeyTables:
+    """The tables."""
+    file = files("paceline").joinpath("neuron_config_keys.json").read_text(encoding="utf-8")
+    data = json.loads(file)
+    inverted = {
+        table: {key: told for told, keys in data[table].items() for key in keys}
+        for table in ("without_effect", "sampling_without_effect", "values")
+    }
+    return KeyTables(
+        **inverted,
+        choices={key: row["words"] for row in data["choices"] for key in row["keys"]},
+        refused={key: (values, reason) for reason, keys in data["refused"].items() for key, values in keys.items()},
+        quant={key: (row["values"], row["reason"]) for key, row in data["quant"].items()},
+        kv_caches=data["kv_caches"],
+        kv_keys=data["kv_keys"],
+    )
 
 
 class OnDeviceSampling(BaseModel):
@@ -78,9 +113,10 @@ class NeuronConfig(LoadOptions):
 
     def __post_init__(self) -> None:
         LoadOptions.__post_init__(self)
-        flag("fused", self.fused)
-        flag("prefix_caching", self.prefix_caching)
-        if count("k", self.k) == 0:
+        _check("fused", self.fused, "true or false")
+        _check("prefix_caching", self.prefix_caching, "true or false")
+        _check("k", self.k, NUMBER)
+        if self.k == 0:
             raise ConfigurationError("k=0 drafts nothing; give 1 or more, or leave it out")
 
     @classmethod
@@ -153,6 +189,29 @@ def _sampling(fields: object) -> OnDeviceSampling | None:
         raise configuration_error(error, OnDeviceSampling) from error
 
 
+def _is(value: object, wanted: str) -> bool:
+    """Whether a value is of a kind, by the words that messages have for it. True and false are no numbers."""
+    if wanted == NUMBER:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if wanted == NUMBERS:
+        return isinstance(value, (list, tuple)) and bool(value) and all(_is(one, NUMBER) for one in value)
+    kinds: dict[str, Any] = {"true or false": bool, "a list": (list, tuple), "a text": str, "an object": Mapping}
+    return wanted == "anything" or isinstance(value, kinds[wanted])
+
+
+def _check(name: str, value: Any, wanted: str) -> Any:
+    """The same value, which is of that kind or None.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if value is None or _is(value, wanted):
+        return value
+    if wanted == "an object":
+        raise ConfigurationError(f"{name} is a {type(value).__name__}; it must be an object")
+    raise ConfigurationError(f"{name}={value!r} must be {wanted}")
+
+
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
@@ -178,6 +237,7 @@ def _json(text: str, where: str) -> dict[str, Any]:
 
 _DTYPES = {**{torchs: ours for ours, torchs in AMP.items()}, **{name: name for name in AMP}}
 _WHOLE, _CHANNEL = "per_tensor_symmetric", "per_channel_symmetric"
+_KV_DEFAULT = "float8_e4m3fn"  # what NxD stores keys and values as, where no type is named
 
 
 class _Reader:
@@ -189,7 +249,7 @@ class _Reader:
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
+        self.fields, self.tables = fields, key_tables()
         self.without_effect: dict[str, str] = {}
 
     def read(self, fused_spec: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -201,8 +261,8 @@ class _Reader:
         self._refuse()
         quantization, left_alone = self._quantization()
         positions, chunks = self._positions()
-        length, asked = self._count("speculation_length") or 0, self.fields.pop("enable_fused_speculation", None)
-        fused = flag("enable_fused_speculation", asked)
+        length = self._take("speculation_length", NUMBER) or 0
+        fused = self._take("enable_fused_speculation", "true or false")
         options: dict[str, Any] = {
             "batch_size": self._batches(),
             "n_positions": positions,
@@ -216,9 +276,9 @@ class _Reader:
             "on_device_sampling": self._sampling(),
             "k": length - 1 if length > 1 else None,
             # A file that asks for no speculation has the flag, too, and then it says nothing.
-            "fused": fused if fused or (asked is not None and length > 1) else None,
+            "fused": fused if fused or length > 1 else None,
             "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
-            "prefix_caching": flag("is_prefix_caching", self.fields.pop("is_prefix_caching", None)),
+            "prefix_caching": bool(self._take("is_prefix_caching", "true or false")),
         }
         self._leave_out()
         if self.fields:
@@ -230,20 +290,25 @@ class _Reader:
         return options
 
     def _refuse(self) -> None:
-        for name, (values, reason) in REFUSED.items():
+        for name, (values, reason) in self.tables.refused.items():
             value = self.fields.pop(name, values[0])
             if not any(value == one and type(value) is type(one) for one in values):
                 raise ConfigurationError(f"{name}={value!r} cannot be followed: {reason}")
 
     def _leave_out(self) -> None:
-        for name in [name for name in self.fields if name in WITHOUT_EFFECT]:
+        tables = self.tables
+        for name in [name for name in self.fields if name in tables.without_effect]:
             value = self.fields.pop(name)
-            if wanted := why_not_value(name, value):
+            words = tables.choices.get(name)
+            wanted = tables.values.get(name, "true or false") if words is None else f"one of {', '.join(words)}"
+            known = _is(value, wanted) if words is None else str(value).removeprefix("torch.") in words
+            if value is not None and not known:
                 raise ConfigurationError(f"{name}={value!r} is none of its values: it must be {wanted}")
-            self.without_effect[name] = WITHOUT_EFFECT[name]
+            self.without_effect[name] = tables.without_effect[name]
 
-    def _count(self, name: str) -> int | None:
-        return count(name, self.fields.pop(name, None))
+    def _take(self, name: str, wanted: str) -> Any:
+        """The value of a key, which must be of a kind, or None."""
+        return _check(name, self.fields.pop(name, None), wanted)
 
     def _amp(self) -> str:
         dtype = self.fields.pop("torch_dtype", None) or self.fields.pop("amp", None) or "bfloat16"
@@ -255,11 +320,10 @@ class _Reader:
 
     def _batches(self) -> int | list[int]:
         """Slots, or the numbers of them that have graphs of their own, where the file says which."""
-        listed = counts("token_generation_batches", self.fields.pop("token_generation_batches", None)) or []
-        own = self.fields.pop("batch_size", None)
+        listed, own = self._take("token_generation_batches", NUMBERS) or [], self._one_or_more("batch_size")
         if isinstance(own, (list, tuple)):  # transformers-neuronx'
-            listed, own = [*listed, *(counts("batch_size", own) or [])], None
-        sizes = [count("batch_size", own), self._count("tkg_batch_size"), self._count("max_batch_size")]
+            listed, own = [*listed, *own], None
+        sizes = [own, self._take("tkg_batch_size", NUMBER), self._take("max_batch_size", NUMBER)]
         most = max([size for size in sizes if size is not None] or listed or [1])
         if listed and max(listed) > most:
             raise ConfigurationError(
@@ -270,13 +334,13 @@ class _Reader:
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
         """Buckets of the cache length and of prompts. Without bucketing there is one of each, as long as the text."""
-        take = self.fields.pop
-        length, longest, positions = self._count("seq_len"), self._count("max_length"), self._one_or_more("n_positions")
-        token_buckets = counts("token_generation_buckets", take("token_generation_buckets", None))
-        buckets, context = counts("buckets", take("buckets", None)), self._count("max_context_length")
-        context_buckets = counts("context_encoding_buckets", take("context_encoding_buckets", None))
-        estimate, bucketing = self._one_or_more("context_length_estimate"), take("enable_bucketing", None)
-        flag("enable_bucketing", bucketing)
+        names = ("seq_len", "max_length", "max_context_length")
+        length, longest, context = (self._take(name, NUMBER) for name in names)
+        token_buckets, buckets, context_buckets = (
+            self._take(name, NUMBERS) for name in ("token_generation_buckets", "buckets", "context_encoding_buckets")
+        )
+        positions, estimate = self._one_or_more("n_positions"), self._one_or_more("context_length_estimate")
+        bucketing = self._take("enable_bucketing", "true or false")
         end = next((value for value in (longest, length, positions) if value is not None), None)
         lengths = token_buckets or (buckets if buckets and buckets != [end] else None)
         if lengths is None and positions is not None and not isinstance(positions, int):
@@ -291,25 +355,23 @@ class _Reader:
         # NxD's files say whether there are buckets; transformers-neuronx' n_positions always has them.
         return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
 
-    def _one_or_more(self, name: str) -> int | list[int] | None:
-        value = self.fields.pop(name, None)
-        if value is None or is_count(value):
-            return count(name, value)
-        return counts(name, value)
+    def _one_or_more(self, name: str) -> Any:
+        value = self.fields.get(name)
+        return self._take(name, NUMBER if value is None or isinstance(value, int) else NUMBERS)
 
     def _quantization(self) -> tuple[str | None, list[str]]:
         """The format of the matrices, and the modules that keep that of ``amp``.
 
         Where a file of NxD's names no type or no dtype, NxD's own default counts.
         """
-        quantized = flag("quantized", self.fields.pop("quantized", None))
+        quantized, quant = self._take("quantized", "true or false"), self._take("quant", "an object")
         kind, dtype = self.fields.pop("quantization_type", None), self.fields.pop("quantization_dtype", None)
-        quant, left_alone = self.fields.pop("quant", None), self.fields.pop("modules_to_not_convert", None)
+        left_alone = self.fields.pop("modules_to_not_convert", None)
         kind, dtype = _WHOLE if kind is None else kind, "int8" if dtype is None else dtype
         if quant is not None:
             if quantized:
                 raise ConfigurationError("quant is of transformers-neuronx and quantized of NxD Inference; give one")
-            quantized, kind, dtype = True, _CHANNEL, self._quant(named("quant", quant))
+            quantized, kind, dtype = True, _CHANNEL, self._quant(quant)
         if kind not in (_WHOLE, _CHANNEL):
             raise ConfigurationError(
                 f"quantization_type={kind!r} cannot be followed: use {_CHANNEL} or {_WHOLE}; blocks are loaded with "
@@ -336,46 +398,47 @@ class _Reader:
 
     def _quant(self, quant: Mapping[str, object]) -> object:
         """The type of transformers-neuronx' QuantizationConfig."""
+        known = self.tables.quant
         for name, value in quant.items():
-            if name not in QUANT_KEYS:
-                raise ConfigurationError(f"quant has no option {name}; it has {', '.join(QUANT_KEYS)}")
-            values, reason = QUANT_KEYS[name]
+            if name not in known:
+                raise ConfigurationError(f"quant has no option {name}; it has {', '.join(known)}")
+            values, reason = known[name]
             if values is not None and value not in values:
                 raise ConfigurationError(f"quant: {name}={value!r} cannot be followed: {reason}")
         if "dequant_dtype" in quant:
-            self.without_effect["quant"] = f"its dequant_dtype: {QUANT_KEYS['dequant_dtype'][1]}"
+            self.without_effect["quant"] = f"its dequant_dtype: {known['dequant_dtype'][1]}"
         return quant.get("quant_dtype", "s8")
 
     def _kv_cache(self) -> str | None:
         """Of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant: NxD's flag, an object before it."""
-        quant, config = self.fields.pop("kv_cache_quant", None), self.fields.pop("kv_quant_config", None)
-        name, asked = ("kv_cache_quant", quant) if config is None else ("kv_quant_config", config)
+        caches, config = self.tables.kv_caches, self._take("kv_quant_config", "an object")
+        name = "kv_cache_quant" if config is None else "kv_quant_config"
+        quant = self.fields.pop("kv_cache_quant", None)
+        asked = quant if config is None else config
         if not isinstance(asked, Mapping):
-            if config is not None:
-                named(name, config)
-            return KV_CACHES[KV_DEFAULT] if flag(name, asked) else None
-        if unknown := sorted(map(str, asked.keys() - KV_KEYS[name])):
-            raise ConfigurationError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(KV_KEYS[name])}")
-        dtype = str(asked.get("quant_dtype", KV_DEFAULT)).removeprefix("torch.")
-        if dtype not in KV_CACHES:
+            return caches[_KV_DEFAULT] if _check(name, asked, "true or false") else None
+        keys = self.tables.kv_keys[name]
+        if unknown := sorted(map(str, asked.keys() - set(keys))):
+            raise ConfigurationError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(keys)}")
+        dtype = str(asked.get("quant_dtype", _KV_DEFAULT)).removeprefix("torch.")
+        if dtype not in caches:
             raise ConfigurationError(
-                f"{name}: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(KV_CACHES)}"
+                f"{name}: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(caches)}"
             )
-        rest = " and ".join(key for key in KV_KEYS[name] if key in asked and key != "quant_dtype")
+        rest = " and ".join(key for key in keys if key in asked and key != "quant_dtype")
         if rest:
             self.without_effect[name] = f"its {rest}: every row of a head has a scale"
-        return KV_CACHES[dtype]
+        return caches[dtype]
 
     def _sampling(self) -> dict[str, object] | None:
         sampling = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
         self.fields.pop("on_device_generation", None)
         if sampling is None:
             return None
-        fields = dict(named("on_device_sampling_config", sampling))
-        for name in [name for name in fields if name in SAMPLING_WITHOUT_EFFECT]:
-            del fields[name]
-            self.without_effect[f"on_device_sampling_config.{name}"] = SAMPLING_WITHOUT_EFFECT[name]
-        return fields
+        fields, known = _check("on_device_sampling_config", sampling, "an object"), self.tables.sampling_without_effect
+        told = {f"on_device_sampling_config.{name}": known[name] for name in fields if name in known}
+        self.without_effect |= told
+        return {name: value for name, value in fields.items() if name not in known}
 
 
 def _listed(value: int | Sequence[int] | None) -> int | list[int] | None:

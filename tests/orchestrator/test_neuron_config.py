@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 
 from paceline import NeuronConfig
 from paceline.core.errors import ConfigurationError
-from paceline.neuron_config_keys import CHOICES, LISTS, NUMBERS, OBJECTS, REFUSED, TEXTS, WITHOUT_EFFECT
+from paceline.neuron_config import NUMBER, key_tables
+
+TABLES = key_tables()
+WITHOUT_EFFECT, REFUSED, CHOICES = TABLES.without_effect, TABLES.refused, TABLES.choices
 
 FUSED: dict[str, Any] = {
     "batch_size": 2, "ctx_batch_size": 1, "tkg_batch_size": 2, "padding_side": "right", "seq_len": 2048,
@@ -206,9 +210,12 @@ def test_every_option_has_a_type(name: str, value: object, choices: str) -> None
 
 def test_every_key_has_one_meaning() -> None:
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
-    kinds = [set(CHOICES), NUMBERS, LISTS, TEXTS, OBJECTS]
-    assert sum(map(len, kinds)) == len(set().union(*kinds)), "a key has one kind of value"
-    assert set().union(*kinds) <= WITHOUT_EFFECT.keys()
+    assert not CHOICES.keys() & TABLES.values.keys(), "a key has one kind of value"
+    assert CHOICES.keys() | TABLES.values.keys() <= WITHOUT_EFFECT.keys()
+    text = (files("paceline") / "neuron_config_keys.json").read_text(encoding="utf-8")
+    for table in ("without_effect", "values", "refused"):
+        listed = [key for keys in json.loads(text)[table].values() for key in keys]
+        assert len(listed) == len(set(listed)), "a key is written once"
     for name, (values, _) in REFUSED.items():
         assert not read(**{name: values[0]}).without_effect
 
@@ -236,13 +243,14 @@ def values_of(name: str) -> tuple[list[object], list[object]]:
     """What the files of both projects have under a key, and what none of them has."""
     if name in CHOICES:
         return [*CHOICES[name]], ["middle", 1, True]
-    if name in NUMBERS:
+    kind = TABLES.values.get(name)
+    if kind == NUMBER:
         return [0, 1, 128], [-1, "128", 1.5, True, [1]]
-    if name in LISTS:
+    if kind == "a list":
         return [[], [128, 256], ["layers.0"]], [128, "layers.0", True]
-    if name in TEXTS:
+    if kind == "a text":
         return ["some/folder"], [1, True, ["a"]]
-    return ([{}, {"depth": 2}, True, [[0, 1]]], []) if name in OBJECTS else ([True, False], ["true", 1, {}])
+    return ([True, False], ["true", 1, {}]) if kind is None else ([{}, {"depth": 2}, True, [[0, 1]]], [])
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
