@@ -85,7 +85,7 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
             assert propose(commit, sampling, bounds).tokens.flatten().tolist() == asked[-1]  # type: ignore[arg-type]
         return found
 
-    class Both:
+    class Both(Drafter):
         """Gives what ``made`` proposes, and asks ``other`` every third time."""
 
         draft_shape, reads, max_positions = made.draft_shape, made.reads, made.max_positions

@@ -24,7 +24,7 @@ from paceline.placement.cluster.nodes import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import INSTANCES
-from paceline.serving import app, metrics
+from paceline.serving import metrics, ray_app
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -87,7 +87,7 @@ def test_names_of_ray_are_its_own_constants() -> None:
     assert neuron.NOSET_AWS_NEURON_RT_VISIBLE_CORES_ENV_VAR == environment.NOSET
     assert manager.get_visible_accelerator_ids_env_var() == environment.CORES
     assert manager.get_resource_name() == RESOURCE
-    assert ray_constants.HEAD_NODE_RESOURCE_NAME == app._HERE
+    assert ray_constants.HEAD_NODE_RESOURCE_NAME == ray_app._HERE
 
 
 @pytest.mark.parametrize(("prefixes", "known"), [(("NEURON_", "TORCH_NEURONX_"), NEURON), (("OMP_", "GOMP_"), OPENMP)])

@@ -56,7 +56,8 @@ def test_it_has_its_address_before_it_loads_and_refuses_until_it_can_answer(
             connect(address, b"secret", seconds=1)
         raise ConfigurationError("it has no weights")
 
-    monkeypatch.setattr(actors._Worker, "__init__", lambda *_: None)
+    monkeypatch.setattr(actors.environment, "check", lambda _: None)
+    monkeypatch.setattr(actors, "take_cores", lambda _: None)
     monkeypatch.setattr(actors, "maker", lambda _: load)
     monkeypatch.setattr(
         actors.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)

@@ -16,12 +16,12 @@ from ray.exceptions import RaySystemError
 
 from paceline.core.errors import ConfigurationError, PlanError, WorkerError
 from paceline.placement import INSTANCES
-from paceline.placement.cluster.deployment import launch
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.jobs import JobWorkers
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
+from paceline.serving.deployment import launch
 from paceline.serving.listener import ListeningSocket
 
 ENDS = [signal.SIGINT, signal.SIGTERM]
@@ -150,6 +150,7 @@ def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.Monk
 def test_cores_of_the_command_itself_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would say that its raylet has fewer of them, since it reads no range."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     remedy = r"NEURON_RT_VISIBLE_CORES=0-1 is set.*unset it for this command \(env -u NEURON_RT_VISIBLE_CORES"
     for start in (lambda: serve(Played(), monkeypatch, ready=never, port=0, address=None), lambda: launch(_NOTHING)):
         with pytest.raises(PlanError, match=remedy):

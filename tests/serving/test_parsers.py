@@ -103,7 +103,7 @@ def cuts(text: str) -> list[list[str]]:
 def test_calls_in_every_form_cut_anywhere(make: Callable[[], Parser], text: str, content: str, calls: Calls) -> None:
     for pieces in cuts(text):
         found = read(make(), pieces)
-        assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == calls, pieces
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
         assert found.content == content, pieces
 
 

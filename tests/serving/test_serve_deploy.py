@@ -94,7 +94,8 @@ def test_a_cluster_with_other_applications_keeps_them(
     client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
-    monkeypatch.setattr(serving_run, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
+    monkeypatch.setattr(serving_run, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(serving_run, "ray", SimpleNamespace(shutdown=lambda: None))
     entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}
     groups = plan_groups(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     port = client.base_url.port or 0

@@ -13,12 +13,10 @@ from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 from paceline.workers.target import TargetHost
 
 
-def outputs_of(
-    engine: SharedEngine, ticket: str, requests: Sequence[Request], verify_width: int | None = None
-) -> Generator[RequestOutput, None, None]:
+def outputs_of(engine: SharedEngine, ticket: str, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
     """Outputs of the requests of one call, as they come."""
     updates: SimpleQueue[list[CallUpdate]] = SimpleQueue()
-    engine.submit(Call(ticket, requests, verify_width), updates.put)
+    engine.submit(Call(ticket, requests), updates.put)
     try:
         while True:
             for update in updates.get():
@@ -35,7 +33,7 @@ def asked(
     host: TargetHost, ticket: str, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Generator[RequestOutput, None, None]:
     """The same of a hosted target."""
-    return outputs_of(host.engine, ticket, Request.batch(prompts, params, host.limits), params.verify_width)
+    return outputs_of(host.engine, ticket, Request.batch(prompts, params, host.limits))
 
 
 async def updates_of(engine: AsyncEngine, call: Call) -> AsyncGenerator[CallUpdate, None]:
