@@ -1,6 +1,6 @@
 """Structured output inside speculation: always valid where the length allows, and always the tokens of plain decoding.
 
-The rows of docs/structured.md, "What goes wrong elsewhere", name tests of this file.
+The rows of docs/structured.md, "Regression tests", name tests of this file.
 """
 
 from __future__ import annotations
