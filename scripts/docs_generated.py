@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import typer
+
 from paceline.cli.main import app
 from paceline.core import errors
 from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT

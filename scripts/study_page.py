@@ -204,7 +204,8 @@ def main() -> int:
     figures = json.loads(FIGURES.read_text())
     texts = {path: page(path.read_text(), figures) for path in PAGES}
     if options.check:
-        return int(any(text != path.read_text() for path, text in texts.items()) or study_charts.stale(figures, IMAGES) != [])
+        stale = [path for path, text in texts.items() if text != path.read_text()]
+        return int(bool(stale or study_charts.stale(figures, IMAGES)))
     for path, text in texts.items():
         path.write_text(text)
     if study_charts.stale(figures, IMAGES):
