@@ -64,4 +64,4 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     markdown = generated(markdown)
     if page.file.src_uri in ROOT_PAGES:
         return re.sub(r"(\]\()docs/", r"\1", markdown)
-    return re.sub(r"(\]\()\.\./(?=[A-Z]+(\.md)?\))", r"\1", markdown)
+    return re.sub(r"(\]\()\.\./(?=(\.\./)*[A-Z]+(\.md)?\))", r"\1", markdown)
