@@ -18,21 +18,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = 40_000
-DECISION = 420
+DECISION = 350
 """Budget of each page of docs/decisions."""
 
 BUDGETS = {
     "README.md": 800, "CHANGELOG.md": 800, "CONTRIBUTING.md": 600, "SECURITY.md": 350,
     "docs/index.md": 350, "docs/quickstart.md": 700, "docs/start-neuron.md": 800, "docs/start-measure.md": 800,
-    "docs/models.md": 1100, "docs/quantization.md": 1100, "docs/drafters.md": 1300, "docs/generate.md": 1200,
+    "docs/models.md": 1100, "docs/quantization.md": 1100, "docs/drafters.md": 1300, "docs/generate.md": 900,
     "docs/compile.md": 800, "docs/structured.md": 850, "docs/medusa.md": 950, "docs/eagle.md": 1450,
     "docs/huggingface.md": 600, "docs/serving.md": 1400, "docs/operations.md": 1250, "docs/openai-api.md": 1250,
-    "docs/placement.md": 1800, "docs/scale.md": 550, "docs/experiments.md": 1700, "docs/verify.md": 600,
-    "docs/study.md": 1500, "docs/results.md": 1600, "docs/comparison.md": 700, "docs/neuron.md": 1300,
-    "docs/neuron-internals.md": 1300, "docs/migration.md": 1000, "docs/configuration.md": 900,
+    "docs/placement.md": 1700, "docs/scale.md": 550, "docs/experiments.md": 1700, "docs/verify.md": 600,
+    "docs/study.md": 1300, "docs/results.md": 1500, "docs/comparison.md": 600, "docs/neuron.md": 1300,
+    "docs/neuron-internals.md": 1250, "docs/migration.md": 1000, "docs/configuration.md": 900,
     "docs/extending/drafter.md": 1000, "docs/extending/acceptance.md": 500, "docs/extending/backend.md": 550,
     "docs/extending/model.md": 1050, "docs/cli.md": 100, "docs/errors.md": 300, "docs/features.md": 400,
-    "docs/troubleshooting.md": 600, "docs/glossary.md": 850, "docs/architecture.md": 1800, "docs/log.md": 1600,
+    "docs/troubleshooting.md": 600, "docs/glossary.md": 800, "docs/architecture.md": 1800, "docs/log.md": 500,
 }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ KINDS = (
     Kind("D8", r"(?<!there )\b(is|are|be) no (?!longer|more\b)", False, "is not a, must be a"),
     Kind("E1", r"says otherwise|in the air|does not take|repeat nothing|is refused by name", False, "name the key"),
     Kind("E2", r"^error: [^;]*$", True, "say what to do after a semicolon"),
-    Kind("H1", r"^(So|Of|Where) [a-z]", True, "begin with what it sets"),
+    Kind("H1", r"^(So|Of|Where) [a-z](?!.*\?)", True, "begin with what it sets"),
 )
 
 
