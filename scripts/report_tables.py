@@ -214,7 +214,8 @@ def copier(reports: Reports) -> str:
         (name, number(row["speed_up"]), number(row["tokens_per_round"]), number(row["round_ms"]))
         for name, row in reports["copier"]["modes"].items()
     ]
-    return table([f"drafters, up to k = {reports['copier']['k']}", "speedup", "acceptance length", "ms per round"], rows)
+    head = [f"drafters, up to k = {reports['copier']['k']}", "speedup", "acceptance length", "ms per round"]
+    return table(head, rows)
 
 
 def graphs(reports: Reports) -> str:
