@@ -2,7 +2,7 @@
 
     python scripts/words.py [--verbose]
 
-A word has a letter or a digit, so that the lines of a table are none. Exit status 1 if a page or all of them are over
+Words are counted as `wc -w` does, code and tables included. Exit status 1 if a page or all of them are over
 budget, a page has no budget, or a fault is found. Patterns of prose look at every sentence; those of summaries look
 at the cells of tables and at items of lists, which have to be understood alone, as the first line of a docstring has.
 """
@@ -18,21 +18,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = 40_000
-DECISION = 350
+DECISION = 400
 """Budget of each page of docs/decisions."""
 
 BUDGETS = {
-    "README.md": 800, "CHANGELOG.md": 800, "CONTRIBUTING.md": 600, "SECURITY.md": 350,
-    "docs/index.md": 350, "docs/quickstart.md": 700, "docs/start-neuron.md": 800, "docs/start-measure.md": 800,
-    "docs/models.md": 1100, "docs/quantization.md": 1100, "docs/drafters.md": 1300, "docs/generate.md": 900,
-    "docs/compile.md": 800, "docs/structured.md": 850, "docs/medusa.md": 950, "docs/eagle.md": 1450,
-    "docs/huggingface.md": 600, "docs/serving.md": 1400, "docs/operations.md": 1250, "docs/openai-api.md": 1250,
-    "docs/placement.md": 1700, "docs/scale.md": 550, "docs/experiments.md": 1700, "docs/verify.md": 600,
-    "docs/study.md": 1300, "docs/results.md": 1500, "docs/comparison.md": 600, "docs/neuron.md": 1300,
-    "docs/neuron-internals.md": 1250, "docs/migration.md": 1000, "docs/configuration.md": 900,
-    "docs/extending/drafter.md": 1000, "docs/extending/acceptance.md": 500, "docs/extending/backend.md": 550,
-    "docs/extending/model.md": 1050, "docs/cli.md": 100, "docs/errors.md": 300, "docs/features.md": 400,
-    "docs/troubleshooting.md": 600, "docs/glossary.md": 800, "docs/architecture.md": 1800, "docs/log.md": 500,
+    "README.md": 900, "CHANGELOG.md": 700, "CONTRIBUTING.md": 550, "SECURITY.md": 300,
+    "docs/index.md": 350, "docs/quickstart.md": 550, "docs/start-neuron.md": 450, "docs/start-measure.md": 500,
+    "docs/models.md": 1100, "docs/quantization.md": 1100, "docs/drafters.md": 1300, "docs/generate.md": 850,
+    "docs/compile.md": 650, "docs/structured.md": 700, "docs/medusa.md": 1000, "docs/eagle.md": 1500,
+    "docs/huggingface.md": 550, "docs/serving.md": 1400, "docs/operations.md": 1250, "docs/openai-api.md": 1300,
+    "docs/placement.md": 1750, "docs/scale.md": 500, "docs/experiments.md": 1650, "docs/verify.md": 650,
+    "docs/study.md": 1400, "docs/results.md": 1900, "docs/comparison.md": 700, "docs/neuron.md": 1100,
+    "docs/neuron-internals.md": 1350, "docs/migration.md": 1050, "docs/configuration.md": 850,
+    "docs/extending/drafter.md": 1100, "docs/extending/acceptance.md": 500, "docs/extending/backend.md": 550,
+    "docs/extending/model.md": 1000, "docs/cli.md": 100, "docs/errors.md": 250, "docs/features.md": 500,
+    "docs/troubleshooting.md": 550, "docs/glossary.md": 750, "docs/architecture.md": 1850, "docs/log.md": 400,
 }  # fmt: skip
 
 
@@ -67,8 +67,8 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def words(text: str) -> int:
-    """Number of words, code included."""
-    return sum(bool(re.search(r"\w", word)) for word in text.split())
+    """Number of words as `wc -w` counts them."""
+    return len(text.split())
 
 
 def _prose(text: str) -> str:
