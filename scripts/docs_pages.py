@@ -10,6 +10,7 @@ import ast
 import re
 from pathlib import Path
 
+from docs_generated import generated
 from layout import LAYOUT, ROOT, lay_out
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -59,7 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Links between docs/ and the root, as they are in the built site, where both are one folder."""
+    """Generated parts, and links between docs/ and the root as in the built site, where both are one folder."""
+    markdown = generated(markdown)
     if page.file.src_uri in ROOT_PAGES:
         return re.sub(r"(\]\()docs/", r"\1", markdown)
-    return re.sub(r"(\]\()\.\./(?=[A-Z]+(\.md)?\))", r"\1", markdown)
+    return re.sub(r"(\]\()\.\./(?=(\.\./)*[A-Z]+(\.md)?\))", r"\1", markdown)

@@ -1,4 +1,4 @@
-"""Tables of docs/results.md and charts in docs/images, made from the measurements in benchmarks/results.
+"""Tables of docs/results.md and benchmarks/results/README.md, and charts in docs/images, from benchmarks/results.
 
 Each JSON file there is the last line that a benchmark printed (scripts/measure writes them). A table stands between the
 markers `<!-- report:NAME -->` and `<!-- /report -->`; the text around it is written by hand and stays as it is. Where a
@@ -24,7 +24,7 @@ from report_tables import TABLES, Reports
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "results.md"
+PAGES = (ROOT / "docs" / "results.md", RESULTS / "README.md")
 IMAGES = ROOT / "docs" / "images"
 
 RULES = "plain;pair_2;pair_2_reject;pair_4;pair_4_reject;pair_8;pair_8_reject"
@@ -105,14 +105,16 @@ def main() -> int:
     if options.commands:
         print("\n".join(f"{name} {command}" for name, command in COMMANDS.items()))
         return 0
-    reports, current = load(), PAGE.read_text()
-    text = page(current, reports)
+    reports = load()
+    texts = {path: page(path.read_text(), reports) for path in PAGES}
     if options.check:
-        stale = [PAGE.name] * (text != current) + report_charts.stale(reports, IMAGES)
+        stale = [path.name for path, text in texts.items() if text != path.read_text()]
+        stale += report_charts.stale(reports, IMAGES)
         for name in stale:
             print(f"{name} is out of date; run `make charts`")
         return 1 if stale else 0
-    PAGE.write_text(text)
+    for path, text in texts.items():
+        path.write_text(text)
     if not options.tables:
         report_charts.draw(reports, IMAGES)
     return 0

@@ -49,7 +49,7 @@ def speed(axes: Any, reports: Reports) -> None:
     axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     axes.set_xlim(0, 1.12 * max(greedy.values()))
-    axes.set_xlabel("speed-up over plain decoding (thin bars: temperature 1)")
+    axes.set_xlabel("speedup over plain decoding (thin bars: temperature 1)")
 
 
 def chat(axes: Any, reports: Reports) -> None:
@@ -66,7 +66,7 @@ def chat(axes: Any, reports: Reports) -> None:
         axes.text(speeds[name] + 1, place, f"{speeds[name]:.0f}", va="center", color=INK, fontsize=9)
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     axes.set_xlim(0, 1.12 * max(speeds.values()))
-    axes.set_xlabel("tokens a second, prompt included")
+    axes.set_xlabel("tokens/s, prefill included")
 
 
 def targets(axes: Any, reports: Reports) -> None:
@@ -85,7 +85,7 @@ def targets(axes: Any, reports: Reports) -> None:
             axes.annotate(f"{value:.2f}", (k, value), color=INK, fontsize=8, **place)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_xlabel("k, drafted tokens per round")
-    axes.set_ylabel("speed-up")
+    axes.set_ylabel("speedup")
     axes.margins(x=0.08, y=0.15)
     axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 

@@ -44,6 +44,8 @@ def label(mode: str) -> str:
         "fused": f"draft model, k = {how}",
         "medusa": f"Medusa, tree of {how.removeprefix('tree-')}",
         "eagle3": f"EAGLE-3, k = {size}" if shape == "chain" else f"EAGLE-3, dynamic tree {size}",
+        "transformers": f"{mode}, no speculation",
+        "llama.cpp": f"{mode}, no speculation",
     }
     return names.get(kind, mode)
 
@@ -85,10 +87,10 @@ def modes(reports: Reports) -> str:
     head = [
         "mode",
         "tokens/s",
-        "speed-up",
+        "speedup",
         "at temperature 1",
         "acceptance length",
-        "ms a round",
+        "ms per round",
         "accepted, by position",
     ]
     return table(head, rows)
@@ -113,19 +115,19 @@ def chat(reports: Reports) -> str:
     ]
     head = [
         "mode",
-        "tokens/s with the prompt",
-        "speed-up",
-        "without the prompt",
+        "tokens/s, prefill included",
+        "speedup",
+        "without prefill",
         "the same at temperature 0.7",
         "acceptance length",
-        "ms a round",
+        "ms per round",
         "accepted, by position",
     ]
     return table(head, rows)
 
 
 def categories(reports: Reports) -> str:
-    """The chat model by category of prompts: speed-up without the prompt, and acceptance length."""
+    """The chat model by category of prompts: speedup without prefill, and acceptance length."""
     measured = reports["chat"]["categories"]
     modes = [name for name in next(iter(measured.values())) if name != "plain"]
     rows = []
@@ -151,9 +153,9 @@ def rules(reports: Reports) -> str:
         "temperature",
         "k",
         "match: acceptance length",
-        "speed-up",
+        "speedup",
         "reject: acceptance length",
-        "speed-up",
+        "speedup",
         "price",
     ]
     return table(head, rows)
@@ -189,7 +191,7 @@ def targets(reports: Reports) -> str:
                 )
             )
             title = ""  # once, above the rows of the other k
-    head = ["target", "k", "speed-up", "in two graphs", "acceptance length", "host time of a round", "of the formula"]
+    head = ["target", "k", "speedup", "in two graphs", "acceptance length", "host time of a round", "of the formula"]
     return table(head, rows)
 
 
@@ -212,7 +214,8 @@ def copier(reports: Reports) -> str:
         (name, number(row["speed_up"]), number(row["tokens_per_round"]), number(row["round_ms"]))
         for name, row in reports["copier"]["modes"].items()
     ]
-    return table([f"drafters, up to k = {reports['copier']['k']}", "speed-up", "acceptance length", "ms a round"], rows)
+    head = [f"drafters, up to k = {reports['copier']['k']}", "speedup", "acceptance length", "ms per round"]
+    return table(head, rows)
 
 
 def graphs(reports: Reports) -> str:

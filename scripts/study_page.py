@@ -1,4 +1,4 @@
-"""The tables of docs/study.md between its markers, and its charts, from benchmarks/results/study.json.
+"""The tables of docs/study.md and benchmarks/results/study.md, and their charts, from benchmarks/results/study.json.
 
 A block stands between `<!-- study:NAME -->` and `<!-- /study -->`; the text around it is written by hand. The page is
 made again without the traces; what the figures are asked of them is in `study_figures.py`.
@@ -22,7 +22,7 @@ from report_tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "study.json"
-PAGE = ROOT / "docs" / "study.md"
+PAGES = (ROOT / "docs" / "study.md", ROOT / "benchmarks" / "results" / "study.md")
 IMAGES = ROOT / "docs" / "images"
 BUSY = 1.0
 """Load of the machine, for each of its cores, above which a measured time is said to be of a busy machine."""
@@ -201,12 +201,13 @@ def main() -> int:
         from study_figures import collect
 
         FIGURES.write_text(json.dumps(collect(options.collect), indent=1) + "\n")
-    current = PAGE.read_text()
     figures = json.loads(FIGURES.read_text())
-    text = page(current, figures)
+    texts = {path: page(path.read_text(), figures) for path in PAGES}
     if options.check:
-        return int(text != current or bool(study_charts.stale(figures, IMAGES)))
-    PAGE.write_text(text)
+        stale = [path for path, text in texts.items() if text != path.read_text()]
+        return int(bool(stale or study_charts.stale(figures, IMAGES)))
+    for path, text in texts.items():
+        path.write_text(text)
     if study_charts.stale(figures, IMAGES):
         study_charts.draw(figures, IMAGES)
     return 0

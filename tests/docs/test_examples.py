@@ -1,4 +1,4 @@
-"""Python of README, quick start and guide, run over a tiny pair."""
+"""Python of README, quick start and drafters, run over a tiny pair."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_questions_of_the_page_of_experiments_are_about_its_example() -> None:
     assert config.traces and len(lines) > 6 and {"draft model", "suffix+draft model"} <= asked <= names
 
 
-def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:
-    blocks = python("docs/guide.md", marked=True)
+def test_drafters_that_pages_print_keep_the_tokens(home: Path) -> None:
+    blocks = python("docs/drafters.md", marked=True)
     assert len(blocks) == 2
     target = paceline.AutoDecoder.from_pretrained(
         home / "target", n_positions=64, amp="f32", backend="eager", batch_size=2

@@ -15,7 +15,7 @@ from paceline import SpeculativeGenerator, registry
 from tests.decoder.tiny import Workshop
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "drafter.md"
-TEXT, HEAD, ROW = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+TEXT, ROW, HEAD = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3, 9], [4] * 20, [1, 2, 3]]
 SAMPLING = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
 

@@ -25,7 +25,8 @@ def report() -> ModuleType:
 
 def test_the_page_shows_the_measurements(report: ModuleType) -> None:
     reports = report.load()
-    assert report.page(report.PAGE.read_text(), reports) == report.PAGE.read_text()
+    for page in report.PAGES:
+        assert report.page(page.read_text(), reports) == page.read_text()
     assert report.report_charts.stale(reports, report.IMAGES) == []
 
 
@@ -73,7 +74,7 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
 def test_every_measurement_has_a_table(report: ModuleType) -> None:
     shown = {name for needs, _ in report.ALL_TABLES.values() for name in needs}
     assert shown == set(report.COMMANDS)
-    page, measured = report.PAGE.read_text(), report.load()
+    page, measured = "".join(page.read_text() for page in report.PAGES), report.load()
     for name, (needs, _) in report.ALL_TABLES.items():
         if f"<!-- report:{name} -->" not in page:  # then nothing was measured, and the page has the commands
             assert not any(need in measured for need in needs), name

@@ -26,10 +26,10 @@ def study() -> Iterator[ModuleType]:
 
 def test_the_page_shows_the_figures(study: ModuleType) -> None:
     figures = json.loads(study.FIGURES.read_text())
-    text = study.PAGE.read_text()
-    assert study.page(text, figures) == text, "make it again: python scripts/study_page.py"
+    texts = [page.read_text() for page in study.PAGES]
+    assert [study.page(text, figures) for text in texts] == texts, "make it again: python scripts/study_page.py"
     assert study.study_charts.stale(figures, study.IMAGES) == []
-    assert all(f"<!-- study:{name} -->" in text for name in study.BLOCKS)
+    assert all(f"<!-- study:{name} -->" in "".join(texts) for name in study.BLOCKS)
 
 
 def test_times_of_a_busy_machine_are_said_to_be_so(study: ModuleType) -> None:

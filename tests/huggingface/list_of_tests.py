@@ -1,4 +1,4 @@
-"""The list of transformers' tests as names, and as the tables of docs/huggingface.md; no tests in here.
+"""The list of transformers' tests as names, and as the tables of README.md; no tests in here.
 
 ``python -m tests.huggingface.list_of_tests`` prints the tables.
 """
@@ -26,7 +26,7 @@ def _names(tests: dict[str, str]) -> Iterator[str]:
 
 
 def tables() -> str:
-    """What docs/huggingface.md says of them. A class of which nothing runs for one reason stands there as a whole."""
+    """What README.md says of them. A class of which nothing runs for one reason stands there as a whole."""
     rows = ["| class | tests that run (`test_...`) |", "|---|---|"]
     rows += [f"| `{kind}` | {', '.join(f'`{word}`' for word in words.split())} |" for kind, words in RUN.items()]
     rows += ["", "| left out | because |", "|---|---|"]

@@ -220,17 +220,6 @@ def test_every_key_has_one_meaning() -> None:
         assert not read(**{name: values[0]}).without_effect
 
 
-def test_the_page_has_every_name_with_its_reason() -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")]
-    rows = [(set(re.findall(r"`(\w+)`", names)), rest) for names, *rest in cells]
-    for name, reason in WITHOUT_EFFECT.items():
-        assert any(name in names and rest == [reason] for names, rest in rows), name
-    for name, (values, reason) in REFUSED.items():
-        said = [", ".join(f"`{value!r}`" for value in values), reason]
-        assert any(name in names and rest == said for names, rest in rows), name
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
     values, reason = REFUSED[name]

@@ -1,6 +1,21 @@
 """Structured output inside speculation: always valid where the length allows, and always the tokens of plain decoding.
 
-The rows of docs/structured.md, "What goes wrong elsewhere", name tests of this file.
+Bugs of this class in other engines, and the test here that would find each:
+
+    vllm#44993: grammar not advanced for drafted tokens beyond the reasoning block
+        test_the_grammar_begins_where_the_reasoning_ends_also_inside_a_draft
+    vllm#47616: token ids and log-probabilities after a stop string leaked
+        test_scores_and_tokens_end_together_with_the_text
+    sglang#9187: EAGLE stuck where the draft did not fit the grammar
+        test_outputs_are_valid_and_those_of_plain_decoding_with_any_drafter
+    vllm#54437: masks that fail open for lost drafts
+        test_a_bias_does_not_bring_back_what_the_grammar_forbids
+    vllm#49694: a mask applied to another request's rows
+        test_mixed_rows.py
+    vllm#53777: the same draft rejected forever
+        test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_grammar
+    vllm#42744: bias missing at drafted positions
+        test_token_rules.py
 """
 
 from __future__ import annotations

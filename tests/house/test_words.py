@@ -1,0 +1,71 @@
+"""scripts/words.py: the pages keep their budgets, and each pattern finds a sentence that the language review quotes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+FOUND = {
+    "D1": "| `k` | What the option sets |",
+    "D2": "| `k` | Of the running process |",
+    "D3": "- See `paceline.core`.",
+    "D4": "| `k` | It worked |",
+    "D5": "A failure is told at once.",
+    "D6": "Tokens behind the last one are dropped.",
+    "D7": "The graph runs so many rounds.",
+    "D8": "This is no draft length.",
+    "E1": "The file says otherwise.",
+    "E2": "- error: k must be 1 or more",
+    "H1": "| `--k` | Of all texts |",
+}
+KEPT = """# What runs
+
+Who can write there can run code. There is no plan behind a proxy, or the rest is no longer needed.
+
+| option | meaning |
+|---|---|
+| `k` | drafted tokens per round; error: k must be 1 or more; give 1 |
+
+    | code | What the option sets |
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import words
+
+        yield words
+    sys.modules.pop("words", None)
+
+
+def test_the_pages_keep_their_budgets_and_the_language(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["words.py"])
+    assert script.main() == 0, capsys.readouterr().out
+
+
+def test_every_kind_finds_its_example_and_leaves_plain_text_alone(script: ModuleType) -> None:
+    assert {kind.name for kind in script.KINDS} == FOUND.keys()
+    for name, text in FOUND.items():
+        assert name in {kind.name for kind, _ in script.faults(text)}, name
+    assert list(script.faults(KEPT)) == []
+    assert script.words("| a | 1.5 |\n") == 5
+
+
+def test_a_page_without_a_budget_or_over_it_is_named(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["words.py"])
+    monkeypatch.setitem(script.BUDGETS, "README.md", 10)
+    monkeypatch.delitem(script.BUDGETS, "docs/scale.md")
+    assert script.main() == 1
+    said = capsys.readouterr().out
+    assert "README.md: " in said and "budget 10" in said and "docs/scale.md: " in said
