@@ -1,4 +1,4 @@
-# The commands of the README. `make test` is what CI runs.
+# The commands of the README. CI runs `make check test-all test-aiperf`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-aiperf test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-aiperf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -38,8 +38,16 @@ demo: $(VENV)/.stamp-run
 WORKERS ?= 3
 
 # Threads that wait must not spin on cores that others need.
+PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
+
 test: setup
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
+	$(PYTEST) -m "not full and not aiperf"
+
+# The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
+test-full: setup
+	$(PYTEST) -m full
+
+test-all: test test-full
 
 # NVIDIA's aiperf against our server. It pins some 140 packages (1.2 GB), so it gets an environment of its own, too.
 AIPERF ?= aiperf==0.13.0

@@ -98,7 +98,7 @@ def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * 100)
     proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
-    bounds = RoundLimits(one * (width - 1), 101)
+    bounds = RoundLimits((one * (width - 1)).tolist(), 101)
     sampling = sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 
@@ -155,10 +155,11 @@ def widths() -> dict[str, object]:
     figures: dict[str, object] = {}
     for backend, count, new in (("native", 60, 128), ("eager", 4, 24)):
         target = AutoDecoder.from_pretrained(PAIR / "target", n_positions=512, backend=backend)
+        samplers = [SpeculativeGenerator(None, target, k=0, verify_width=width) for width in (1, 5)]
         differ = tokens = 0
         for prompt in prompts(count):
             ids = [tokenizer(prompt).input_ids]
-            narrow, wide = (target.sample(ids, max_new_tokens=new, verify_width=width)[0].tolist() for width in (1, 5))
+            narrow, wide = (sampler.sample(ids, max_new_tokens=new)[0].tolist() for sampler in samplers)
             same = next((i for i, (a, b) in enumerate(zip(narrow, wide, strict=False)) if a != b), None)
             tokens += (len(narrow) if same is None else same + 1) - len(ids[0])
             differ += same is not None

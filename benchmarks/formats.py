@@ -40,7 +40,6 @@ from paceline.auto import SamplingDecoder
 from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
-from paceline.decoder.models.blueprint import AssembledConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.adapter import CACHE_FIELD
 from paceline.target.verifier import CompiledVerifier
@@ -119,7 +118,7 @@ def ours(path: Path, form: str) -> Runs:
 def _needed(decoder: SamplingDecoder, name: str, matrix: Tensor) -> Tensor:
     """As much of it as a token reads: of experts, as many as it chooses."""
     config = decoder.config
-    mixture = config.blueprint.experts if isinstance(config, AssembledConfig) else None
+    mixture = config.blueprint.experts
     if mixture is None or ".experts." not in name:
         return matrix
     return matrix[: len(matrix) // mixture.count * mixture.chosen]
@@ -139,7 +138,7 @@ def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * TEXT)
     proposal = Proposal(text[:, 1:].contiguous()) if width > 1 else None
-    bounds, sampling = RoundLimits(one * (width - 1), TEXT + 1), sampling_tensors([Sampling()])
+    bounds, sampling = RoundLimits((one * (width - 1)).tolist(), TEXT + 1), sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 
 

@@ -39,7 +39,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.experiments.bench import Mode, Outcome, generator_run, take_turns
-from paceline.training.frozen_model import transformers_model
+from paceline.heads.frozen_model import transformers_model
 
 MODES = (
     "plain; ngram 4; suffix 4; fused 2; fused 3; fused 4; pair 2; pair 3; "

@@ -35,7 +35,7 @@ from paceline import placement
 from paceline.core.protocols import Drafter, finish
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.placement.host.core_locks import held
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.channel import Address
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 _BLOCK = 20
 SECOND = 0.65  # how often the demo draft's second choice is right where its first is not: .72 greedy, .63 sampled
 GREEDY = sampling_tensors([Sampling()])
-LIMIT = RoundLimits(torch.full((1,), K, dtype=torch.int32), 1)
+LIMIT = RoundLimits([K], 1)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ class Text:
     """One request, round by round."""
 
     def __init__(self, drafter: Drafter, verify: float) -> None:
-        self._round = TwoGraphRound(drafter, SleepingVerifier(verify))
+        self._round = Rounds(drafter, {K: RoundPlan(drafter, SleepingVerifier(verify), K + 1)})
         prompt = [truth(p) for p in range(8)]
         finish(self._round.start(0, prompt, GREEDY))
         tokens = torch.tensor([[truth(8)] + [PAD] * K], dtype=torch.int32)

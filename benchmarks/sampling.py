@@ -72,7 +72,7 @@ def main() -> None:
     tokens = torch.full((1, options.rows), -1, dtype=torch.int32)
     tokens[0, 0] = 7
     one = torch.ones(1, dtype=torch.int32)
-    commit, limits = Commit(tokens, one, one * 100), RoundLimits(one * count, 101)
+    commit, limits = Commit(tokens, one, one * 100), RoundLimits((one * count).tolist(), 101)
     proposal = Proposal(torch.full((1, count), 9, dtype=torch.int32)) if count else None
 
     def run(sampling: Sampling) -> Callable[[], object]:

@@ -19,9 +19,9 @@ from typing import Any
 from paceline.core.errors import PlanError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
-from paceline.placement.planning.footprint import Shape
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import Instance, instance
 from paceline.placement.planning.model_specs import ModelSpec
@@ -142,7 +142,7 @@ class Scheduler:
 def models() -> tuple[ModelSpec, ...]:
     """An 8B model on 8 cores with a 1B draft on 2, one that takes 8 and drafts by n-grams, and a 1B model on 2."""
     large, small = ModelConfig.from_fields(Fields(_LLAMA_8B, "8B")), ModelConfig.from_fields(Fields(_LLAMA_1B, "1B"))
-    shape = Shape("bf16", None, 8, 4096)
+    shape = LoadOptions(batch_size=8, n_positions=4096)
     pair = ModelSpec("pair", large, None, shape, degree=8)
     draft = ModelSpec("pair-draft", small, None, shape, degree=2, draft_of=("pair",))
     return pair, draft, replace(pair, name="alone"), ModelSpec("small", small, None, shape, degree=2)

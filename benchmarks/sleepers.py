@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Drafter, Reading
+from paceline.core.protocols import Drafter, Reading, Verifier
 from paceline.core.types import PAD, Commit, DraftShape, PrefillResult, Proposal, RoundLimits, SamplingTensors
 from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
@@ -46,7 +46,7 @@ def until(end: float) -> None:
     time.sleep(max(0.0, end - time.perf_counter()))
 
 
-class SleepingDrafter:
+class SleepingDrafter(Drafter):
     """Proposes the text, with errors, after a while."""
 
     max_positions = reads = None
@@ -91,7 +91,7 @@ class SleepingReviews:
         return [row], [gaps]
 
 
-class SleepingVerifier:
+class SleepingVerifier(Verifier):
     """Accepts what is the text, after a while."""
 
     def __init__(self, seconds: float) -> None:

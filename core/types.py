@@ -254,14 +254,14 @@ class SamplingTensors:
 class RoundLimits:
     """What the host, which knows every length, lets a round do.
 
-    max_accept  [B] int32, how many proposed nodes may be accepted in each slot
-    max_rows   how many cache rows the longest text needs before this round (its root included)
+    max_accept  how many proposed nodes may be accepted in each slot; graphs take it as a tensor
+    max_rows    how many cache rows the longest text needs before this round (its root included)
     multi_round   how far rounds may go before the host sees them; None: it sees every one
     used_slots    so many slots, from the first on, hold every request that takes part: a graph may leave out those
                   behind them; None: any slot may hold one
     """
 
-    max_accept: Tensor
+    max_accept: list[int]
     max_rows: int
     multi_round: MultiRoundLimits | None = None
     used_slots: int | None = None
@@ -322,12 +322,3 @@ class RoundResult:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     draft_length: int | None = None
-
-    @classmethod
-    def single(
-        cls, commit: Commit, drafted: list[int], *, draft_seconds: float = 0.0, verify_seconds: float = 0.0
-    ) -> RoundResult:
-        """A single round."""
-        rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
-        report = RoundReport([row[:count] for row, count in rows], drafted, draft_seconds + verify_seconds)
-        return cls(commit, [report], draft_seconds, verify_seconds)

@@ -26,7 +26,6 @@ from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphEvent, GraphKey, log_compilation
 from paceline.decoder.kernels.cache_rows import row_elements
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -35,6 +34,7 @@ from paceline.decoder.options import DecoderOptions, check_width
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.decoder.weights.quantize import PackedMatrix
 
@@ -327,10 +327,10 @@ class CompiledDecoder:
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]
-        key: dict[str, object] = {"config": self.config.fingerprint(), "amp": options.amp}
+        key: dict[str, object] = {"config": self.config.fingerprint(), "amp": options.load.amp}
         key |= {"shape": shape, "layout": layout}
-        if options.kv_cache_dtype is not None:
-            key["kv_cache_dtype"] = options.kv_cache_dtype
+        if options.load.kv_cache_dtype is not None:
+            key["kv_cache_dtype"] = options.load.kv_cache_dtype
         formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
         return {**key, "quantization": formats} if formats else key
 

@@ -1,41 +1,14 @@
 """The environment variables of a process that decodes: all that are read, and all that are written.
 
-Workers and their cores have theirs in `paceline.placement.host.environment`.
+Workers and their cores have theirs in `paceline.placement.host.environment`, Neuron and XLA in
+`paceline.neuron.environment`.
 
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
-PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
 
 Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
 
     HF_HOME, HF_HUB_CACHE  where models lie; HF_HUB_OFFLINE: nothing is fetched; HF_ENDPOINT: another hub; HF_TOKEN
-
-Written where it is not set yet, before torch_xla is imported:
-
-    PJRT_DEVICE     CPU, the only device that torch_xla is used on here
-
-Read for Neuron, whose names they are:
-
-    NEURON_PLATFORM_TARGET_OVERRIDE  chip to compile for, where there is none
-    NEURON_LOGICAL_NC_CONFIG         physical cores of a logical core
-    TORCH_NEURONX_COMPILE_ONLY       graphs are compiled and not run, which backend='neuron-native' refuses
-
-Written for Neuron where they are not set yet, before its SDK is imported:
-
-    NEURON_RT_EXEC_TIMEOUT            seconds an execution may take; the documents name three defaults
-    NEURON_RT_STOCHASTIC_ROUNDING_EN  0: the same tokens every time
-    NEURON_COMPILE_CACHE_URL          the compiler's own cache, below PACELINE_CACHE
-
-Written for backend='neuron-native' where they are not set yet, before a graph is compiled (PyTorch itself imports
-TorchNeuron, which reads them when it is used):
-
-    TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION   1: a graph that fails is an error, and never runs on the CPU
-    TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY  1: a tensor that was left on the CPU is an error, and never copied
-    NEURON_RT_STOCHASTIC_ROUNDING_EN           as above
-
-Written for it where a model is divided over cores, each of which has a process: what `torchrun` sets there too:
-
-    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 
 Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
 """
@@ -43,12 +16,9 @@ Which cores a process sees is set by whoever starts it (`paceline.placement`), n
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-from paceline.core.errors import BackendError, ConfigurationError
-
-_ON = ("1", "true", "yes", "on")
+from paceline.core.errors import ConfigurationError
 
 
 def cache_root() -> Path:
@@ -74,110 +44,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_pjrt_device() -> None:
-    """Name torch_xla's device, unless the user did: without it, torch_xla looks for a TPU."""
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-
-
-def neuron_target() -> str:
-    """The chip the user names, or nothing."""
-    return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
-
-
-def neuron_logical_cores() -> int | None:
-    """How many physical cores the user makes a logical one of, if they say.
-
-    Raises:
-        ConfigurationError: it is no number.
-    """
-    cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
-    if not cores:
-        return None
-    if not cores.isdigit():
-        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={cores!r} is no number; unset it, or make it 1 or 2")
-    return int(cores)
-
-
-def neuron_prompt_kernel() -> bool:
-    """Whether prompts are attended to by the SDK's kernel, where it has one.
-
-    Raises:
-        ConfigurationError: the variable holds something else.
-    """
-    prompts = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
-    if prompts not in ("kernel", "plain"):
-        raise ConfigurationError(f"PACELINE_NEURON_PROMPTS={prompts!r} is unknown; make it kernel or plain")
-    return prompts == "kernel"
-
-
-def neuron_defaults() -> None:
-    """Set what the Neuron runtime reads once, when it is imported.
-
-    Raises:
-        BackendError: it was imported before, with something unset.
-    """
-    defaults = {
-        "NEURON_RT_EXEC_TIMEOUT": "60",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-        "NEURON_COMPILE_CACHE_URL": str(cache_root() / "neuron" / "compiler"),
-    }
-    missing = {name: value for name, value in defaults.items() if name not in os.environ}
-    if missing and "torch_neuronx" in sys.modules:
-        raise BackendError(
-            f"torch_neuronx was imported before {', '.join(missing)} could be set; load the decoder first, or set them "
-            "in the environment of the process"
-        )
-    os.environ.update(missing)
-
-
-def neuron_native_defaults() -> None:
-    """Set what TorchNeuron reads when it is used."""
-    for name, value in (
-        ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
-        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
-        ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
-    ):
-        os.environ.setdefault(name, value)
-
-
-def neuron_native_compile_only() -> bool:
-    """Whether TorchNeuron is told to compile graphs and to run none."""
-    return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in _ON
-
-
 def with_variables(variables: dict[str, str]) -> dict[str, str]:
     """This process's environment with these in it, for another process."""
     return {**os.environ, **variables}
-
-
-def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
-    """What `torchrun` sets in a process of this machine's ranks, which meet at a port of the loopback."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(degree),
-        "LOCAL_WORLD_SIZE": str(degree),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def is_rank() -> bool:
-    """Whether this process is rank 0 of divided models, or was."""
-    return "LOCAL_RANK" in os.environ
-
-
-def become_rank(variables: dict[str, str]) -> None:
-    """Set `rank_variables` in this process.
-
-    Raises:
-        ConfigurationError: `torchrun`, or something like it, has made this process one of its ranks.
-    """
-    for name in ("RANK", "WORLD_SIZE"):
-        if os.environ.get(name, variables[name]) != variables[name]:
-            raise ConfigurationError(
-                f"this process is rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} already: torchrun "
-                "started it, or it divided another model over so many cores. A divided model starts the processes of "
-                "its other ranks by itself; load this one in a process of its own, without torchrun"
-            )
-    os.environ.update(variables)

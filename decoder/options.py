@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.parallel.sharding import WHOLE, Layout
+from paceline.decoder.backends import registry
+from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.parallel.sharding import GQA, WHOLE, Layout
 from paceline.decoder.weights.formats import CACHE_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
@@ -25,30 +27,133 @@ CATCH_UP = 16
 more, and a graph of 64 rows takes about three times as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderOptions:
-    """Shapes and number format of a decoder.
+def _option(default: Any, text: str) -> Any:
+    """A field with what the help of commands says of it."""
+    return field(default=default, metadata={"help": text})
 
-    batch_size  slots; fixed, a slot without a request idles
-    batch_buckets  numbers of slots for which rounds have graphs, ascending, the last is ``batch_size``; (): that alone
-    kv_buckets     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
-    chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
-    amp         number format of weights, cache and products: "bf16", "f16" or "f32"
-    layout      over how many ranks the model is divided, and how
-    quantization  format of the matrices, as `paceline.decoder.weights.checkpoint.load_weights` takes it; None: ``amp``
-    kv_cache_dtype  format of keys and values: "int8", "fp8_e4m3" or "fp8_e5m2"; None: ``amp``
-    modules_to_not_convert  tables of the vocabulary that ``quantization`` leaves in ``amp``
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a decoder is loaded. Every option is declared here and nowhere else: Python (`AutoDecoder.from_pretrained`,
+    `NeuronConfig`), the command line, models files, workers and experiments take these fields.
+
+    A list becomes a tuple.
+
+    Raises:
+        ConfigurationError: a value is unknown or out of range, whatever the model.
     """
 
-    batch_size: int
+    backend: str = _option("native", f"What runs the model: {', '.join(BACKENDS)}.")
+    amp: str = _option("bf16", "Number format of weights and cache: bf16, f16 or f32.")
+    batch_size: int | Sequence[int] = _option(
+        1,
+        "Requests decoded at the same time. Where idle slots are computed (all backends but native), rounds of the "
+        "first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many.",
+    )
+    n_positions: int | Sequence[int] | None = _option(
+        None,
+        "Longest text, prompt included; default: the model's own. The cache length has buckets 128, 256, ... up to it; "
+        "an ascending list says which.",
+    )
+    context_length_estimate: Sequence[int] | int | None = _option(
+        None, "Length of a prefill graph, or several. Default: 64 and 256."
+    )
+    tp_degree: int = _option(1, "Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+    group_query_attention: GQA | str | None = _option(  # noqa: RUF009  # like the others
+        None,
+        "K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads; default: whole heads, "
+        "else copies.",
+    )
+    quantization: str | None = _option(
+        None,
+        f"Format of the weight matrices: {', '.join(item.value for item in WeightFormat)}, or gguf to keep a GGUF "
+        "file's; default: the one that amp names.",
+    )
+    kv_cache_dtype: str | None = _option(
+        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: the one that amp names."
+    )
+    modules_to_not_convert: Sequence[str] = _option(
+        (), "Left alone by quantization: lm_head, embed_tokens or both; if tied, always both."
+    )
+
+    def __post_init__(self) -> None:
+        registry.check(self.backend)
+        if not isinstance(self.amp, str) or self.amp not in AMP:
+            raise ConfigurationError(f"amp={self.amp!r} is unknown; use one of {', '.join(AMP)}")
+        for name in ("batch_size", "n_positions", "context_length_estimate"):
+            if (value := getattr(self, name)) is not None or name == "batch_size":
+                _ascending(name, value)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.tp_degree, int) or isinstance(self.tp_degree, bool) or self.tp_degree < 1:
+            raise ConfigurationError(f"tp_degree must be a number of ranks, 1 or more, not {self.tp_degree!r}")
+        if self.group_query_attention is not None:
+            object.__setattr__(self, "group_query_attention", GQA.of(self.group_query_attention).value)
+        if self.quantization not in (None, "gguf"):
+            WeightFormat.of(self.quantization)
+        caches = [form.value for form in CACHE_FORMATS]
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in caches:
+            raise ConfigurationError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is unknown; use one of {', '.join(caches)}, or leave it out "
+                "to keep keys and values as amp says"
+            )
+        if not isinstance(modules := self.modules_to_not_convert, list | tuple):
+            raise ConfigurationError(f"modules_to_not_convert={modules!r} must be a list of names")
+        object.__setattr__(self, "modules_to_not_convert", tuple(modules))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> LoadOptions:
+        """These options; ConfigurationError if one is unknown."""
+        names = [one.name for one in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ConfigurationError(f"there is no option {name!r}; the options are {', '.join(names)}")
+        return cls(**options)
+
+    @classmethod
+    def part_of(cls, values: Mapping[str, Any]) -> LoadOptions:
+        """The options among other keys; those that are not there have their defaults."""
+        return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+
+    @property
+    def slots(self) -> int:
+        """The largest batch size."""
+        return self.batch_size if isinstance(self.batch_size, int) else self.batch_size[-1]
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """Lengths of the prefill graphs, ascending."""
+        lengths = (64, 256) if self.context_length_estimate is None else self.context_length_estimate
+        return (lengths,) if isinstance(lengths, int) else lengths
+
+    def longest(self, trained: int) -> int:
+        """The longest text of a model whose own context is ``trained``."""
+        if self.n_positions is None:
+            return trained
+        return self.n_positions if isinstance(self.n_positions, int) else self.n_positions[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOptions:
+    """The options of a decoder, completed by what its model says.
+
+    load           what was asked for, with what it left open
+    kv_buckets     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
+    chunks         lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
+    layout         over how many ranks the model is divided, and how
+    batch_buckets  numbers of slots for which rounds have graphs, ascending, the last is ``batch_size``; (): that alone
+    """
+
+    load: LoadOptions
     kv_buckets: tuple[int, ...]
     chunks: tuple[int, ...]
-    amp: str
     layout: Layout = WHOLE
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    modules_to_not_convert: tuple[str, ...] = ()
     batch_buckets: tuple[int, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        """Slots; fixed, a slot without a request idles."""
+        return self.load.slots
 
     @property
     def n_positions(self) -> int:
@@ -68,13 +173,13 @@ class DecoderOptions:
     def dtype(self) -> torch.dtype:
         import torch
 
-        dtype: torch.dtype = getattr(torch, AMP[self.amp])
+        dtype: torch.dtype = getattr(torch, AMP[self.load.amp])
         return dtype
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """Of the tensors of the model's own cache; draft heads keep theirs in ``dtype``."""
-        return self.dtype if self.kv_cache_dtype is None else WeightFormat(self.kv_cache_dtype).dtype
+        return self.dtype if self.load.kv_cache_dtype is None else WeightFormat(self.load.kv_cache_dtype).dtype
 
 
 def check_width(width: int) -> None:
@@ -83,54 +188,31 @@ def check_width(width: int) -> None:
         raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
 
 
-def decoder_options(
-    *,
-    batch_size: int | Sequence[int],
-    n_positions: int | Sequence[int] | None,
-    context_length_estimate: int | Sequence[int] | None,
-    amp: str,
-    trained: int,
-    layout: Layout = WHOLE,
-    quantization: str | None = None,
-    kv_cache_dtype: str | None = None,
-) -> DecoderOptions:
-    """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
-    if not isinstance(amp, str) or amp not in AMP:
-        raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
-    batches = _ascending("batch_size", batch_size)
-    if isinstance(batch_size, int):
-        batches = _powers(batch_size, first=1)
-    kv_buckets = _ascending("n_positions", trained if n_positions is None else n_positions)
-    if kv_buckets[-1] > trained:
+def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> DecoderOptions:
+    """Complete the options of a decoder; ``trained`` is the model's own context.
+
+    Raises:
+        ConfigurationError: longer texts are asked for than that.
+    """
+    batches = _powers(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
+    last = load.longest(trained)
+    if last > trained:
         raise ConfigurationError(
-            f"n_positions={kv_buckets[-1]} is more than the {trained} positions the model was trained on "
+            f"n_positions={last} is more than the {trained} positions the model was trained on "
             "(max_position_embeddings); ask for fewer"
         )
-    if n_positions is None or isinstance(n_positions, int):
-        kv_buckets = _powers(kv_buckets[-1])
-    chunks = _ascending(
-        "context_length_estimate", [64, 256] if context_length_estimate is None else context_length_estimate
-    )
-    chunks = tuple(sorted({min(chunk, kv_buckets[-1]) for chunk in chunks}))
-    if quantization not in (None, "gguf"):
-        WeightFormat.of(quantization)
-    caches = [form.value for form in CACHE_FORMATS]
-    if kv_cache_dtype is not None and kv_cache_dtype not in caches:
-        raise ConfigurationError(
-            f"kv_cache_dtype={kv_cache_dtype!r} is unknown; use one of {', '.join(caches)}, or leave it out to "
-            "keep keys and values as amp says"
-        )
-    return DecoderOptions(
-        batches[-1], kv_buckets, chunks, amp, layout, quantization, kv_cache_dtype, batch_buckets=batches
-    )
+    kv_buckets = _powers(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
+    chunks = tuple(sorted({min(chunk, last) for chunk in load.chunks}))
+    whole = replace(load, batch_size=batches, n_positions=kv_buckets, context_length_estimate=chunks)
+    return DecoderOptions(whole, kv_buckets, chunks, layout, batches)
 
 
-def _ascending(name: str, one_or_more: int | Sequence[int]) -> tuple[int, ...]:
-    values = tuple(one_or_more) if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
+def _ascending(name: str, one_or_more: object) -> None:
+    """Raise ConfigurationError unless it is a positive number or an ascending list of them."""
+    values = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {one_or_more!r}")
-    return tuple(numbers)
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from paceline.core.protocols import finish
 from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots, for_all_slots
 from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.kernels.cache_rows import store
 from paceline.decoder.kernels.protocol import CachePosition, Tree
-from paceline.decoder.kernels.traceable import store
 from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
 
 

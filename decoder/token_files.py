@@ -8,7 +8,7 @@ ids.
     ...      the ids end to end; all numbers are little-endian
 
 Ids of 16 bits read as 32, or the other way round, are other ids and no error; hence the header. The width follows from
-the vocabulary: 16 bits up to 65,536 ids, 32 above. Not here: texts cut from the ids (`paceline.training.features`).
+the vocabulary: 16 bits up to 65,536 ids, 32 above. Not here: texts cut from the ids (`paceline.heads.features`).
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ it with `TextDrafter.new_text` and `TextDrafter.extend`. The quickest way to try
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.protocols import Drafter
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,15 +27,12 @@ Text = TypeVar("Text")
 Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
 
 
-class BatchTextDrafter(ABC, Generic[Text]):
+class BatchTextDrafter(Drafter, Generic[Text]):
     """What `TextDrafter` is without a proposal for each text: `guess` is written for all slots at once.
 
     Raises:
         ConfigurationError: ``k`` is negative, or no integer.
     """
-
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
 
     def __init__(self, k: int) -> None:
         self.draft_shape = DraftShape.chain(k)
@@ -51,13 +49,8 @@ class BatchTextDrafter(ABC, Generic[Text]):
     def finish(self, text: Text) -> None:
         """The request of a text is done. Default: nothing is left to do."""
 
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """See `paceline.core.protocols.Varies`. Override it if many proposals are much shorter than ``k``."""
-        return (self.draft_shape.num_draft_tokens,)
-
     def shortened(self: Self, length: int) -> Self:
-        """See `paceline.core.protocols.Shortens`. The copy shares the texts."""
+        """See `paceline.core.protocols.Drafter`. The copy shares the texts."""
         shorter = copy.copy(self)
         shorter.draft_shape = DraftShape.chain(length)
         return shorter
@@ -73,11 +66,11 @@ class BatchTextDrafter(ABC, Generic[Text]):
 
     @property
     def movable(self) -> bool:
-        """See `paceline.core.protocols.MovesRequests`. Override it if anything but texts is kept by slot."""
+        """Override it if anything but texts is kept by slot."""
         return True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
+        """See `paceline.core.protocols.Drafter`."""
         if slot in self._texts:
             self._texts[to] = self._texts.pop(slot)
 
@@ -87,13 +80,17 @@ class BatchTextDrafter(ABC, Generic[Text]):
             if slot in self._texts:
                 self.extend(self._texts[slot], tokens[:count])
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """See `paceline.core.protocols.Drafter`."""
-        return Proposal.chains(self.guess(bounds.max_accept.tolist()), self.draft_lengths)
+        return Proposal.chains(self.guess(limits.max_accept), self.draft_lengths)
+
+    def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
+        """See `paceline.core.protocols.Drafter`."""
+        return self.guess(limits.max_accept)
 
     @abstractmethod
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `paceline.core.protocols.Guesses`. Rows are no longer than ``k``."""
+        """What follows every slot's text, as `chains`; no row is longer than ``k``."""
 
 
 class TextDrafter(BatchTextDrafter[Text]):
@@ -111,7 +108,7 @@ class TextDrafter(BatchTextDrafter[Text]):
         """
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `paceline.core.protocols.Guesses`."""
+        """See `BatchTextDrafter`."""
         k, rows = self.draft_shape.num_draft_tokens, []
         for slot, limit in enumerate(limits):
             most = min(k, limit)
@@ -120,27 +117,16 @@ class TextDrafter(BatchTextDrafter[Text]):
         return rows
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing, ever."""
 
     draft_shape = DraftShape.chain(0)
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
     movable = True
-
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Nothing to read."""
-
-    def finish_request(self, slot: int) -> None:
-        """Nothing to forget."""
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
         """Nothing to move."""
 
-    def update(self, commit: Commit) -> None:
-        """Nothing to see."""
-
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         import torch
 
         return Proposal(torch.empty(len(commit.tokens), 0, dtype=torch.int32))

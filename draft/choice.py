@@ -16,28 +16,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Guesses, Shortens, Varies, movable, move_request
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.protocols import Drafter
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.base import TextDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FallbackDrafter:
+class FallbackDrafter(Drafter):
     """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
 
     Raises:
         ConfigurationError: there is none, or one proposes trees or reads the target's states.
     """
 
-    reads: FeatureSpec | None = None
+    draft_lengths: tuple[int, ...] = ()
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
@@ -50,17 +49,12 @@ class FallbackDrafter:
                 )
         # A drafter of no tokens never has anything to propose.
         self._drafters = tuple(drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens)
-        # Asked for every drafter once: `isinstance` of a protocol is slow.
-        self._guesses = [drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters]
-        lengths = {length for drafter in self._drafters for length in _draft_lengths_of(drafter)}
-        self.draft_lengths = tuple(sorted(lengths)) or (0,)
+        self.draft_lengths = _lengths_of(self._drafters) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
-        ends = [drafter.max_positions for drafter in self._drafters]
-        self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
+        self.max_positions = _reach_of(self._drafters)
 
     def shortened(self, length: int) -> FallbackDrafter:
-        """See `paceline.core.protocols.Shortens`. Each drafter that proposes more is shortened.
+        """See `paceline.core.protocols.Drafter`. Each drafter that proposes more is shortened.
 
         Raises:
             ConfigurationError: one of them has one length only.
@@ -77,69 +71,47 @@ class FallbackDrafter:
 
     @property
     def movable(self) -> bool:
-        """See `paceline.core.protocols.MovesRequests`."""
-        return all(map(movable, self._drafters))
+        return all(drafter.movable for drafter in self._drafters)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
-        move_request(self._drafters, slot, to, rows=rows)
+        for drafter in self._drafters:
+            drafter.move_request(slot, to, rows)
 
     def update(self, commit: Commit) -> None:
         for drafter in self._drafters:
             drafter.update(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        limits = bounds.max_accept.tolist()
-        rows: list[list[int]] = [[] for _ in limits]
-        for drafter, guesses in zip(self._drafters, self._guesses, strict=True):
-            open_limits = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
-            open_limits = _limits_within(drafter, open_limits, commit, bounds=bounds)
-            if not any(open_limits):
-                continue
-            chains = _chains_of(drafter, guesses, commit, sampling=sampling, most=open_limits, bounds=bounds)
-            rows = [row or chain[:most] for row, chain, most in zip(rows, chains, open_limits, strict=True)]
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        rows: list[list[int]] = [[] for _ in limits.max_accept]
+        for drafter in self._drafters:
+            left = [0 if row else limit for row, limit in zip(rows, limits.max_accept, strict=True)]
+            within = _limits_within(drafter, left, commit, bounds=limits)
+            if any(within.max_accept):
+                chains = drafter.chains(commit, sampling, within)
+                rows = [row or chain[:most] for row, chain, most in zip(rows, chains, within.max_accept, strict=True)]
         return Proposal.chains(rows, self.draft_lengths)
 
 
-def _draft_lengths_of(drafter: Drafter) -> tuple[int, ...]:
-    """Lengths of its drafts that are worth a graph of their own."""
-    return drafter.draft_lengths if isinstance(drafter, Varies) else (drafter.draft_shape.num_draft_tokens,)
+def _lengths_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """Lengths of their drafts that are worth a graph of their own."""
+    return tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths}))
 
 
-def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> list[int]:
-    """The limits of a round, no further than a drafter can follow a text."""
+def _reach_of(drafters: Sequence[Drafter]) -> int | None:
+    """`max_positions` of the drafter that follows longest; the others are asked only as far as each of them follows."""
+    ends = [drafter.max_positions for drafter in drafters]
+    return None if None in ends else max((end for end in ends if end is not None), default=None)
+
+
+def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> RoundLimits:
+    """These limits for a round, no further than a drafter can follow a text."""
     end = drafter.max_positions
-    if end is None or bounds.max_rows + max(limits) <= end + 1:
-        return limits
-    lengths = (commit.first_row + commit.count).tolist()
-    room = [max(0, end + 1 - length) for length in lengths]
-    return [min(both) for both in zip(limits, room, strict=True)]
-
-
-def _chains_of(
-    drafter: Drafter,
-    guesses: Guesses | None,
-    commit: Commit,
-    *,
-    sampling: SamplingTensors,
-    most: list[int],
-    bounds: RoundLimits,
-) -> list[list[int]]:
-    """The chains of a drafter within these limits; [] where it proposes nothing. ``guesses``: itself, if it does.
-
-    Raises:
-        ConfigurationError: they were drawn from probabilities.
-    """
-    if guesses is not None:
-        return guesses.guess(most)
-    import torch
-
-    same = most == bounds.max_accept.tolist()
-    limits = bounds if same else replace(bounds, max_accept=torch.tensor(most, dtype=torch.int32), multi_round=None)
-    proposal = drafter.propose(commit, sampling, limits)
-    if proposal.draft_probs is not None:
-        raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")
-    return [list(takewhile(lambda token: token >= 0, row)) for row in proposal.tokens.tolist()]
+    if end is not None and bounds.max_rows + max(limits) > end + 1:
+        lengths = (commit.first_row + commit.count).tolist()
+        limits = [max(0, min(limit, end + 1 - length)) for limit, length in zip(limits, lengths, strict=True)]
+    if limits == bounds.max_accept:
+        return bounds
+    return replace(bounds, max_accept=limits, multi_round=None)
 
 
 def shortened_of(drafter: Drafter, length: int) -> Drafter:
@@ -148,11 +120,7 @@ def shortened_of(drafter: Drafter, length: int) -> Drafter:
     Raises:
         ConfigurationError: it has one length only, which is more.
     """
-    if drafter.draft_shape.num_draft_tokens <= length:
-        return drafter
-    if not isinstance(drafter, Shortens):
-        raise ConfigurationError(f"{type(drafter).__name__} in a list has one length only; give one number as k")
-    return drafter.shortened(length)
+    return drafter if drafter.draft_shape.num_draft_tokens <= length else drafter.shortened(length)
 
 
 _FORGETS_TEXT, _FORGETS_ALL = 0.9, 0.99  # weight of what is one forecast older, in a text and of all texts
@@ -313,7 +281,7 @@ SHADOW_EVERY = 8
 """Rounds after which a drafter that costs time and is not the best proposes again."""
 
 
-class ChoiceDrafter:
+class ChoiceDrafter(Drafter):
     """``drafters`` of chains that report no draft probabilities. At most one kind of features may be read.
 
     names         of the drafters, in statistics; default: their classes
@@ -324,6 +292,8 @@ class ChoiceDrafter:
     Raises:
         ConfigurationError: there are fewer than two, one proposes trees, or two read different states of the target.
     """
+
+    draft_lengths: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -348,7 +318,7 @@ class ChoiceDrafter:
         features = [drafter.reads for drafter in drafters if drafter.reads is not None]
         if any(spec != features[0] for spec in features):
             raise ConfigurationError("drafters of a choice read different states of the target; use one of them")
-        self.reads: FeatureSpec | None = features[0] if features else None
+        self.reads = features[0] if features else None
         self._drafters = tuple(drafters)
         self.names = tuple(_numbered(names or [type(drafter).__name__ for drafter in drafters]))
         self._free = tuple(isinstance(drafter, TextDrafter) for drafter in drafters)
@@ -357,16 +327,12 @@ class ChoiceDrafter:
         self._set_lengths()
 
     def _set_lengths(self) -> None:
-        # Asked for every drafter once: `isinstance` of a protocol is slow.
-        self._guesses = tuple(drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters)
-        lengths = {length for drafter in self._drafters for length in _draft_lengths_of(drafter)}
-        self.draft_lengths = tuple(sorted(lengths))
+        self.draft_lengths = _lengths_of(self._drafters)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        ends = [drafter.max_positions for drafter in self._drafters]
-        self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
+        self.max_positions = _reach_of(self._drafters)
 
     def shortened(self, length: int) -> ChoiceDrafter:
-        """See `paceline.core.protocols.Shortens`. The two share texts and scores.
+        """See `paceline.core.protocols.Drafter`. The two share texts and scores.
 
         Raises:
             ConfigurationError: one of the drafters has one length only.
@@ -395,13 +361,13 @@ class ChoiceDrafter:
 
     @property
     def movable(self) -> bool:
-        """See `paceline.core.protocols.MovesRequests`."""
-        return all(map(movable, self._drafters))
+        return all(drafter.movable for drafter in self._drafters)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
+        """See `paceline.core.protocols.Drafter`."""
         self._scores.move(slot, to)
-        move_request(self._drafters, slot, to, rows=rows)
+        for drafter in self._drafters:
+            drafter.move_request(slot, to, rows)
 
     def update(self, commit: Commit) -> None:
         """See `paceline.core.protocols.Drafter`."""
@@ -413,7 +379,7 @@ class ChoiceDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """See `paceline.core.protocols.Drafter`."""
-        scores, most = self._scores, limits.max_accept.tolist()
+        scores, most = self._scores, limits.max_accept
         slots = [slot for slot, limit in enumerate(most) if limit > 0]
         scores.rounds += 1
         value = scores.speed if self._by == "speed" else scores.expected
@@ -455,12 +421,12 @@ class ChoiceDrafter:
     def _ask(self, index: int, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits) -> list[list[int]]:
         """The proposals of one drafter, as long as it can, and how long that took."""
         drafter, begin = self._drafters[index], perf_counter()
-        most = _limits_within(drafter, limits.max_accept.tolist(), commit, bounds=limits)
-        if not drafter.draft_shape.num_draft_tokens or not any(most):
-            return [[] for _ in most]
-        chains = _chains_of(drafter, self._guesses[index], commit, sampling=sampling, most=most, bounds=limits)
+        within = _limits_within(drafter, limits.max_accept, commit, bounds=limits)
+        if not drafter.draft_shape.num_draft_tokens or not any(within.max_accept):
+            return [[] for _ in within.max_accept]
+        chains = drafter.chains(commit, sampling, within)
         self._scores.took(index, perf_counter() - begin)
-        return [chain[:limit] for chain, limit in zip(chains, most, strict=True)]
+        return [chain[:limit] for chain, limit in zip(chains, within.max_accept, strict=True)]
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from paceline.core import noise, probs
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import finish
+from paceline.core.protocols import TraceableDrafter, finish
 from paceline.core.types import (
     PAD,
     Commit,
@@ -336,7 +336,7 @@ def _idle(commit: Commit) -> list[int]:
 _HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
 
 
-class HeadDrafter:
+class HeadDrafter(TraceableDrafter):
     """Drafts with a head, in a graph of its own or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
 
     Its graphs are compiled, kept and shipped with those of ``decoder``, the target (or the head's own decoder), whose
@@ -361,7 +361,7 @@ class HeadDrafter:
         return self.head
 
     def shortened(self: _HeadSelf, length: int) -> _HeadSelf:
-        """See `paceline.core.protocols.Shortens`; of chains.
+        """See `paceline.core.protocols.Drafter`; of chains.
 
         Raises:
             ConfigurationError: the drafts are trees.
@@ -418,11 +418,10 @@ class HeadDrafter:
 
     @property
     def movable(self) -> bool:
-        """See `paceline.core.protocols.MovesRequests`."""
         return True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`. What the head has not read yet is read first."""
+        """See `paceline.core.protocols.Drafter`. What the head has not read yet is read first."""
         self.catch_up()
         for pair in self.head.caches() if self.decoder.on_host else ():
             for cache in pair:
@@ -446,22 +445,22 @@ class HeadDrafter:
                 start = missed.first_row - row_shift(self.head)
                 self.read(missed.slot, missed.tokens, start=start, features=missed.features)
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Draft outside of the verifier's graph; see `paceline.core.protocols.Drafter`."""
-        out = self._outputs(commit, sampling, bounds)
+        out = self._outputs(commit, sampling, limits)
         if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
-    def _outputs(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Sequence[Tensor]:
+    def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
         """What the step gives for a round, in its own graph."""
         self._pending.drop_newest()  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
         if self.reads is not None:
             inputs.append(_features(commit.states, self))
-        bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
-        kind, lines = self.decoder.sampling_kind(sampling.kind), self.decoder.lines_for(bounds.used_slots)
+        bucket, width = self.bucket(limits.max_rows), commit.tokens.shape[1]
+        kind, lines = self.decoder.sampling_kind(sampling.kind), self.decoder.lines_for(limits.used_slots)
         key = GraphKey(
             "draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket), lines=lines
         )

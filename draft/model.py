@@ -106,7 +106,8 @@ class ModelDrafter(HeadDrafter):
     def propose_with_confidence(
         self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
     ) -> tuple[Proposal, Tensor]:
-        """See `paceline.core.protocols.ReportsConfidence`.
+        """As `propose` without any threshold. -> also the largest probability at every place, [B, k] float32, with
+        which a threshold is compared.
 
         Raises:
             ConfigurationError: tokens are drawn from probabilities.
@@ -141,7 +142,7 @@ class ModelDrafter(HeadDrafter):
         self.decoder.read_prompts.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
+        """See `paceline.core.protocols.Drafter`."""
         super().move_request(slot, to, rows)
         self.decoder.read_prompts.move(slot, to)
 
@@ -153,12 +154,12 @@ class ModelDrafter(HeadDrafter):
         *,
         allowed: Callable[[int, list[int], int], Tensor | None],
     ) -> Proposal:
-        """See `paceline.core.protocols.DraftsUnderMask`: one token after the other, chosen on the host."""
+        """See `paceline.core.protocols.Drafter`: one token after the other, chosen on the host."""
         if self._drawn:
             return self.propose(commit, sampling, limits)
         self._pending.drop_newest()  # it is read here
         self.catch_up()
-        bucket, most = self.bucket(limits.max_rows), limits.max_accept.tolist()
+        bucket, most = self.bucket(limits.max_rows), limits.max_accept
         read = partial(window, self.decoder, bucket=bucket, used_slots=limits.used_slots)
         logits, _ = read(self.vocabulary.known(commit.tokens), commit.first_row)
         logits = at_index(logits, commit.count - 1)

@@ -168,7 +168,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         self._width = k + 1  # of the commits that the draft reads
 
     def shortened(self, length: int) -> RetokenizingDrafter:
-        """See `paceline.core.protocols.Shortens`."""
+        """See `paceline.core.protocols.Drafter`."""
         shorter = super().shortened(length)
         shorter._model = self._model.shortened(length)
         return shorter
@@ -188,7 +188,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         text.target.extend(tokens)
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `paceline.core.protocols.Guesses`."""
+        """See `BatchTextDrafter`."""
         texts = {slot: text.draft_ids() for slot, text in self._texts.items()}
         texts = {slot: ids for slot, ids in texts.items() if self._fits(ids)}
         drafts = self._draft(texts, len(limits))
@@ -198,7 +198,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return rows
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`. The draft's text has a length of its own."""
+        """See `paceline.core.protocols.Drafter`. The draft's text has a length of its own."""
         if slot in self._texts:
             self._model.move_request(slot, to, max(1, len(self._texts[slot].cached)))
         super().move_request(slot, to, rows)
@@ -222,7 +222,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         greedy = sampling_tensors([Sampling()] * slots)
         k = self.draft_shape.num_draft_tokens
         limits = RoundLimits(
-            torch.full((slots,), k, dtype=torch.int32),
+            [k] * slots,
             max((len(ids) for ids in texts.values()), default=1),
             used_slots=max(texts, default=0) + 1,
         )

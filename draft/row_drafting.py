@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.core.protocols import Drafter, DraftsUnderMask, HostText, movable, move_request
-from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.protocols import Drafter, HostText
+from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.suffix import CopyTracker, SuffixAutomaton
 
 _BORDER = -2  # behind the prediction; no token is negative, so nothing matches across it
@@ -34,16 +34,18 @@ class _PredictedText:
     longest end of the output that occurs in it.
     """
 
-    def __init__(self, prediction: Sequence[int]) -> None:
+    def __init__(self, text: HostText) -> None:
+        self.text, self._seen = text.text, text.prompt_length
         self._automaton = SuffixAutomaton()
-        for token in (*(max(0, token) for token in prediction), _BORDER):
+        for token in (*(max(0, token) for token in text.prediction), _BORDER):
             self._automaton.append(token)
         self._copies = CopyTracker()
         self._copies.begin(self._automaton.tokens, 0, _TRUST)
         self._state = self._length = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were added to the output."""
+    def follow(self) -> None:
+        """Take in what was added to the output."""
+        tokens, self._seen = self.text[self._seen :], len(self.text)
         self._copies.follow(tokens)
         for token in tokens:
             self._state, self._length = self._automaton.follow(self._state, self._length, token)
@@ -58,8 +60,8 @@ class _PredictedText:
         return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
 
 
-class RowDrafter:
-    """A `paceline.core.protocols.Drafter` around another one.
+class RowDrafter(Drafter):
+    """Around another drafter.
 
     slots        the text of every slot, or None; shared with the engine
     draft_shape  of its proposals: the other drafter's, or a chain where that one drafts nothing
@@ -68,47 +70,26 @@ class RowDrafter:
 
     def __init__(self, drafter: Drafter, slots: Sequence[HostText | None], *, draft_shape: DraftShape) -> None:
         self._inner, self._slots, self.draft_shape = drafter, slots, draft_shape
-        self._masked = drafter if isinstance(drafter, DraftsUnderMask) else None
-        self.reads: FeatureSpec | None = drafter.reads
+        self.reads = drafter.reads
         self.max_positions = drafter.max_positions
         self._texts: dict[int, _PredictedText] = {}
-        self.predicted = [0] * len(slots)
-
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """See `paceline.core.protocols.Drafter`."""
-        self._inner.add_request(slot, prompt, features)
-        text = self._slots[slot]
-        self._texts.pop(slot, None)
-        if text is not None and text.prediction:
-            self._texts[slot] = _PredictedText(text.prediction)
-
-    def finish_request(self, slot: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
-        self._inner.finish_request(slot)
-        self._texts.pop(slot, None)
-
-    @property
-    def movable(self) -> bool:
-        """See `paceline.core.protocols.MovesRequests`."""
-        return movable(self._inner)
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
-        move_request([self._inner], slot, to, rows=rows)
-        if slot in self._texts:
-            self._texts[to] = self._texts.pop(slot)
 
     def update(self, commit: Commit) -> None:
         """See `paceline.core.protocols.Drafter`."""
+        self.predicted = [0] * len(self._slots)
         self._inner.update(commit)
-        if self._texts:
-            for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
-                if slot in self._texts:
-                    self._texts[slot].extend(tokens[:count])
+        for slot, text in enumerate(self._slots):
+            if text is None or not text.prediction:
+                self._texts.pop(slot, None)
+                continue
+            predicted = self._texts.get(slot)
+            if predicted is None or predicted.text is not text.text:
+                predicted = self._texts[slot] = _PredictedText(text)
+            predicted.follow()
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """See `paceline.core.protocols.Drafter`."""
-        most = [min(limit, self.draft_shape.depth) for limit in limits.max_accept.tolist()]
+        most = [min(limit, self.draft_shape.depth) for limit in limits.max_accept]
         predictions = {slot: ahead for slot, predicted in self._texts.items() if (ahead := predicted.ahead(most[slot]))}
         proposal = self._others(commit, sampling, limits, most=most, predictions=predictions)
         self.predicted = [0] * len(most)
@@ -162,11 +143,9 @@ class RowDrafter:
             if self.draft_shape.dynamic:
                 parents = torch.tensor([tree.chain(nodes)] * len(most), dtype=torch.int32)
             return Proposal(nothing, parents)
-        narrowed = (
-            limits if max_accept == most else replace(limits, max_accept=torch.tensor(max_accept, dtype=torch.int32))
-        )
-        if self._masked is not None and any(text is not None and text.processing is not None for text in self._slots):
-            proposal = self._masked.propose_allowed(commit, sampling, narrowed, allowed=self._allowed)
+        narrowed = limits if max_accept == most else replace(limits, max_accept=max_accept)
+        if any(text is not None and text.processing is not None for text in self._slots):
+            proposal = self._inner.propose_allowed(commit, sampling, narrowed, allowed=self._allowed)
         else:
             proposal = self._inner.propose(commit, sampling, narrowed)
         missing = nodes - proposal.tokens.shape[1]

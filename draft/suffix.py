@@ -237,7 +237,7 @@ class SuffixDrafter(TextDrafter[SuffixText]):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """See `paceline.core.protocols.Varies`."""
+        """See `paceline.core.protocols.Drafter`."""
         k = self.draft_shape.num_draft_tokens
         return (k // 2, k) if k >= _HALVED else (k,)
 

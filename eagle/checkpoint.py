@@ -6,7 +6,6 @@ Pickles are read by torch's restricted unpickler. Not here: the names of the lay
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
-from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.decoder.weights.files import check_finite, open_weight_file, write_weight_file
-from paceline.decoder.weights.folder import find_weight_files
 from paceline.eagle import formats
-from paceline.eagle.config import CONFIG, EagleConfig
+from paceline.eagle.config import EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
+from paceline.heads import layouts
+from paceline.heads.checkpoint import Checkpoint, check, read, write
+from paceline.heads.layouts import read_config
 
 
 def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = None) -> None:
@@ -84,22 +82,41 @@ def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
+Head = Checkpoint[EagleConfig]
+"""A head as it was found; ``ids`` [U] int64 of version 3 are there instead of d2t and t2d."""
+
+
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A head as it was found.
+class DraftVocab:
+    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
 
-    weights    by our names, in the type they are stored in; ``ids`` [U] int64 of version 3 instead of d2t and t2d
-    embedding  [V, H] of its own, or None: then it borrows the target's
-    """
+    ids: Tensor
+    size: int
 
-    config: EagleConfig
-    weights: dict[str, Tensor]
-    embedding: Tensor | None
+    @classmethod
+    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
+        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order[:keep].sort().values, len(counts))
+
+    def to(self, device: str) -> DraftVocab:
+        """The same on another device."""
+        return DraftVocab(self.ids.to(device), self.size)
+
+    @property
+    def offsets(self) -> Tensor:
+        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
+        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
+
+    @property
+    def mask(self) -> Tensor:
+        """t2d [V] bool: whether the head can draft that id."""
+        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
 
 
 def load(
     folder: Path, target: ModelConfig, *, head: Tensor | None = None, aux_layers: Sequence[int] | None = None
-) -> Checkpoint:
+) -> Head:
     """Read a head for this target.
 
     head        [V, H], the target's output layer, or its first rows, to compare a copy of it with
@@ -110,18 +127,10 @@ def load(
         PairingError: it is a head for another target.
         ConfigurationError: ``aux_layers`` does not fit, or is needed.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds an EAGLE head")
-    raw = _tensors(folder)
-    fields = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
+    raw, fields = read(folder), read_config(folder)
     layout, version = formats.layout_of(fields, raw)
-    tensors: dict[str, Tensor] = {}
-    for name, value in raw.items():
-        own_name = formats.own_name(name, layout, version)
-        if own_name in tensors:
-            raise CheckpointError(f"{folder} holds {own_name} twice; keep one of the two")
-        if own_name is not None:
-            tensors[own_name] = value
+    own = layouts.sources({name: formats.own_name(name, layout, version) for name in raw})
+    tensors = {name: raw[source] for name, source in own.items()}
     config = formats.parse(fields, layout, version, target=target, names=tensors, override=aux_layers)
     config.check_target(target)
     embedding = tensors.pop(EMBEDDING, None)
@@ -129,10 +138,18 @@ def load(
         _same_head(folder, tensors.pop(HEAD, None), head, size=target.vocab_size)
     maps = (tensors.pop(OFFSETS, None), tensors.pop(MASK, None)) if version == 3 else (None, None)
     ids = drafted_ids(config, *maps, where=str(folder))
-    _compare(folder, tensors, config.shapes())
-    _check_embedding(folder, config, embedding)
-    for name, value in (tensors if embedding is None else {**tensors, EMBEDDING: embedding}).items():
-        check_finite(name, value, value.dtype, where=folder)
+    shapes = config.shapes()
+    if embedding is not None:
+        tensors[EMBEDDING], shapes[EMBEDDING] = embedding, (config.vocab_size, config.hidden_size)
+    elif config.hidden_size != config.target_hidden_size:
+        raise MissingWeightsError(f"{folder} lacks {EMBEDDING}; a head of another width cannot borrow the target's")
+    if version == 3 and HEAD not in tensors:
+        raise MissingWeightsError(
+            f"{folder} lacks {HEAD}: it shares the target's output layer, which is not supported in version 3, or is "
+            "not complete; use a head with an output layer of its own"
+        )
+    check(folder, tensors, shapes)
+    tensors.pop(EMBEDDING, None)
     return Checkpoint(config, tensors | ({"ids": ids} if version == 3 else {}), embedding)
 
 
@@ -152,7 +169,7 @@ class TargetTensors:
 
 def save(
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: Head,
     *,
     layout: str = "paceline",
     target: TargetTensors | None = None,
@@ -177,28 +194,21 @@ def save(
         if layout == "nxd":  # drafts the whole vocabulary, in its own order
             tensors[HEAD] = tensors[HEAD][ids.argsort()]
         else:
-            tensors[OFFSETS] = ids - torch.arange(len(ids))
-            tensors[MASK] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+            vocabulary = DraftVocab(ids, config.vocab_size)
+            tensors[OFFSETS], tensors[MASK] = vocabulary.offsets, vocabulary.mask
     if layout == "nxd" and target is not None:
         embedding = target.embedding if embedding is None else embedding
         if version == 1:
             tensors[HEAD] = target.head
     if embedding is not None:
         tensors[EMBEDDING] = embedding
-    renamed = {formats.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
-    path = folder / "model.safetensors"
-    write_weight_file(path, renamed)
-    if layout == "paceline":
-        config.write(folder)
-    else:
-        with atomic_write(folder / CONFIG):
-            (folder / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    return path
+    renamed = {formats.foreign_name(name, layout, version): x for name, x in tensors.items()}
+    return write(folder / "model.safetensors", renamed, facts)
 
 
 def convert(
     source: Path, out: Path, target: ModelConfig, *, layout: str, tensors: TargetTensors | None = None, base: str = ""
-) -> Checkpoint:
+) -> Head:
     """Read a head in any layout and write it in another; see `load` and `save`."""
     checkpoint = load(source, target, head=None if tensors is None else tensors.head)
     save(out, checkpoint, layout=layout, target=tensors, base=base)
@@ -238,41 +248,6 @@ def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None
     return ids
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in find_weight_files(folder):
-        with open_weight_file(file) as source:
-            for name in source.infos():
-                if name in tensors:
-                    raise CheckpointError(f"{name} is in two files of {folder}; fetch the checkpoint again")
-                tensors[name] = source.read(name).clone()
-    return tensors
-
-
-def _compare(folder: Path, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(set(shapes) - set(tensors))
-    if missing == [HEAD]:
-        raise MissingWeightsError(
-            f"{folder} lacks {HEAD}: it shares the target's output layer, which is not supported in version 3, or is "
-            "not complete; use a head with an output layer of its own"
-        )
-    if missing:
-        raise MissingWeightsError(
-            f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own config.json"
-        )
-    surplus = sorted(set(tensors) - set(shapes))
-    if surplus:
-        raise CheckpointError(
-            f"{folder} holds tensors that an EAGLE head with this config.json does not use: {', '.join(surplus[:4])}"
-        )
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise WeightShapeError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json and the target ask for "
-                f"{list(shape)}; use the config.json and the target that belong to it"
-            )
-
-
 def _same_head(folder: Path, copy: Tensor | None, head: Tensor | None, *, size: int) -> None:
     if copy is None or head is None:
         return
@@ -282,12 +257,3 @@ def _same_head(folder: Path, copy: Tensor | None, head: Tensor | None, *, size: 
             f"{folder}: {HEAD} is not the target's output layer, which a head of version 1 shares; "
             "use the head that was made for this target"
         )
-
-
-def _check_embedding(folder: Path, config: EagleConfig, embedding: Tensor | None) -> None:
-    shape = (config.vocab_size, config.hidden_size)
-    if embedding is None:
-        if config.hidden_size != config.target_hidden_size:
-            raise MissingWeightsError(f"{folder} lacks {EMBEDDING}; a head of another width cannot borrow the target's")
-    elif tuple(embedding.shape) != shape:
-        raise WeightShapeError(f"{folder}: {EMBEDDING} has shape {list(embedding.shape)}, but must be {list(shape)}")

@@ -13,21 +13,20 @@ Not here: how other projects write the same facts (`paceline.eagle.formats`).
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.core.types import FeatureSpec
-from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.training.options import TEXTS_PER_FILE, TrainingOptions
+from paceline.heads.layouts import read_config
+from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
 
 log = logging.getLogger("paceline")
 
@@ -133,9 +132,6 @@ def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
     if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
         raise CheckpointError(f"{fields.where}: {key} is {value!r}, but must be a list of layer numbers from 0 on")
     return tuple(value)
-
-
-CONFIG = "config.json"
 
 
 def is_eagle_config(fields: Mapping[str, object]) -> bool:
@@ -253,20 +249,14 @@ class EagleConfig:
                 "use the head that was trained for this target"
             )
 
-    def write(self, folder: Path) -> None:
-        """Write config.json, in our own form."""
-        text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
-        with atomic_write(folder / CONFIG):
-            (folder / CONFIG).write_text(text, encoding="utf-8")
-
 
 def check_own(folder: Path, target: ModelConfig) -> None:
     """Raise PairingError if a folder in our own layout holds a head for another target. Others name what they hold by
     their tensors.
     """
-    fields = read_json_object(folder / CONFIG)
-    if "paceline_eagle" in fields:
-        parse_own(Fields(fields, str(folder / CONFIG))).check_target(target)
+    fields = read_config(folder)
+    if "paceline_eagle" in fields.values:
+        parse_own(fields).check_target(target)
 
 
 def check_version(version: int) -> None:
@@ -276,7 +266,7 @@ def check_version(version: int) -> None:
 
 
 def parse_own(fields: Fields) -> EagleConfig:
-    """The configuration that `EagleConfig.write` wrote.
+    """The configuration of a folder in our own layout.
 
     Raises:
         CheckpointError: a key is missing, unknown or of the wrong kind.

@@ -21,7 +21,7 @@ from paceline.eagle.config import EagleConfig
 
 WORTH_DIVIDING = 16 * 2**20
 """Bytes that a core must be spared for every drafted token. By the figures of a NeuronCore-v2
-(`paceline.decoder.backends.neuron.engines`) it reads them in the time of the three small collectives that a divided
+(`paceline.neuron.chips`) it reads them in the time of the three small collectives that a divided
 head adds to a token: 45 us at 0.8 x 410 GB/s."""
 
 _SPLITS = {
@@ -106,12 +106,6 @@ def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:
     if config.version == 3:
         del matrices["fc.weight"]
     return 2 * sum(shard.numbers_of(spec) for spec in matrices.values())
-
-
-def memory_of(config: EagleConfig, shard: Shard, rows: int) -> int:
-    """Bytes of a rank's weights and of ``rows`` rows of its cache in all slots, in 16 bits."""
-    weights = sum(shard.numbers_of(spec) for spec in tensors(config).values())
-    return 2 * (weights + 2 * rows * len(shard.key_heads) * config.head_dim)
 
 
 def _cut(x: Tensor, spec: TensorSpec, shard: Shard) -> Tensor:

@@ -5,23 +5,21 @@ with copies of the target's embedding and output layer, and a layer called layer
 vllm-project/speculators' (``speculators``). Pure renaming; files, and what readers of a written head can run, are
 `checkpoint.py`'s.
 
-A key that changes what a head computes and adds no tensor would be lost without a word, and the head would draft badly.
-So every key of config.json is in a table here: it is read, says nothing about the computation, or must have the one
-value that changes nothing. All others are refused by name. A key whose value is null counts as absent. Our own files
-have no other keys than ours.
+Every key of config.json is in a table here (`paceline.heads.layouts`). Our own files have no other keys than ours.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig, check_version, layers_of, overridden, parse_own
+from paceline.heads import layouts
+from paceline.heads.layouts import Keys, MustBe
 
 # Read by `paceline.decoder.models.config` or `paceline.eagle.formats`.
 _LAYER_KEYS = frozenset(
@@ -53,38 +51,30 @@ _HARMLESS_KEYS = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _MustBe:
-    """A key that is understood with some of its values only; ``meaning`` says what another one asks for."""
-
-    values: tuple[object, ...]
-    meaning: str
-
-
-_MUST_BE: dict[str, _MustBe] = {
-    "norm_output": _MustBe((False,), "the state after the last norm is fed back (EAGLE-3.1)"),
-    "fc_norm": _MustBe((False,), "every stream of the target has a norm of its own (EAGLE-3.1)"),
-    "norm_before_fc": _MustBe((False,), "the joined streams of the target are normalised before fc"),
-    "norm_bias": _MustBe((False,), "norms have biases"),
-    "qkv_bias": _MustBe((False,), "queries, keys and values have biases and the output has none"),
-    "layernorms": _MustBe((False,), "an EAGLE-1 head has norms of its own"),
-    "use_sliding_window": _MustBe((False,), "attention sees a window of the text only"),
-    "is_causal": _MustBe((True,), "attention also looks ahead"),
-    "use_mrope": _MustBe((False,), "positions have several dimensions"),
-    "logit_scale": _MustBe((1, 1.0), "logits are scaled"),
-    "is_encoder_decoder": _MustBe((False,), "the head is an encoder and a decoder"),
-    "add_cross_attention": _MustBe((False,), "the head attends to something besides the text"),
-    "inference_type": _MustBe(("text",), "the target reads more than text"),
-    "transformer_layer_architecture": _MustBe(("LlamaDecoderLayer",), "the layer is not that of Llama"),
+_MUST_BE: dict[str, MustBe] = {
+    "norm_output": MustBe((False,), "the state after the last norm is fed back (EAGLE-3.1)"),
+    "fc_norm": MustBe((False,), "every stream of the target has a norm of its own (EAGLE-3.1)"),
+    "norm_before_fc": MustBe((False,), "the joined streams of the target are normalised before fc"),
+    "norm_bias": MustBe((False,), "norms have biases"),
+    "qkv_bias": MustBe((False,), "queries, keys and values have biases and the output has none"),
+    "layernorms": MustBe((False,), "an EAGLE-1 head has norms of its own"),
+    "use_sliding_window": MustBe((False,), "attention sees a window of the text only"),
+    "is_causal": MustBe((True,), "attention also looks ahead"),
+    "use_mrope": MustBe((False,), "positions have several dimensions"),
+    "logit_scale": MustBe((1, 1.0), "logits are scaled"),
+    "is_encoder_decoder": MustBe((False,), "the head is an encoder and a decoder"),
+    "add_cross_attention": MustBe((False,), "the head attends to something besides the text"),
+    "inference_type": MustBe(("text",), "the target reads more than text"),
+    "transformer_layer_architecture": MustBe(("LlamaDecoderLayer",), "the layer is not that of Llama"),
 }
-_EAGLE_CONFIG: dict[str, _MustBe] = {
-    "use_aux_hidden_state": _MustBe((True,), "an EAGLE-3 layer reads the target's last hidden state instead of three"),
-    "use_input_layernorm_in_first_layer": _MustBe((True,), "the embedding is not normalised"),
-    "use_last_layernorm": _MustBe((True,), "there is no norm before the output layer"),
-    "use_mtp_layernorm": _MustBe((False,), "the head has the norms of multi-token prediction"),
-    "next_layer_regular": _MustBe((True,), "further layers are not like the first"),
-    "parallel_draft_step": _MustBe((1,), "several tokens are drafted in one pass"),
-    "parallel_draft_heads_num_layers": _MustBe((0, 1), "several tokens are drafted in one pass"),
+_EAGLE_CONFIG: dict[str, MustBe] = {
+    "use_aux_hidden_state": MustBe((True,), "an EAGLE-3 layer reads the target's last hidden state instead of three"),
+    "use_input_layernorm_in_first_layer": MustBe((True,), "the embedding is not normalised"),
+    "use_last_layernorm": MustBe((True,), "there is no norm before the output layer"),
+    "use_mtp_layernorm": MustBe((False,), "the head has the norms of multi-token prediction"),
+    "next_layer_regular": MustBe((True,), "further layers are not like the first"),
+    "parallel_draft_step": MustBe((1,), "several tokens are drafted in one pass"),
+    "parallel_draft_heads_num_layers": MustBe((0, 1), "several tokens are drafted in one pass"),
 }
 # Both must say the same where both are there.
 _TWINS = (("truncated_vocab_size", "draft_vocab_size"), ("target_vocab_size", "vocab_size"))
@@ -107,11 +97,11 @@ def _check_keys(config: Fields) -> None:
             "(EAGLE-3.1), which is not supported, and in SpecForge false leaves out the norm before the output layer; "
             "remove the key if the head is a plain EAGLE-3 head"
         )
-    _check(config, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE)
+    Keys(_OF, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE).check(config)
     if nested is not None:
-        _check(nested, _EAGLE_CONFIG_KEYS, {**_MUST_BE, **_EAGLE_CONFIG})
+        Keys(_OF, _EAGLE_CONFIG_KEYS, {**_MUST_BE, **_EAGLE_CONFIG}).check(nested)
     if layer is not None:
-        _check(layer, _LAYER_KEYS | _HARMLESS_KEYS, _MUST_BE)
+        Keys(_OF, _LAYER_KEYS | _HARMLESS_KEYS, _MUST_BE).check(layer)
     _check_attention(layer or config)
     for first_key, second_key in _TWINS:
         first, second = config.values.get(first_key), config.values.get(second_key)
@@ -149,23 +139,6 @@ def _check_kind(config: Fields) -> None:
                 )
 
 
-def _check(fields: Fields, known_keys: Set[str], must_be: Mapping[str, _MustBe]) -> None:
-    for key, value in fields.values.items():
-        if value is None:
-            continue
-        rule = must_be.get(key)
-        if rule is not None and not any(type(value) is type(allowed) and value == allowed for allowed in rule.values):
-            raise UnknownArchitectureError(
-                f"{fields.where}: {key} = {json.dumps(value)} is not supported: {rule.meaning}; use a head with "
-                f"{key} = {json.dumps(rule.values[0])}"
-            )
-        if rule is None and key not in known_keys:
-            raise UnknownArchitectureError(
-                f"{fields.where}: {key!r} is not a setting of an EAGLE head known here, and passing over it could make "
-                "the head draft badly; remove it if it has no effect"
-            )
-
-
 def _check_attention(layer: Fields) -> None:
     """A window is accepted only where the file says that it is not used."""
     types, window = layer.values.get("layer_types"), layer.values.get("sliding_window")
@@ -184,17 +157,18 @@ def _check_attention(layer: Fields) -> None:
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
 EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
-# Prefixes of the layer, and of the fc of version 1, by layout and version.
-_LAYER = {
-    ("paceline", 1): "layer.",
-    ("paceline", 3): "layer.",
-    ("eagle", 1): "layers.0.",
-    ("eagle", 3): "midlayer.",
-    ("nxd", 1): "layers.0.",
-    ("nxd", 3): "layers.0.",
-    ("speculators", 1): "transformer.",
-    ("speculators", 3): "layers.0.",
+_OF = "an EAGLE head"
+_PREFIXES: dict[tuple[str, int], layouts.Prefixes] = {
+    ("paceline", 1): (),
+    ("paceline", 3): (),
+    ("eagle", 1): (("layer.", "layers.0."),),
+    ("eagle", 3): (("layer.", "midlayer."),),
+    ("nxd", 1): (("layer.", "layers.0."),),
+    ("nxd", 3): (("layer.", "layers.0."),),
+    ("speculators", 1): (("layer.", "transformer."), ("fc.", "fusion_fc.")),
+    ("speculators", 3): (("layer.", "layers.0."),),
 }
+"""By layout and version."""
 _REFUSED = re.compile(r"(embedding_layernorm|pre_lm_head_layernorm|embed_layernorm|input_norm|fc_norm\.\d+)\.weight")
 _FURTHER = re.compile(r"(layers|midlayers|additional_layers)\.[1-9]\d*\..+")  # of a head of several layers
 _MODEL = "model."  # before every name, where a head was saved as a part of a model
@@ -247,21 +221,12 @@ def own_name(name: str, layout: str, version: int) -> str | None:
         )
     if any(name.endswith(end) for end in _HARMLESS_TENSORS):
         return None
-    if layout == "speculators" and version == 1 and name.startswith("fusion_fc."):
-        return name.replace("fusion_fc.", "fc.", 1)
-    prefix = _LAYER[layout, version]
-    if name.startswith(prefix):
-        return "layer." + name.removeprefix(prefix)
-    return name
+    return layouts.own_name(name, _PREFIXES[layout, version])
 
 
 def foreign_name(name: str, layout: str, version: int) -> str:
     """The name a layout has for one of our tensors."""
-    if name.startswith("layer."):
-        return _LAYER[layout, version] + name.removeprefix("layer.")
-    if layout == "speculators" and version == 1 and name.startswith("fc."):
-        return "fusion_" + name
-    return name
+    return layouts.foreign_name(name, _PREFIXES[layout, version])
 
 
 def parse(
@@ -339,13 +304,14 @@ def _check_count(config: Fields, layers: Sequence[int]) -> None:
 
 
 def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
-    """The config.json of a foreign layout. ``base``: name or path of the target, for speculators.
+    """The config.json of a layout. ``base``: name or path of the target, for speculators.
 
     Raises:
         ConfigurationError: there is no such layout.
     """
-    if layout not in LAYOUTS:
-        raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    layouts.check_layout(layout, LAYOUTS)
+    if layout == "paceline":
+        return {"paceline_eagle": 1, **asdict(config)}
     sizes = _sizes(config)
     if layout != "speculators":
         extra: dict[str, object] = {"fc_bias" if layout == "nxd" else "bias": config.fc_bias}

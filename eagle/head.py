@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
@@ -196,7 +196,8 @@ class EagleHead(AutoregressiveHead):
         part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and part.divided and not self.kernels.sampling_kinds:
             every = self.scores(hidden, real).contiguous()
-            return self.kernels.rank_tokens(every, positions, sampling, count=count, ids=self.ids)
+            of_all = VocabPart(self.ids, part.size, SingleRank(), gaps=True)
+            return self.kernels.rank_tokens(every, positions, sampling, count=count, part=of_all)
         scores = self.network.scores(hidden, real)
         return rank(scores, positions, sampling, count=count, part=part, kernels=self.kernels)
 

@@ -14,10 +14,9 @@ the papers, which begin with random layers. What does not fit (another width, ot
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -28,43 +27,16 @@ from torch.nn import functional as F
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle import checkpoint
-from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.checkpoint import DraftVocab, Head
 from paceline.eagle.config import EagleConfig, EagleHeadOptions, EagleTraining, check_version, default_layers
 from paceline.eagle.network import Past, TrainableHead
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget, Texts, products
-from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions
-from paceline.training.trainer import LOG_STEPS, Progress, Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class DraftVocab:
-    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
-
-    ids: Tensor
-    size: int
-
-    @classmethod
-    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
-        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
-        order = torch.argsort(counts, descending=True, stable=True)
-        return cls(order[:keep].sort().values, len(counts))
-
-    def to(self, device: str) -> DraftVocab:
-        """The same on another device."""
-        return DraftVocab(self.ids.to(device), self.size)
-
-    @property
-    def offsets(self) -> Tensor:
-        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
-        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
-
-    @property
-    def mask(self) -> Tensor:
-        """t2d [V] bool: whether the head can draft that id."""
-        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
+from paceline.heads.checkpoint import Checkpoint
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.layouts import write_json
+from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
+from paceline.heads.trainer import LOG_STEPS, Progress, Trainer
 
 
 def objective(
@@ -217,7 +189,7 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
 
 
 @torch.no_grad()
-def continued(found: Checkpoint, target: FrozenTarget, *, where: Path) -> TrainableHead:
+def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHead:
     """A trained head, to train on.
 
     Raises:
@@ -263,7 +235,7 @@ class Corpus(Protocol):
     def eval_texts(self) -> Texts: ...
 
 
-class EagleTrainer(Trainer[Texts]):
+class EagleTrainer(Trainer):
     """Trains a head in place; ``measure`` is logged now and then.
 
     head        [V, H], the target's output layer
@@ -418,7 +390,5 @@ def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: 
     weights: dict[str, Tensor] = {name: x.detach().to("cpu", torch.bfloat16) for name, x in state.items()}
     if network.config.version == 3:
         weights["ids"] = vocabulary.ids.cpu()
-    checkpoint.save(out, Checkpoint(network.config, weights, None))
-    text = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
-    with atomic_write(out / MEASURED):
-        (out / MEASURED).write_text(text + "\n", encoding="utf-8")
+    checkpoint.save(out, Checkpoint(network.config, weights))
+    write_json(out / MEASURED, {"greedy chains": [round(share, 4) for share in shares]})

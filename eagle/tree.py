@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
-from paceline.decoder.kernels.graph_sampling import topk
 from paceline.decoder.kernels.protocol import Tree
+from paceline.decoder.parallel.vocab_part import topk
 from paceline.draft.heads import ChainStep, row_shift
 from paceline.eagle.head import EagleHead, LastPair
 

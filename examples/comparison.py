@@ -13,7 +13,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from paceline import Statistics
+from paceline import SpeculativeGenerator, Statistics
 from paceline.cli.console import acceptance_by_position, bar, err, say
 from paceline.generator import Sampler
 from paceline.outputs import GenerationResult
@@ -74,7 +74,8 @@ def compare(
                 run(sampler, prompts, measured, max_new_tokens=options.max_new_tokens)
                 shown.advance(len(prompts))
         wide = Measured()
-        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, verify_width=width)
+        at_width = SpeculativeGenerator(None, target, k=0, verify_width=width)
+        run(at_width, prompts, wide, max_new_tokens=options.max_new_tokens)
     console.print(table(plain, fast, options, label))
     if any(prompt.category for prompt in prompts):
         console.print(by_category(plain, fast, [prompt.category for prompt in prompts]))
@@ -96,21 +97,12 @@ def compare(
     return 0
 
 
-def run(
-    sampler: Sampler,
-    prompts: list[Prompt],
-    measured: Measured,
-    *,
-    max_new_tokens: int,
-    verify_width: int | None = None,
-) -> None:
+def run(sampler: Sampler, prompts: list[Prompt], measured: Measured, *, max_new_tokens: int) -> None:
     """Decode all prompts once, greedily."""
     measured.results, seconds = [], []
     for prompt in prompts:
         begin = perf_counter()
-        result = sampler.sample(
-            [prompt.ids], max_new_tokens=max_new_tokens, verify_width=verify_width, return_dict=True
-        )
+        result = sampler.sample([prompt.ids], max_new_tokens=max_new_tokens, return_dict=True)
         seconds.append(perf_counter() - begin)
         assert isinstance(result, GenerationResult)
         measured.results.append(result)

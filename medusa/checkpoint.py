@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.weights.files import TensorInfo, WeightFile, check_finite, open_weight_file, write_weight_file
-from paceline.decoder.weights.folder import find_weight_files
+from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.quantize import MatrixLike
-from paceline.medusa.config import CONFIG, Claims, MedusaConfig
+from paceline.heads import layouts
+from paceline.heads.checkpoint import Checkpoint, check, read, write
+from paceline.heads.layouts import CONFIG
+from paceline.medusa.config import Claims, MedusaConfig
 from paceline.medusa.network import Heads
 
 LAYOUTS = ("paceline", "medusa", "nxd")
@@ -47,9 +49,9 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         CheckpointError: two names mean the same tensor, or a head has a part that heads here do not have.
         MissingWeightsError: there are no Medusa heads.
     """
-    sources: dict[str, str] = {}
+    own_names = {}
     for name in names:
-        own_name = _ours(name)
+        own_names[name] = own_name = _ours(name)
         if _VLLM.fullmatch(name):
             raise CheckpointError(
                 f"{name} is a name of vLLM's own layout of Medusa heads, which is not supported; use the checkpoint "
@@ -60,11 +62,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
                 f"{name} belongs to a Medusa head, and heads here have no such part: they are residual blocks and a "
                 "projection without a bias; use heads of that kind"
             )
-        if own_name is None:
-            continue
-        if own_name in sources:
-            raise CheckpointError(f"{sources[own_name]} and {name} are both {own_name}; keep one layout in one file")
-        sources[own_name] = name
+    sources = layouts.sources(own_names)
     if not sources:
         raise MissingWeightsError(
             "no tensor has the name of a Medusa head: neither 0.0.linear.weight (Medusa), nor "
@@ -142,8 +140,7 @@ def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) ->
     Raises:
         ConfigurationError: the layout is unknown, or its readers would load these heads as others.
     """
-    if layout not in LAYOUTS:
-        raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
         return dict(weights)
     if layout == "nxd" and (config.tied or config.layers != 1):
@@ -180,38 +177,20 @@ FILES = {"paceline": "model.safetensors", "medusa": "medusa_lm_head.pt", "nxd": 
 _NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_heads.pt")
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Heads as they were found: weights by our names, in the type they are stored in."""
-
-    config: MedusaConfig
-    weights: dict[str, Tensor]
-
-
-def load(folder: Path, *, vocab_size: int) -> Checkpoint:
+def load(folder: Path, *, vocab_size: int) -> Checkpoint[MedusaConfig]:
     """Read heads from a folder; ``vocab_size`` is that of the target, for heads that use its output layer.
 
     Raises:
         CheckpointError: there is no such folder, or what it holds cannot be used.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds the Medusa heads")
     claims = Claims.read(folder) if (folder / CONFIG).is_file() else Claims(None, None, "", None)
-    weights: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(folder):
-        with open_weight_file(file) as source:
-            infos = source.infos()
-            for own_name, name in _names(infos).items():
-                if own_name in weights:
-                    raise CheckpointError(f"{folder} holds {own_name} twice; keep one file with the heads")
-                shapes[own_name] = infos[name].shape
-                weights[own_name] = _read(source, name)
-    if not weights:
-        canonical(())  # says what a head would be called
-    config = replace(survey(shapes, vocab_size=vocab_size), base=claims.base)
+    files = [folder / name for name in _NAMES if (folder / name).is_file()]  # with the heads alone
+    raw = read(folder, files[:1], lambda name: any(one.fullmatch(name) for one in (_OURS, _VLLM, _PART)))
+    weights = {own_name: raw[name] for own_name, name in canonical(raw).items()}
+    config = survey({name: tuple(x.shape) for name, x in weights.items()}, vocab_size=vocab_size)
+    config = replace(config, base=claims.base)
     _compare(folder, claims, config)
-    _check(folder, config, weights)
+    check(folder, weights, config.shapes())
     if shared(config, weights):
         log.info("%s: every head repeats one block %d times, as Medusa's own code does", folder, config.layers)
     return Checkpoint(config, weights)
@@ -242,12 +221,9 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     Raises:
         ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place`.
     """
-    tensors = {name: x.contiguous() for name, x in renamed(config, weights, layout).items()}
+    tensors = renamed(config, weights, layout)
     check_place(folder, layout)
-    path = folder / FILES[layout]
-    write_weight_file(path, tensors)
-    config.write(folder)
-    return path
+    return write(folder / FILES[layout], tensors, config.written())
 
 
 def check_place(folder: Path, layout: str = "paceline") -> None:
@@ -275,37 +251,6 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
     return save(
         out, config, {n: check_finite(n, x, dtype or x.dtype, where=source) for n, x in weights.items()}, layout=layout
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    """The file with the heads alone, if there is one, or all files of the checkpoint."""
-    files = [folder / name for name in _NAMES if (folder / name).is_file()]
-    return files[:1] or find_weight_files(folder)
-
-
-def _names(infos: dict[str, TensorInfo]) -> dict[str, str]:
-    """Heads among the tensors of one file; a shard may well hold none."""
-    try:
-        return canonical(infos)
-    except MissingWeightsError:
-        return {}
-
-
-def _read(source: WeightFile, name: str) -> Tensor:
-    return source.read(name).clone()  # the file may change or go afterwards
-
-
-def _check(folder: Path, config: MedusaConfig, weights: dict[str, Tensor]) -> None:
-    """Every tensor against the sizes that the others speak of, its type and its numbers."""
-    for name, shape in config.shapes().items():
-        if name not in weights:
-            raise MissingWeightsError(f"{folder} lacks {name}; take the checkpoint in full")
-        if tuple(weights[name].shape) != shape:
-            raise WeightShapeError(
-                f"{folder}: {name} has shape {list(weights[name].shape)}, and must have {list(shape)} like those of "
-                "the other heads; take the checkpoint again"
-            )
-        check_finite(name, weights[name], weights[name].dtype, where=folder)
 
 
 def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:

@@ -5,21 +5,18 @@ The keys are those of Medusa's own checkpoints (Cai et al., arXiv 2401.10774), w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
-from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.training.options import TextOptions, TrainingOptions
+from paceline.heads.layouts import Keys, read_config
+from paceline.heads.options import TextOptions, TrainingOptions
 
-CONFIG = "config.json"
 # Every key of heads; others may stand there where the file is the target's with these added.
-_KEYS = frozenset({"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"})
+_KEYS = Keys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")
 
 
 def is_medusa_config(fields: Mapping[str, object]) -> bool:
@@ -69,9 +66,9 @@ class MedusaConfig:
                 shapes[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
         return shapes
 
-    def write(self, folder: Path) -> None:
-        """Write config.json."""
-        values = {
+    def written(self) -> dict[str, object]:
+        """The config.json."""
+        return {
             "medusa_num_heads": self.heads,
             "medusa_num_layers": self.layers,
             "base_model_name_or_path": self.base,
@@ -79,8 +76,6 @@ class MedusaConfig:
             "vocab_size": self.vocab_size,
             "medusa_tied_projection": self.tied,
         }
-        with atomic_write(folder / CONFIG):
-            (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +100,13 @@ class Claims:
             CheckpointError: it is absent, no JSON object, or a value has a wrong type.
             UnknownArchitectureError: a key of heads is not understood, or the file is for vLLM's own layout.
         """
-        path = folder / CONFIG
-        fields = Fields(read_json_object(path), str(path))
+        fields = read_config(folder)
         if fields.values.get("model_type") == "medusa":
             raise UnknownArchitectureError(
-                f"{path}: model_type 'medusa' is vLLM's own layout (blocks.0.layers.0, lm_heads.0, perhaps with a "
-                "reduced vocabulary), which is not supported; use the checkpoint that it was made from"
+                f"{fields.where}: model_type 'medusa' is vLLM's own layout (blocks.0.layers.0, lm_heads.0, perhaps "
+                "with a reduced vocabulary), which is not supported; use the checkpoint that it was made from"
             )
-        for key, value in fields.values.items():
-            if key.startswith("medusa") and key not in _KEYS and value is not None:
-                raise UnknownArchitectureError(
-                    f"{path}: {key!r} is not a setting of Medusa heads known here, and passing over it could make them "
-                    "draft badly; remove it if it has no effect"
-                )
+        _KEYS.check(fields)
 
         def optional(key: str, minimum: int) -> int | None:
             return None if fields.values.get(key) is None else fields.integer(key, minimum=minimum)

@@ -130,7 +130,7 @@ class MedusaDrafter(HeadDrafter):
         return self.heads
 
     def shortened(self, length: int) -> MedusaDrafter:
-        """See `paceline.core.protocols.Shortens`; of chains.
+        """See `paceline.core.protocols.Drafter`; of chains.
 
         Raises:
             ConfigurationError: the choices are a tree.

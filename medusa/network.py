@@ -8,14 +8,16 @@ target's output layer. Holds weights only: which tokens are picked is `paceline.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
-from paceline.decoder.kernels.graph_sampling import VocabPart
+from paceline.core.errors import WeightShapeError
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
+from paceline.decoder.parallel.vocab_part import VocabPart
+from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa.config import MedusaConfig
 
@@ -123,26 +125,13 @@ class Heads(nn.Module):
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Copy weights in.
+        """Copy weights in, each of which is there with its shape.
 
         Raises:
-            MissingWeightsError, WeightShapeError, WeightValueError: not every tensor is there, and sound.
+            WeightValueError: one holds NaN, infinity or values beyond the type of these.
         """
         for name, parameter in self.own().items():
-            if name not in weights:
-                raise MissingWeightsError(f"the Medusa heads lack {name}; take the checkpoint in full")
-            tensor = weights[name]
-            if tensor.shape != parameter.shape:
-                raise WeightShapeError(
-                    f"{name} of the Medusa heads has shape {list(tensor.shape)}, and must have "
-                    f"{list(parameter.shape)}; give heads that were trained for this target"
-                )
-            parameter.copy_(tensor)
-            if not bool(torch.isfinite(parameter).all()):
-                raise WeightValueError(
-                    f"{name} of the Medusa heads holds NaN, infinity or values beyond {parameter.dtype}; take the "
-                    "checkpoint again, or load the target with amp='f32'"
-                )
+            parameter.copy_(check_finite(name, weights[name], parameter.dtype, where=Path("the Medusa heads")))
 
 
 def fresh(config: MedusaConfig, output: nn.Parameter) -> Heads:

@@ -8,7 +8,6 @@ gives the best tree of every size.
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.heads.frozen_model import Texts
+from paceline.heads.layouts import write_json
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
-from paceline.training.features import Windows
 
 TOP = 10
 """Ranks that are looked at, as Medusa's trees do."""
@@ -47,13 +46,12 @@ class Accuracy:
     def write(self, path: Path) -> None:
         """Write the table as JSON."""
         table = [[round(share, 4) for share in row] for row in self.top()]
-        with atomic_write(path):
-            path.write_text(json.dumps({"places": self.places, "top": table}) + "\n", encoding="utf-8")
+        write_json(path, {"places": self.places, "top": table})
 
 
 @torch.no_grad()
-def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accuracy:
-    """Ranks at every place of the windows behind their prompts.
+def measure(heads: Heads, texts: Sequence[Texts], output: Tensor) -> Accuracy:
+    """Ranks at every place of the texts whose following tokens count.
 
     ``output`` [V, H] is the target's output layer. A place counts where the text itself is the target's greedy choice
     up to the last head's token: elsewhere a greedy decoder would not come by.
@@ -63,23 +61,20 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
     """
     ranks = []
     count = heads.config.heads
-    for part in windows:
-        skip = part.first
-        for at in range(0, len(part), 8):
-            rows, device = slice(at, at + 8), output.device
-            tokens, states = part.tokens[rows].to(device), part.states[rows].to(device).float()
-            counted = None if part.counted is None else part.counted[rows].to(device)
+    for every in texts:
+        for at in range(0, len(every), 8):
+            part = every.part(slice(at, at + 8)).to(str(output.device))
+            tokens, states = part.tokens, part.last.float()
             choices = (states @ output.T).argmax(-1)  # [n, L]; of the token behind each place
             last = tokens.shape[1] - count - 1
-            logits = heads(states[:, skip:last].flatten(0, 1), torch.nn.functional.linear)
-            targets = torch.stack([choices[:, skip + i + 1 : last + i + 1].flatten() for i in range(count)], 1)
-            target_logits = logits.gather(-1, targets.unsqueeze(-1))
-            rank = (~(logits <= target_logits)).sum(-1).clamp(max=TOP)  # what is NaN is right nowhere
             agreed = choices[:, :-1] == tokens[:, 1:]
-            if counted is not None:  # of every head, the token must be one that is drafted at all
-                agreed &= counted[:, 1:]
-            all_agreed = torch.stack([agreed[:, skip + i : last + i].flatten() for i in range(count)], 1).all(1)
-            ranks.append(rank[all_agreed].cpu())
+            if part.counted is not None:  # of every head, the token must be one that is drafted at all
+                agreed &= part.counted[:, 1:]
+            all_agreed = torch.stack([agreed[:, i : last + i] for i in range(count)], -1).all(-1)  # [n, last]
+            targets = torch.stack([choices[:, i + 1 : last + i + 1] for i in range(count)], -1)[all_agreed]
+            logits = heads(states[:, :last][all_agreed], torch.nn.functional.linear)
+            target_logits = logits.gather(-1, targets.unsqueeze(-1))
+            ranks.append((~(logits <= target_logits)).sum(-1).clamp(max=TOP).cpu())  # what is NaN is right nowhere
     if not sum(map(len, ranks)):
         raise ConfigurationError("no text was long enough to measure the heads on; give more or longer ones")
     return Accuracy(torch.cat(ranks))

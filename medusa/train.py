@@ -24,24 +24,20 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
+from paceline.heads import features
+from paceline.heads.features import Report, read_features, write_features
+from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.options import TEXTS_PER_FILE
+from paceline.heads.trainer import Trainer
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import Heads, fresh
 from paceline.medusa.search import Accuracy
-from paceline.training import features
-from paceline.training.features import Report, Windows, read_features, write_features
-from paceline.training.frozen_model import FrozenTarget, products
-from paceline.training.options import TEXTS_PER_FILE
-from paceline.training.trainer import Trainer
 
 _WARMUP = 0.02  # share of the steps in which the learning rate rises
 
 
-Batch = tuple[Tensor, Tensor, Tensor | None]
-"""tokens [n, L], states [n, L, H] float32, and which places count [n, L] bool; None = all."""
-
-
-class MedusaTrainer(Trainer[Batch]):
+class MedusaTrainer(Trainer):
     """Trains heads in place.
 
     output  [V, H], the target's output layer
@@ -55,7 +51,7 @@ class MedusaTrainer(Trainer[Batch]):
     def __init__(
         self,
         heads: Heads,
-        windows: Sequence[Windows],
+        windows: Sequence[Texts],
         options: MedusaTraining,
         *,
         output: Tensor,
@@ -92,9 +88,9 @@ class MedusaTrainer(Trainer[Batch]):
     def rate(self) -> float:
         return _schedule(self.step, self.steps)
 
-    def backward(self, batch: Batch) -> list[float]:
+    def backward(self, batch: Texts) -> list[float]:
         """The loss of every head."""
-        tokens, states, counted = batch
+        tokens, states, counted = batch.tokens, batch.last.float(), batch.counted
         block = partial(products, self._training.precision, self._training.device)
         if self._places is not None:
             tokens = self._places[tokens]
@@ -122,7 +118,7 @@ class MedusaTrainer(Trainer[Batch]):
             losses.append(float(loss.detach()))
         return losses
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Texts]:
         """The order depends on the seed and the pass alone."""
         rows = self._training.batch_size
         places = [(file, at) for file, w in enumerate(self._windows) for at in range(0, len(w), rows)]
@@ -135,13 +131,10 @@ class MedusaTrainer(Trainer[Batch]):
                 step += 1
                 if step > self.step:
                     file, at = places[index]
-                    part = slice(at, at + rows)
-                    windows, device = self._windows[file], self._training.device
-                    counted = None if windows.counted is None else windows.counted[part].to(device)
-                    yield windows.tokens[part].to(device), windows.states[part].to(device).float(), counted
+                    yield self._windows[file].part(slice(at, at + rows)).to(self._training.device)
 
 
-def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
+def _frequent(config: MedusaConfig, windows: Sequence[Texts], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
     """The rows [keep, H] of the most frequent ids, and where every id [V] is among them: -1 if it is none of them."""
     if not config.tied:
         raise ConfigurationError(
@@ -188,13 +181,13 @@ def train(
     states: Path,
     work: Path,
     out: Path,
-    first: int,
+    prompt: int,
     report: Report,
 ) -> Accuracy | None:
     """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the minutes were over before.
 
     Also writes ``accuracy.json``: for every head the share of places where the target's token is among the best 1..10,
-    on the texts kept for that, from place ``first`` on.
+    on the texts kept for that, behind a ``prompt`` of so many tokens.
     """
     checkpoint.check_place(out)
     heads = fresh(config, target.output).to(target.device)
@@ -204,6 +197,6 @@ def train(
         return None
     weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in heads.own().items()}
     checkpoint.save(out, config, weights)
-    measured = search.measure(heads, read_features(states / "measure", first=first), target.output.detach())
+    measured = search.measure(heads, read_features(states / "measure", prompt=prompt), target.output.detach())
     measured.write(out / "accuracy.json")
     return measured

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.core.acceptance.synthetic import SyntheticAcceptance
     from paceline.core.acceptance.typical import Typical
     from paceline.core.errors import PacelineError
+    from paceline.decoder.options import LoadOptions
     from paceline.decoder.parallel.sharding import GQA
     from paceline.decoder.weights.save_quantized import save_quantized
     from paceline.draft.base import FunctionDrafter
@@ -70,6 +71,7 @@ __all__ = [
     "GenerationResult",
     "HuggingFaceGenerationAdapter",
     "LlamaForSampling",
+    "LoadOptions",
     "MedusaDrafter",
     "MistralForSampling",
     "MixtralForSampling",
@@ -120,6 +122,7 @@ _MODULES = {
     "core.acceptance.synthetic": ("SyntheticAcceptance",),
     "core.acceptance.typical": ("Typical",),
     "core.errors": ("PacelineError",),
+    "decoder.options": ("LoadOptions",),
     "decoder.parallel.sharding": ("GQA",),
     "decoder.weights.save_quantized": ("save_quantized",),
     "draft.base": ("FunctionDrafter",),

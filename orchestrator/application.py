@@ -27,13 +27,14 @@ class DecoderApplication:
 
     path     folder of the checkpoint
     config   a `NeuronConfig`; default: its defaults
-    backend  as in `AutoDecoder.from_pretrained`
+    backend  in place of the configuration's
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], config: NeuronConfig | None = None, *, backend: str = "native"
+        self, path: str | os.PathLike[str], config: NeuronConfig | None = None, *, backend: str | None = None
     ) -> None:
-        self.path, self.config, self.backend = Path(path), config or NeuronConfig(), backend
+        self.path, self.config = Path(path), config or NeuronConfig()
+        self.backend = backend or self.config.backend
         self._decoder: SamplingDecoder | None = None
         self._text: SlotCache | None = None
 

@@ -5,11 +5,12 @@ Below it are the names of transformers-neuronx' classes, for programs written fo
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import cache_rows
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import GQA, Shard
+from paceline.decoder.options import LoadOptions
+from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.engine.request import InputIds, SamplingParams
 from paceline.loadable import Loadable, loadable
@@ -30,6 +32,29 @@ if TYPE_CHECKING:
     from paceline.generator import OutputStream, SpeculativeGenerator
 
 _A_THREAD = 1 << 26
+
+P = ParamSpec("P")
+Progress = Callable[[int, int], None]
+
+
+class FromPretrained(Protocol[P]):
+    """`AutoDecoder.from_pretrained` with the keywords of an options type."""
+
+    def __call__(
+        self, path: str | os.PathLike[str], progress: Progress | None = None, *args: P.args, **options: P.kwargs
+    ) -> SamplingDecoder: ...
+
+
+def takes(options: Callable[P, object]) -> Callable[[Callable[..., SamplingDecoder]], FromPretrained[P]]:
+    """Give a function with ``**options`` the keywords of their type, for type checkers, editors and `help`."""
+
+    def typed(function: Callable[..., SamplingDecoder]) -> FromPretrained[P]:
+        own = list(inspect.signature(function).parameters.values())[:-1]
+        keywords = inspect.signature(options).parameters.values()
+        function.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
+        return cast("FromPretrained[P]", function)
+
+    return typed
 
 
 class SamplingDecoder(CompiledDecoder):
@@ -72,9 +97,9 @@ class SamplingDecoder(CompiledDecoder):
         """As `SpeculativeGenerator.stream`."""
         return self.generator.stream(input_ids, sequence_length, params, **keywords)
 
-    def compile(self, verify_width: int | None = None) -> None:
+    def compile(self) -> None:
         """Make every graph that plain decoding needs, so that no call has to wait for one."""
-        self.generator.compile(verify_width)
+        self.generator.compile()
 
     def sibling(self) -> SamplingDecoder:
         """As `CompiledDecoder.sibling`."""
@@ -100,75 +125,38 @@ class AutoDecoder:
             )
 
     @classmethod
+    @takes(LoadOptions)
     def from_pretrained(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        batch_size: int | Sequence[int] = 1,
-        n_positions: int | Sequence[int] | None = None,
-        context_length_estimate: int | Sequence[int] | None = None,
-        amp: str = "bf16",
-        backend: str = "native",
-        tp_degree: int = 1,
-        group_query_attention: GQA | str | None = None,
-        quantization: str | None = None,
-        kv_cache_dtype: str | None = None,
-        modules_to_not_convert: Sequence[str] = (),
-        progress: Callable[[int, int], None] | None = None,
+        cls, path: str | os.PathLike[str], progress: Progress | None = None, **options: Any
     ) -> SamplingDecoder:
         """Load a decoder.
 
-        path                     folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file,
-                                 or a folder with one and no other weights; the name of a model that was fetched;
-                                 or an id of the Hugging Face hub, ``owner/name`` or ``owner/name@revision``
-        batch_size               slots; fixed. Where idle ones are computed (all backends but native), rounds of the
-                                 first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many
-        n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
-                                 model was trained on. A single number gives buckets 128, 256, 512, ... up to it
-        context_length_estimate  lengths of the prefill graphs; default 64 and 256
-        amp                      "bf16", "f16" or "f32": number format of weights and cache
-        backend                  "native" (kernels in C++), "eager", "neuron", "neuron-native", "xla" (to try graphs)
-        tp_degree                ranks that divide the model; above 1 on "eager", "neuron", "neuron-native"; see `close`
-        group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
-        quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":
-                                 those of a GGUF file; default: the format of ``amp``
-        kv_cache_dtype           of keys and values: "int8", "fp8_e4m3", "fp8_e5m2"; default: the format of ``amp``
-        modules_to_not_convert   left alone by ``quantization``: "lm_head", "embed_tokens" or both; if tied, always both
-        progress                 told (tensors loaded, tensors in all)
+        path      folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file, or a folder
+                  with one and no other weights; the name of a model that was fetched; or an id of the Hugging Face hub,
+                  ``owner/name`` or ``owner/name@revision``
+        progress  told (tensors loaded, tensors in all)
+        options   the fields of `LoadOptions`: batch_size, n_positions, amp, backend, quantization, ...
 
         Graphs are made at first use, or by ``compile()``. Neuron's are compiled, and found in the cache from then on.
 
         Raises:
             CheckpointError: the folder or file cannot be used. FetchError: a model of the hub cannot be fetched.
-            ConfigurationError: an option is out of range, keys and values do not fit into this machine's memory, the
-                model's rope scaling has no fixed table of so many positions, or it cannot be divided like that.
+            ConfigurationError: an option is unknown or out of range, keys and values do not fit into this machine's
+                memory, the model's rope scaling has no fixed table of so many positions, or it cannot be divided so.
             BackendError: the backend cannot work here.
         """
-        found = loadable(
-            path,
-            batch_size=batch_size,
-            n_positions=n_positions,
-            context_length_estimate=context_length_estimate,
-            amp=amp,
-            backend=backend,
-            tp_degree=tp_degree,
-            group_query_attention=group_query_attention,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            modules_to_not_convert=modules_to_not_convert,
-        )
+        found = loadable(path, LoadOptions.of(options))
         cls._check_family(found)
         return load(found, progress)
 
 
-def load(found: Loadable, progress: Callable[[int, int], None] | None = None) -> SamplingDecoder:
+def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
     """Load what was found to be loadable; ``progress`` and errors as of `AutoDecoder.from_pretrained`."""
     folder, config, options = found.folder, found.config, found.options
     assert folder is not None, "of a file"
     shard = Shard(config, options.layout)
-    engine = make(
-        found.backend_name, options.layout.degree, options.quantization, kv_cache_dtype=options.kv_cache_dtype
-    )
+    asked = options.load
+    engine = make(asked.backend, asked.tp_degree, asked.quantization, kv_cache_dtype=asked.kv_cache_dtype)
     if not engine.device_state:  # its state stays in this machine's memory
         cache_rows.check_cache(shard, options, cache_rows.machine_bytes())
     with _few_threads(config):
@@ -178,10 +166,10 @@ def load(found: Loadable, progress: Callable[[int, int], None] | None = None) ->
             options.dtype,
             progress=progress,
             shard=shard,
-            quantization=options.quantization,
-            modules_to_not_convert=options.modules_to_not_convert,
+            quantization=asked.quantization,
+            modules_to_not_convert=asked.modules_to_not_convert,
         )
-        check_formats(found.backend_name, weights.values())
+        check_formats(asked.backend, weights.values())
         decoder = SamplingDecoder(config, options, weights, backend=engine)
     engine.attach(decoder.body, os.fspath(folder))
     decoder.folder = folder

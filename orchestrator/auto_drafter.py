@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import auto, vocab_compat
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Shortens
+from paceline.core.protocols import Drafter
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
@@ -27,7 +27,7 @@ from paceline.loadable import Loadable
 from paceline.registry import DRAFTERS, DrafterRow, resolve
 
 if TYPE_CHECKING:
-    from paceline.draft.retokenizing import TokenizerPair
+    pass
 
 LoadModel = Callable[[Loadable], CompiledDecoder]
 
@@ -39,19 +39,15 @@ class AutoDrafter:
     def from_pretrained(
         path: str | os.PathLike[str],
         target: CompiledDecoder,
-        *,
-        k: int | None = None,
-        acceptor: object = "match",
-        confidence_threshold: float = 0.0,
-        vocabulary: str | TokenizerPair = "same",
         **options: object,
     ) -> Drafter:
         """Load a drafter for ``target``.
 
         path     folder of a decoder, Medusa heads or an EAGLE head; of a decoder also a GGUF file, or the name of a
                  model that was fetched; of each of them an id of the Hugging Face hub
-        k        drafted tokens per round; default: 4, or what the tree of the heads says
-        options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
+        options  the fields of `SpeculativeConfig` that say something about a draft (k: default 4, or what the tree of
+                 the heads says; acceptor, confidence_threshold, vocabulary), and those of the row: those of
+                 `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
                  for heads, ``divided`` for an EAGLE head: whether the ranks of a divided target share its work, and
                  ``aux_layers`` for one of version 3: the target's residual streams that it reads; ``quantization`` of
                  an EAGLE head's own matrices (default: int8 where the target's are integers or blocks; "amp": none)
@@ -61,13 +57,8 @@ class AutoDrafter:
             PairingError: it does not fit the target.
             ConfigurationError: an option is unknown or out of range.
         """
-        config = SpeculativeConfig(
-            draft={"path": os.fspath(path), **options},
-            k=k,
-            acceptor=acceptor,
-            confidence_threshold=confidence_threshold,
-            vocabulary=vocabulary,
-        )
+        of_row = {name: value for name, value in options.items() if name not in SpeculativeConfig.model_fields}
+        config = SpeculativeConfig.part_of({**options, "draft": {"path": os.fspath(path), **of_row}})
         return make_drafter(config, target)[0]
 
 
@@ -143,6 +134,11 @@ class _Makers:
             if spec.k is not None:
                 raise ConfigurationError(f"{type(value).__name__} has its own k; put it into the list by itself")
             return value
+        if hasattr(value, "propose"):
+            raise ConfigurationError(
+                f"{type(value).__name__} has the methods of a drafter and not its base class; derive it from "
+                "paceline.core.protocols.Drafter, which has what it leaves out"
+            )
         if callable(value):
             return FunctionDrafter(value, self._k(spec))
         raise ConfigurationError(
@@ -177,8 +173,7 @@ class _Makers:
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree, **options)
         k = self.config.k if spec.k is None else spec.k
-        check_depth(spec, heads.draft_shape, k, shortens=isinstance(heads, Shortens))
+        check_depth(spec, heads.draft_shape, k, shortens=heads.draft_shape.is_chain)
         if not isinstance(k, int) or k == heads.draft_shape.depth:
             return heads
-        assert isinstance(heads, Shortens)
         return heads.shortened(k)

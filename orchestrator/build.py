@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from paceline.config import SpeculativeConfig
 from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Round, Shortens, TraceableDrafter, Varies
+from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.draft.row_drafting import RowDrafter
 from paceline.draft_checks import check_trees
-from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
+from paceline.engine.adaptive import DraftLengthController, Pace
 from paceline.engine.batch import RoundShape, Slot
-from paceline.engine.engine import Engine, Variant
-from paceline.engine.rounds import FusedRound, MixedRound, MultiTokenRound, RowRound, TwoGraphRound, UndraftedRound
+from paceline.engine.engine import Engine
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.verifier import CompiledVerifier
 
@@ -30,15 +30,38 @@ _UNDRAFTED_STEPS = 5
 wasted."""
 
 
-def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig, *, rule: AcceptanceRule) -> Engine:
-    """An engine over these parts.
+def engine(
+    target: CompiledDecoder,
+    drafter: Drafter,
+    config: SpeculativeConfig,
+    *,
+    rule: AcceptanceRule,
+    verify_width: int | None = None,
+) -> Engine:
+    """An engine over these parts. ``verify_width``: rows of the verifying graph; None = as the drafter needs.
 
     Raises:
-        ConfigurationError: the acceptance rule does not fit the drafter, or the drafter cannot be fused or shortened.
+        ConfigurationError: the acceptance rule does not fit the drafter, the drafter cannot be fused or shortened, or
+            a proposal does not fit the width.
     """
+    builder = round_builder(target, drafter, config, rule=rule, verify_width=verify_width)
+    slots: list[Slot | None] = [None] * target.batch_size
+    rounds, shape = builder.build(slots)
+    return Engine(slots, rounds, shape, target.read_prompts if config.prefix_caching else None)
+
+
+def round_builder(
+    target: CompiledDecoder,
+    drafter: Drafter,
+    config: SpeculativeConfig,
+    *,
+    rule: AcceptanceRule,
+    verify_width: int | None = None,
+) -> RoundBuilder:
+    """What builds the rounds of an engine."""
     target.check_width(drafter.draft_shape.num_draft_tokens + 1)
     lengths = config.draft_lengths(drafter.draft_shape.depth, target.backend.draft_lengths)
-    builder = _VariantBuilder(
+    return RoundBuilder(
         target,
         drafter,
         rule,
@@ -47,10 +70,8 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         controller=None if lengths is None else DraftLengthController(lengths),
         plain_steps=config.max_k + 1 if not config.draft else 1,
         predicts=prediction_refusal(target, drafter, config, rule=rule) is None,
+        verify_width=verify_width,
     )
-    made = Engine(target.batch_size, builder, target.read_prompts if config.prefix_caching else None)
-    made.variant()  # what cannot be done is refused now
-    return made
 
 
 def prediction_refusal(
@@ -72,14 +93,15 @@ def prediction_refusal(
 
 
 @dataclass(frozen=True, slots=True)
-class _VariantBuilder:
-    """Builds the rounds of an engine for what a call asks for.
+class RoundBuilder:
+    """Builds the rounds of an engine.
 
     exact        no rounding depends on what was proposed
     fused        draft and verify in one graph; None = wherever that can be done
     controller   chooses the length of drafts; None = always that of the drafter
     plain_steps  steps in one graph, where nothing is drafted at all
     predicts     requests may bring a prediction to draft from
+    verify_width  rows of the verifying graph; None = as the drafter needs
     """
 
     target: CompiledDecoder
@@ -90,52 +112,84 @@ class _VariantBuilder:
     controller: DraftLengthController | None
     plain_steps: int
     predicts: bool
+    verify_width: int | None = None
 
-    def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
-        """See `paceline.engine.engine.VariantBuilder`."""
-        widths = self._widths(verify_width)
+    def build(self, slots: Sequence[Slot | None]) -> tuple[Rounds, RoundShape]:
+        """The rounds of requests in these slots, and what a batch must know of them."""
+        drafter, target, widths = self.drafter, self.target, self._widths(self.verify_width)
         self._check(widths.shape)
-        fast, shape = self._fast(verify_width, widths)
-        mixed = MixedRound(
-            fast,
+        depth, pace, rest = drafter.draft_shape.depth, None, None
+        shape = RoundShape(depth, widths.commit, drafter.max_positions, target.kv_buckets, target.batch_buckets)
+        if self.plain_steps > 1 and self.verify_width is None:
+            shape = replace(shape, max_accept=self.plain_steps - 1, width=self.plain_steps)
+            plans = {shape.max_accept: self._plain(self.plain_steps, shape.width, slots)}
+        elif self.controller is None or not drafter.draft_shape.num_draft_tokens:
+            plans = {depth: self._plan(depth, widths, slots)}
+        else:
+            plans = {length: self._plan(length, widths, slots) for length in self.controller.draft_lengths}
+            pace = Pace(self.controller, lines=target.lines_for if len(target.batch_buckets) > 1 else None)
+            if not widths.fixed and drafter.reads is None and keeps_tokens(self.rule):
+                steps = min(_UNDRAFTED_STEPS, widths.commit)
+                rest = self._plain(steps, steps if widths.own else widths.commit, slots)
+        rounds = Rounds(
+            drafter,
+            plans,
             slots,
-            predicted=(lambda: self._predicted(widths, slots, shape.width)) if self.predicts else None,
+            pace=pace,
+            rest=rest,
             on_host=lambda: self._on_host(widths, slots, shape.width),
-            width=shape.width,
+            predicted=(lambda: self._predicted(widths, slots, shape.width)) if self.predicts else None,
         )
-        return Variant(mixed, shape)
+        return rounds, shape
 
-    def _fast(self, verify_width: int | None, widths: _Widths) -> tuple[Round, RoundShape]:
-        """The round of requests that ask for nothing but tokens."""
-        target, drafter = self.target, self.drafter
-        buckets = target.kv_buckets, target.batch_buckets
-        if self.plain_steps > 1 and verify_width is None:
-            steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
-            return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, *buckets)
-        shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, *buckets)
-        if self.controller is None or not drafter.draft_shape.num_draft_tokens:
-            return self._stage(drafter.draft_shape.depth, widths).round, shape
-        return self._adaptive(self.controller, widths), shape
+    def _plan(self, length: int, widths: _Widths, slots: Sequence[Slot | None]) -> RoundPlan:
+        """The plan of rounds that draft ``length`` tokens."""
+        drafter, full = self.drafter, self.drafter.draft_shape.depth
+        short = drafter if length in (0, full) else drafter.shortened(length)
+        as_drafted = widths.own or not (widths.one_width or short is drafter)
+        commit = length + 1 if widths.own else widths.commit
+        verifier = CompiledVerifier(
+            self.target,
+            DraftShape.chain(length) if as_drafted else widths.shape,
+            rule=self.rule,
+            wide=widths.fixed,
+            reads=drafter.reads,
+            width=commit,
+            depths=() if widths.fixed else short.draft_lengths,
+            slots=slots,
+        )
+        alone = drafter.reads is None or not self.target.backend.device_state
+        fused = self._is_fused(short, verifier.draft_shape)
+        return RoundPlan(short, verifier, commit, drafts=length > 0, fused=fused and length > 0, alone=alone)
 
-    def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> Round:
-        """The round of requests some of which bring a prediction."""
+    def _plain(self, steps: int, width: int, slots: Sequence[Slot | None]) -> RoundPlan:
+        """The plan of rounds of plain steps. The drafter, if there is one, sees what they commit, so that it can go on
+        later.
+        """
+        verifier = AutoregressiveDecoder(self.target, steps, width=width, slots=slots)
+        return RoundPlan(self.drafter, verifier, width, drafts=False)
+
+    def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> RoundPlan:
+        """The plan for requests some of which bring a prediction."""
         # Where nothing else drafts, as many tokens as plain steps in one graph commit.
         shape = widths.shape if widths.shape.num_draft_tokens else DraftShape.chain(width - 1)
         verifier = CompiledVerifier(
-            self.target, shape, rule=self.rule, wide=widths.fixed, reads=self.drafter.reads, width=width
+            self.target, shape, rule=self.rule, wide=widths.fixed, reads=self.drafter.reads, width=width, slots=slots
         )
-        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier)
+        return RoundPlan(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, width)
 
-    def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> Round:
-        """The round of requests some of which are decided on the host."""
+    def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> RoundPlan:
+        """The plan for requests some of which are decided on the host."""
         from paceline.target.host_verifier import HostVerifier  # seldom needed
 
-        self._warn_of_host()
+        if self.controller is not None or (self.fused is not False and isinstance(self.drafter, TraceableDrafter)):
+            level = logging.WARNING if self.fused else logging.INFO  # what was asked for by name is not done
+            log.log(level, "processors and scores need the host at every token: two graphs of one length, not one")
         shape = widths.shape
         verifier = HostVerifier(
             self.target, shape, rule=self.rule, wide=widths.fixed, slots=slots, reads=self.drafter.reads, width=width
         )
-        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, scorer=verifier)
+        return RoundPlan(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, width)
 
     def _widths(self, width: int | None) -> _Widths:
         """How wide graphs and commits are."""
@@ -159,56 +213,22 @@ class _VariantBuilder:
                 f"most; give draft lengths up to {drafter.draft_shape.depth}"
             )
 
-    def _warn_of_host(self) -> None:
-        if self.controller is not None or (self.fused is not False and isinstance(self.drafter, TraceableDrafter)):
-            level = logging.WARNING if self.fused else logging.INFO  # what was asked for by name is not done
-            log.log(level, "processors and scores need the host at every token: two graphs of one length, not one")
+    def _is_fused(self, drafter: Drafter, shape: DraftShape) -> bool:
+        """Whether a drafter shares a graph with a verifier of that shape.
 
-    def _stage(self, length: int, widths: _Widths) -> Stage:
-        """The round that drafts ``length`` tokens."""
-        drafter, full = self.drafter, self.drafter.draft_shape.depth
-        short = drafter if length in (0, full) else _shortened(drafter, length)
-        as_drafted = widths.own or not (widths.one_width or short is drafter)
-        commit = length + 1 if widths.own else widths.commit
-        verifier = CompiledVerifier(
-            self.target,
-            DraftShape.chain(length) if as_drafted else widths.shape,
-            rule=self.rule,
-            wide=widths.fixed,
-            reads=drafter.reads,
-            width=commit,
-            depths=short.draft_lengths if isinstance(short, Varies) and not widths.fixed else (),
-        )
-        return Stage(self._round(short, verifier, undrafted=length == 0), commit)
-
-    def _adaptive(self, controller: DraftLengthController, widths: _Widths) -> AdaptiveRound:
-        """A round that chooses its draft length, and pauses drafting where it does not pay."""
-        drafter, paused = self.drafter, None
-        if not widths.fixed and drafter.reads is None and keeps_tokens(self.rule):
-            steps = min(_UNDRAFTED_STEPS, widths.commit)
-            commit = steps if widths.own else widths.commit
-            paused = Stage(UndraftedRound(drafter, AutoregressiveDecoder(self.target, steps, width=commit)), commit)
-        stages = {length: self._stage(length, widths) for length in controller.draft_lengths}
-        lines = self.target.lines_for if len(self.target.batch_buckets) > 1 else None
-        return AdaptiveRound(stages, controller, drafter=drafter, rest=paused, lines=lines)
-
-    def _round(self, drafter: Drafter, verifier: CompiledVerifier, *, undrafted: bool) -> TwoGraphRound | FusedRound:
-        chains = drafter.draft_shape.is_chain and verifier.draft_shape.is_chain
-        if isinstance(drafter, TraceableDrafter):
-            if _on_other_ranks(drafter.state, self.target):
-                if self.fused:
-                    raise ConfigurationError(
-                        "draft and target share a graph only with the same tp_degree; load them with one, or leave "
-                        "fused unset"
-                    )
-            elif self.fused is not False and (chains or drafter.draft_shape == verifier.draft_shape):
-                alone = undrafted or drafter.reads is None or not self.target.backend.device_state
-                return FusedRound(drafter, verifier, alone=alone)
-        if self.fused:
+        Raises:
+            ConfigurationError: it was asked for by name, and cannot be done.
+        """
+        chains = drafter.draft_shape.is_chain and shape.is_chain
+        if self._can_fuse() and (chains or drafter.draft_shape == shape):
+            return True
+        if not self.fused:
+            return False
+        if isinstance(drafter, TraceableDrafter) and _on_other_ranks(drafter.state, self.target):
             raise ConfigurationError(
-                f"{type(drafter).__name__} cannot share a graph with the target; leave fused unset"
+                "draft and target share a graph only with the same tp_degree; load them with one, or leave fused unset"
             )
-        return TwoGraphRound(drafter, verifier)
+        raise ConfigurationError(f"{type(drafter).__name__} cannot share a graph with the target; leave fused unset")
 
     def _can_fuse(self) -> bool:
         """Whether the drafter shares a graph with the target, if their draft shapes let it."""
@@ -220,7 +240,7 @@ class _VariantBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """Widths of the graphs and commits of a variant.
+    """Widths of the graphs and commits of an engine.
 
     shape      the proposals that the verifying graph takes
     one_width  every round has that width, also one with a shorter draft
@@ -237,14 +257,6 @@ class _Widths:
     def commit(self) -> int:
         """W of the commits, where draft lengths do not have their own."""
         return self.shape.depth + 1
-
-
-def _shortened(drafter: Drafter, length: int) -> Drafter:
-    if not isinstance(drafter, Shortens):
-        raise ConfigurationError(
-            f"{type(drafter).__name__} has one draft length only; give one number as k, or a draft model or 'ngram'"
-        )
-    return drafter.shortened(length)
 
 
 def _on_other_ranks(state: nn.Module, target: CompiledDecoder) -> bool:

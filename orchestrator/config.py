@@ -5,7 +5,7 @@ Not here: how a draft is written (`paceline.draft_spec`) and how it is loaded (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -20,6 +20,12 @@ DEFAULT_K = 4
 
 DRAFT_LENGTHS = (0, 1, 2, 4, 8)
 """The draft lengths of ``k="auto"``."""
+
+OF_DRAFTS, OF_MODELS = "needs a draft", "needs a draft model"
+"""Marks of options that mean nothing without one."""
+
+NOT_SERVED = "for measurements alone"
+"""Mark of options that no service has."""
 
 VOCABULARIES = ("same", "intersection", "retokenize")
 
@@ -70,9 +76,10 @@ class SpeculativeConfig(BaseModel):
     k: Annotated[int | tuple[int, ...] | Literal["auto"] | None, BeforeValidator(parse_k)] = Field(
         default=None,
         description="Drafted tokens per round, not counting the target's own: a number, lengths to choose among in "
-        "every round such as 0,2,4, or auto (0,1,2,4,8). Default: 4, or what the tree of heads says.",
+        "every round such as 0,2,4, or auto (0,1,2,4,8). Default: 4, or what the tree of heads says; of a served model "
+        "auto.",
     )
-    acceptor: Annotated[RuleSpec, BeforeValidator(parse_rule)] = Field(
+    acceptor: Annotated[RuleSpec, BeforeValidator(parse_rule), OF_DRAFTS] = Field(
         default=RuleSpec("match"),
         description="Acceptance rule: match (the same tokens as plain decoding), reject (the same distribution) or "
         "typical (LOSSY), also with options (typical:epsilon=0.09).",
@@ -80,25 +87,25 @@ class SpeculativeConfig(BaseModel):
     exact: bool = Field(
         default=True, description="Run every round through one graph width, so that no rounding depends on the draft."
     )
-    fused: bool | None = Field(
+    fused: Annotated[bool | None, OF_DRAFTS] = Field(
         default=None, description="Draft and verify in one graph; default: wherever that can be done."
     )
     prefix_caching: bool = Field(
         default=False,
         description="Keep prompts in their slots, so that a request whose prompt begins alike reads only the rest.",
     )
-    confidence_threshold: float = Field(
+    confidence_threshold: Annotated[float, OF_MODELS] = Field(
         default=0.0,
         ge=0,
         le=1,
         description="A draft model stops drafting where its largest probability falls below this; 0: never.",
     )
-    vocabulary: Annotated[Any, BeforeValidator(_parse_vocabulary)] = Field(
+    vocabulary: Annotated[Any, BeforeValidator(_parse_vocabulary), OF_MODELS] = Field(
         default="same",
         description="same: the draft model has the target's tokenizer; with another one: intersection (only shared "
         "tokens are drafted) or retokenize (the two exchange text).",
     )
-    synthetic_acceptance: float | None = Field(
+    synthetic_acceptance: Annotated[float | None, OF_DRAFTS, NOT_SERVED] = Field(
         default=None,
         ge=0,
         le=1,
@@ -120,17 +127,26 @@ class SpeculativeConfig(BaseModel):
             )
         if self.draft:
             return self
-        needless = {
-            "acceptor": self.acceptor != RuleSpec("match"),
-            "synthetic_acceptance": self.synthetic_acceptance is not None,
-            "fused": bool(self.fused),
-            "confidence_threshold": self.confidence_threshold != 0,
-            "vocabulary": self.vocabulary != "same",
-        }
-        for name, is_set in needless.items():
-            if is_set:
-                raise ConfigurationError(f"{name} needs a drafter, and draft is None; give one, or leave {name} out")
+        for name in self.set_of(OF_DRAFTS, OF_MODELS):
+            raise ConfigurationError(f"{name} needs a drafter, and draft is None; give one, or leave {name} out")
         return self
+
+    @classmethod
+    def part_of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """The options among other keys; those that are not there have their defaults."""
+        return cls(**{name: values[name] for name in cls.model_fields if name in values})
+
+    @classmethod
+    def names(cls, *marks: str) -> frozenset[str]:
+        """The options with one of these marks."""
+        return frozenset(
+            name for name, field in cls.model_fields.items() if any(one in field.metadata for one in marks)
+        )
+
+    def set_of(self, *marks: str) -> list[str]:
+        """Those of them that are not as usual."""
+        usual = {name: type(self).model_fields[name].default for name in self.names(*marks)}
+        return [name for name, value in self if name in usual and value != usual[name] and value is not False]
 
     @property
     def max_k(self) -> int:

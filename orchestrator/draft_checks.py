@@ -7,21 +7,21 @@ drafters are loaded and made (`paceline.auto_drafter`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline import vocab_compat
-from paceline.config import SpeculativeConfig
+from paceline.config import OF_MODELS, SpeculativeConfig
 from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.options import check_width
+from paceline.decoder.options import LoadOptions, check_width
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
@@ -62,15 +62,10 @@ def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
 
 def check_model_keys(config: SpeculativeConfig, *, has_models: bool) -> None:
     """Raise ConfigurationError for keys of draft models where there is none."""
-    for name, is_set in (
-        ("confidence_threshold", config.confidence_threshold != 0),
-        ("vocabulary", config.vocabulary != "same"),
-    ):
-        if is_set and not has_models:
-            raise ConfigurationError(
-                f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its "
-                "own)"
-            )
+    for name in () if has_models else config.set_of(OF_MODELS):
+        raise ConfigurationError(
+            f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its own)"
+        )
 
 
 def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool = True) -> None:
@@ -133,17 +128,16 @@ class _Checks:
         """A draft model, with the target's options where it has none of its own."""
         path, target = str(spec.path), self.target.options
         last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
-        defaults: dict[str, Any] = {
-            "batch_size": target.batch_buckets or target.batch_size,
-            "n_positions": [*(bucket for bucket in target.kv_buckets if bucket < last), last],
-            "context_length_estimate": list(target.chunks),
-            "amp": target.amp,
+        asked = target.load
+        defaults: dict[str, Any] = {one.name: getattr(asked, one.name) for one in fields(asked)}
+        defaults |= {
             "backend": self.target.backend_name,
-            "tp_degree": target.layout.degree,
-            "kv_cache_dtype": target.kv_cache_dtype,
-            "quantization": None if target.quantization == "gguf" else target.quantization,
+            "n_positions": [*(bucket for bucket in target.kv_buckets if bucket < last), last],
+            "group_query_attention": None,
+            "quantization": None if asked.quantization == "gguf" else asked.quantization,
+            "modules_to_not_convert": (),
         }
-        found = loadable(path, **(defaults | options))
+        found = loadable(path, LoadOptions(**(defaults | options)))
         self._check_shape(spec, DraftShape.chain(k))
         vocab_compat.check(found, self.target, self.config.vocabulary)
         return DraftSpec(k=spec.k, value=found)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from paceline import build
+from paceline import build, warmup
 from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
@@ -22,11 +22,10 @@ from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
-from paceline.engine import warmup
 from paceline.engine.engine import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams
 from paceline.loadable import request_limits
-from paceline.outputs import GenerationResult, ReportsChoices, ReportsHealth, RequestOutput, Statistics
+from paceline.outputs import GenerationResult, RequestOutput, Statistics
 
 log = logging.getLogger("paceline")
 
@@ -42,6 +41,8 @@ class SpeculativeGenerator:
              folder, a mapping, a list of these; or an object: a decoder, a drafter, a function from ids to ids. None
              drafts nothing: plain decoding, with k + 1 steps in one graph
     target   the decoder whose text it is
+    verify_width  rows of the verifying graph, at least k + 1, to compare generators at equal width; None = as the
+                  drafter needs
     options  the fields of `paceline.config.SpeculativeConfig`: k, acceptor, exact, fused, ...
 
     Raises:
@@ -49,7 +50,9 @@ class SpeculativeGenerator:
         ConfigurationError: an option is out of range, or says something about a draft that is not there.
     """
 
-    def __init__(self, draft: object, target: CompiledDecoder, **options: Any) -> None:
+    def __init__(
+        self, draft: object, target: CompiledDecoder, *, verify_width: int | None = None, **options: Any
+    ) -> None:
         if not isinstance(target, CompiledDecoder):
             raise ConfigurationError(
                 f"target is a {type(target).__name__} and no decoder; load one with AutoDecoder.from_pretrained"
@@ -59,10 +62,7 @@ class SpeculativeGenerator:
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
         self._last_holder = object()  # of the decoders, in the last call
-        # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
-        self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
-        self._chooser = self.drafter if isinstance(self.drafter, ReportsChoices) else None
-        self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
+        self.engine = build.engine(target, self.drafter, self.config, rule=self._rule, verify_width=verify_width)
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
         self.limits = replace(
             request_limits(target, self._rule),
@@ -129,7 +129,7 @@ class SpeculativeGenerator:
             _check_streamer(streamer, len(requests))
         with (
             self._held() as (statistics, _),
-            closing(self.engine.run(ListQueue(requests), statistics, verify_width=params.verify_width)) as steps,
+            closing(self.engine.run(ListQueue(requests), statistics)) as steps,
         ):
             outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
             if streamer is not None:
@@ -154,30 +154,30 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        return self.serve(ListQueue(requests), verify_width=params.verify_width)
+        return self.serve(ListQueue(requests))
 
-    def serve(self, queue: RequestQueue, *, verify_width: int | None = None) -> OutputStream:
+    def serve(self, queue: RequestQueue) -> OutputStream:
         """Serve a queue until it is empty and every request has finished.
 
         Requests that join later share rounds with those that are there, and get the same tokens as alone.
         """
 
         def begin(statistics: Statistics) -> Generator[RequestOutput, None, None]:
-            with closing(self.engine.run(queue, statistics, verify_width=verify_width)) as steps:
+            with closing(self.engine.run(queue, statistics)) as steps:
                 for outputs in steps:
                     yield from outputs
 
-        return HeldStream(self, begin, verify_width=verify_width)
+        return HeldStream(self, begin)
 
-    def steps(self, queue: RequestQueue, *, verify_width: int | None = None) -> StepStream:
+    def steps(self, queue: RequestQueue) -> StepStream:
         """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
 
         def begin(statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
-            return self.engine.run(queue, statistics, verify_width=verify_width)
+            return self.engine.run(queue, statistics)
 
-        return HeldStream(self, begin, verify_width=verify_width)
+        return HeldStream(self, begin)
 
-    def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
+    def compile(self, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
         """Make every graph that a call without logits processors needs, so that no call has to wait for one.
 
         kinds  of sampling: "greedy", "top-k" (1 to 256), "full" (other sampling) and "wide" (a larger top-k). Backends
@@ -187,12 +187,12 @@ class SpeculativeGenerator:
         Raises:
             ConfigurationError: a kind is unknown, or there is none.
         """
-        warmup.compile_graphs(self.engine, verify_width, self.decoders, kinds=known_kinds(kinds))
+        warmup.compile_graphs(self.engine, self.decoders, kinds=known_kinds(kinds))
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """What each drafter of a choice did since it was made, by its name; empty without a choice."""
-        return {} if self._chooser is None else self._chooser.choice_counts
+        return self.drafter.choice_counts
 
     @contextmanager
     def _held(self) -> Iterator[tuple[Statistics, Callable[[], None]]]:
@@ -203,12 +203,10 @@ class SpeculativeGenerator:
                 stack.enter_context(decoder.held_by(holder, keeps_prompts_of=last))
             self._last_holder = holder
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
-            reporter = self._reporter
-            before = None if reporter is None else reporter.health
-            chosen = self.choice_counts
+            before, chosen = self.drafter.health, self.drafter.choice_counts
 
             def note_drafters() -> None:
-                after = None if reporter is None else reporter.health
+                after = self.drafter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
                 if chosen:
@@ -231,19 +229,10 @@ class HeldStream(Iterator[Item]):
     """What a call gives. It holds the generator's decoders until it is at its end, closed or dropped."""
 
     def __init__(
-        self,
-        generator: SpeculativeGenerator,
-        begin: Callable[[Statistics], Generator[Item, None, None]],
-        *,
-        verify_width: int | None,
+        self, generator: SpeculativeGenerator, begin: Callable[[Statistics], Generator[Item, None, None]]
     ) -> None:
         self._resources = ExitStack()
         statistics, self._note_drafters = self._resources.enter_context(generator._held())
-        try:
-            generator.engine.variant(verify_width)  # what cannot be done is refused now
-        except BaseException:
-            self._resources.close()
-            raise
         self._items = begin(statistics)
 
     def __next__(self) -> Item:

@@ -6,8 +6,7 @@ Nothing here needs PyTorch, so that a slip is answered at once. Not here: loadin
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.decoder.backends import registry
 from paceline.decoder.models.config import ModelConfig, check_positions
-from paceline.decoder.options import DecoderOptions, decoder_options
+from paceline.decoder.options import DecoderOptions, LoadOptions, decoder_options
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.engine.request import TargetLimits
@@ -37,44 +35,24 @@ class Loadable:
     folder: Path | None
     config: ModelConfig
     options: DecoderOptions
-    backend_name: str
+
+    @property
+    def backend_name(self) -> str:
+        return self.options.load.backend
 
 
-def loadable(
-    path: str | os.PathLike[str],
-    *,
-    batch_size: int | Sequence[int] = 1,
-    n_positions: int | Sequence[int] | None = None,
-    context_length_estimate: int | Sequence[int] | None = None,
-    amp: str = "bf16",
-    backend: str = "native",
-    tp_degree: int = 1,
-    group_query_attention: GQA | str | None = None,
-    quantization: str | None = None,
-    kv_cache_dtype: str | None = None,
-    modules_to_not_convert: Sequence[str] = (),
-) -> Loadable:
-    """The checkpoint of `AutoDecoder.from_pretrained`, whose keywords these are; errors as there."""
-    registry.check(backend)  # before a model of the hub is fetched
+def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
+    """The checkpoint of `AutoDecoder.from_pretrained`; errors as there."""
     place = checkpoint_path(path)
     config = ModelConfig.from_pretrained(place)
-    options = decoder_options(
-        batch_size=batch_size,
-        n_positions=n_positions,
-        context_length_estimate=context_length_estimate,
-        amp=amp,
-        trained=config.max_position_embeddings,
-        layout=sharding.layout(config, tp_degree, group_query_attention),
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    layout = sharding.layout(config, load.tp_degree, load.group_query_attention)
+    options = decoder_options(load, config.max_position_embeddings, layout)
     check_positions(config.rope, options.n_positions)
-    registry.check(backend, options.layout.degree, options.quantization, kv_cache_dtype=kv_cache_dtype)
-    check_kept(place, options.quantization)
+    registry.check(load.backend, load.tp_degree, load.quantization, kv_cache_dtype=load.kv_cache_dtype)
+    check_kept(place, load.quantization)
     if not is_gguf(place):
         find_weight_files(place)  # whether there are any
-    options = replace(options, modules_to_not_convert=tuple(modules_to_not_convert))
-    return Loadable(place, config, options, backend)
+    return Loadable(place, config, options)
 
 
 def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> TargetLimits:

@@ -11,16 +11,18 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.auto import SamplingDecoder, load
 from paceline.config import configuration_error
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.options import AMP
+from paceline.decoder.options import AMP, LoadOptions
 from paceline.engine.request import SamplingParams
+from paceline.loadable import loadable
 from paceline.neuron_config_keys import (
     KV_CACHES,
     KV_DEFAULT,
@@ -39,9 +41,6 @@ from paceline.neuron_config_keys import (
 
 log = logging.getLogger("paceline")
 
-Layout = Literal["shard-over-heads", "replicated-heads", "all-gather-heads", "shard-over-batch"]
-Matrices = Literal["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1", "gguf"]
-
 
 class OnDeviceSampling(BaseModel):
     """The sampling that NxD compiles into a graph: here the defaults of `NeuronConfig.sampling_params`."""
@@ -55,16 +54,11 @@ class OnDeviceSampling(BaseModel):
     eos_token_id: int | list[int] | None = None
 
 
-Slots = Annotated[int, Field(ge=1)]
-
-
-class NeuronConfig(BaseModel):
-    """How a decoder is loaded, and how it samples and speculates by default. Frozen.
-
-    Down to kv_cache_dtype they are those of `AutoDecoder.from_pretrained`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronConfig(LoadOptions):
+    """How a decoder is loaded, and how it samples and speculates by default.
 
     on_device_sampling  defaults of sampling
-    modules_to_not_convert  tables of the vocabulary that are not quantised: "lm_head", "embed_tokens"
     k                   drafted tokens of a round; None: the file asks for no speculation
     fused               whether draft and target are to be one graph; None: wherever that can be done
     draft_model_path    folder of the draft, where the file names it
@@ -72,32 +66,22 @@ class NeuronConfig(BaseModel):
     without_effect      keys of the file that change nothing here, and why
 
     Raises:
-        ConfigurationError: a key is unknown, a value is out of range, or it asks for what is not to be had here.
+        ConfigurationError: a value is out of range, or it asks for what is not to be had here.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    batch_size: Slots | list[Slots] = 1
-    n_positions: int | list[int] | None = None
-    context_length_estimate: int | list[int] | None = None
-    amp: Literal["bf16", "f16", "f32"] = "bf16"
-    tp_degree: int = Field(default=1, ge=1)
-    group_query_attention: Layout | None = None
-    quantization: Matrices | None = None
-    modules_to_not_convert: list[str] = Field(default_factory=list)
-    kv_cache_dtype: Literal["int8", "fp8_e4m3", "fp8_e5m2"] | None = None
     on_device_sampling: OnDeviceSampling | None = None
-    k: int | None = Field(default=None, ge=1)
+    k: int | None = None
     fused: bool | None = None
     draft_model_path: str | None = None
     prefix_caching: bool = False
-    without_effect: dict[str, str] = Field(default_factory=dict)
+    without_effect: Mapping[str, str] = field(default_factory=dict)
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise configuration_error(error, type(self)) from error
+    def __post_init__(self) -> None:
+        LoadOptions.__post_init__(self)
+        flag("fused", self.fused)
+        flag("prefix_caching", self.prefix_caching)
+        if count("k", self.k) == 0:
+            raise ConfigurationError("k=0 drafts nothing; give 1 or more, or leave it out")
 
     @classmethod
     def from_neuron_config(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> NeuronConfig:
@@ -118,12 +102,10 @@ class NeuronConfig(BaseModel):
             raise ConfigurationError(f"fused_spec_config is a {type(fused_spec).__name__}; it must be an object")
         reader = _Reader(dict(fields))
         found = reader.read(fused_spec)
-        if (sampling := found["on_device_sampling"]) is not None:
-            try:
-                found["on_device_sampling"] = OnDeviceSampling(**sampling)
-            except ValidationError as error:
-                raise configuration_error(error, OnDeviceSampling) from error
-        options = cls(**found, without_effect=reader.without_effect)
+        options = cls(
+            **found | {"on_device_sampling": _sampling(found["on_device_sampling"])},
+            without_effect=reader.without_effect,
+        )
         for name, reason in options.without_effect.items():
             log.info("%s has no effect here: %s", name, reason)
         return options
@@ -136,33 +118,39 @@ class NeuronConfig(BaseModel):
             ConfigurationError: a key is unknown, or a value is out of range.
         """
         fields = _json(text, "the text")
-        return cls(**fields)
+        config = cls.of(fields | {"on_device_sampling": _sampling(fields.get("on_device_sampling"))})
+        assert isinstance(config, cls)
+        return config
 
     def to_json(self) -> str:
         """As JSON, with the names of this package."""
-        return self.model_dump_json(indent=2)
+        sampling = None if self.on_device_sampling is None else self.on_device_sampling.model_dump()
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return json.dumps(values | {"on_device_sampling": sampling}, indent=2)
 
-    def load(self, path: str | os.PathLike[str], *, backend: str = "native") -> SamplingDecoder:
-        """`AutoDecoder.from_pretrained` with these options; errors as there."""
-        return AutoDecoder.from_pretrained(
-            path,
-            batch_size=self.batch_size,
-            n_positions=self.n_positions,
-            context_length_estimate=self.context_length_estimate,
-            amp=self.amp,
-            backend=backend,
-            tp_degree=self.tp_degree,
-            group_query_attention=self.group_query_attention,
-            quantization=self.quantization,
-            modules_to_not_convert=self.modules_to_not_convert,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+    @property
+    def load_options(self) -> LoadOptions:
+        """How the decoder is loaded."""
+        return LoadOptions(**{one.name: getattr(self, one.name) for one in fields(LoadOptions)})
+
+    def load(self, path: str | os.PathLike[str], *, backend: str | None = None) -> SamplingDecoder:
+        """`AutoDecoder.from_pretrained` with these options, or with another backend; errors as there."""
+        options = self.load_options
+        return load(loadable(path, options if backend is None else replace(options, backend=backend)))
 
     @property
     def sampling_params(self) -> SamplingParams:
         """How it samples by default."""
         sampling = self.on_device_sampling
         return SamplingParams() if sampling is None else SamplingParams(**sampling.model_dump())
+
+
+def _sampling(fields: object) -> OnDeviceSampling | None:
+    """ConfigurationError if there is no such sampling."""
+    try:
+        return None if fields is None else OnDeviceSampling.model_validate(fields)
+    except ValidationError as error:
+        raise configuration_error(error, OnDeviceSampling) from error
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:

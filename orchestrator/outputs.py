@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.core.errors import RequestError
@@ -47,22 +47,6 @@ class RequestOutput:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     cached_tokens: int | None = None
-
-
-@runtime_checkable
-class ReportsHealth(Protocol):
-    """A drafter that knows how it is doing."""
-
-    @property
-    def health(self) -> DrafterHealth | None: ...
-
-
-@runtime_checkable
-class ReportsChoices(Protocol):
-    """A drafter that chooses among several, and knows what each of them did since it was made, by its name."""
-
-    @property
-    def choice_counts(self) -> Mapping[str, DrafterCounts]: ...
 
 
 @dataclass(slots=True)

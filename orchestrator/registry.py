@@ -87,7 +87,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             draws=True,
             fused=True,
             masks=True,
-            options="paceline.loadable:loadable",
+            options="paceline.decoder.options:LoadOptions",
         ),
         DrafterRow(
             "medusa",

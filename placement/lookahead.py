@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 
 _KEPT = 15  # of the last times, whose median is expected
 
@@ -247,13 +247,11 @@ class _Round:
         return [slot for slot, text in self.drafted() if text is not None]
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """A drafter that works in its idle time. ``hit``: the last proposal was ready when it was asked for.
 
     ``second_choices``: without it only the outcome is drafted in which everything is right.
     """
-
-    reads: FeatureSpec | None = None
 
     def __init__(
         self,
@@ -333,7 +331,7 @@ class LookaheadDrafter:
         if self._overwritten is not None:
             self._restore()
             yield
-        limits = [min(limit, self.draft_shape.num_draft_tokens) for limit in last.limits.max_accept.tolist()]
+        limits = [min(limit, self.draft_shape.num_draft_tokens) for limit in last.limits.max_accept]
         last.slots = [DraftedSlot(drafts, limit) for drafts, limit in zip(last.tokens.tolist(), limits, strict=True)]
         full, drafted = self._outcomes.full(last.live()), None
         if full is not None and (now := self._idle.saves("draft", full.odds)) > self._saves_after_review(full.odds):

@@ -5,10 +5,11 @@
 A model of two layers and a draft of one, with random weights, decode on the eager backend while every call of a
 function of the package is recorded:
 
-    set-up        distinct functions, and their files, between a call of `sample` and the first tensor operation. The
-                  same call was made once before, so that what is built once is not counted
+    set-up        distinct functions, and their files, between a call of `sample` and the first call of a compiled step.
+                  The same call was made once before, so that what is built once is not counted
     steady round  calls of functions per round outside of the steps: the difference between a long and a
-                  short text, over the rounds by which they differ
+                  short text, over the rounds by which they differ; fused, plain (nothing is drafted, one step a round)
+                  and of a text drafter (n-grams)
     named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
     serve         processes of `paceline serve` for a target without a remote draft, read from the code
     extending     lines of Python in each complete example of docs/extending (one file), and the rows they add
@@ -51,16 +52,16 @@ class Trace:
 
     calls       (file, function) of every call outside of steps
     types       classes that were constructed or whose methods ran there
-    first_op    how many calls came before the first tensor operation
+    first_step  how many calls came before the first call of a step
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     types: set[str] = field(default_factory=set)
-    first_op: int | None = None
+    first_step: int | None = None
 
     def setup(self) -> dict[str, object]:
-        """Distinct functions before the first tensor operation, and their files."""
-        before = dict.fromkeys(self.calls[: self.first_op])
+        """Distinct functions before the first call of a step, and their files."""
+        before = dict.fromkeys(self.calls[: self.first_step])
         files = sorted({file for file, _ in before})
         return {"functions": len(before), "files": len(files), "names": [f"{file}:{name}" for file, name in before]}
 
@@ -70,16 +71,13 @@ def traced() -> Iterator[Trace]:
     """Record the calls inside of the block."""
     trace, inside = Trace(), [0]  # how many frames of a step are open
 
-    def record(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call":
-            if trace.first_op is None and is_tensor_operation(argument):
-                trace.first_op = len(trace.calls)
-            return
+    def record(frame: FrameType, event: str, _argument: Any) -> None:
         if event not in ("call", "return"):
             return
         file = frame.f_code.co_filename
         if file.endswith(STEP):
             if event == "call" and not inside[0]:
+                trace.first_step = len(trace.calls) if trace.first_step is None else trace.first_step
                 trace.calls.append((relative(file), name_of(frame)))
             inside[0] += 1 if event == "call" else -1
         elif event == "call" and not inside[0]:
@@ -118,13 +116,6 @@ def type_of(frame: FrameType) -> str | None:
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__.startswith("paceline") else None
 
 
-def is_tensor_operation(function: Any) -> bool:
-    """Whether a C function makes or changes tensors."""
-    owner = getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or getattr(type(owner), "__module__", "")
-    return isinstance(owner, torch.Tensor) or str(module).startswith("torch")
-
-
 def relative(file: str) -> str:
     return Path(file).resolve().relative_to(ROOT).as_posix()
 
@@ -150,26 +141,36 @@ def count_calls() -> dict[str, object]:
             for name, layers in (("target", 2), ("draft", 1))
         ]
         target, draft = models
-        generator = paceline.SpeculativeGenerator(draft, target, k=4)
-        rounds, traces = [], []
-        for length in (SHORT, LONG):
-            generator.sample([PROMPT], max_new_tokens=length)  # once before, so that all is built
-            with traced() as trace:
-                generator.sample([PROMPT], max_new_tokens=length)
-            statistics = generator.statistics
-            rounds.append(getattr(statistics, "num_rounds", None) or statistics.rounds)
-            traces.append(trace)
-    short, long = traces
-    counted = Counter(long.calls)
-    counted.subtract(Counter(short.calls))
-    steady = rounds[1] - rounds[0]
-    per_round = {f"{file}:{name}": round(count / steady, 2) for (file, name), count in counted.items() if count}
+        makers = {"fused": (draft, 4), "plain": (None, 0), "text": ("ngram", 4)}
+        made = {mode: paceline.SpeculativeGenerator(source, target, k=k) for mode, (source, k) in makers.items()}
+        modes = {mode: trace_rounds(generator) for mode, generator in made.items()}
+    short, long, _ = modes["fused"]
     types = sorted(long.types)
     return {
         "setup": short.setup(),
-        "steady_round": {"calls": round(sum(counted.values()) / steady, 1), "names": per_round},
+        "steady_round": {mode: per_round(*traces) for mode, traces in modes.items()},
         "named_types": {"count": len(types), "names": types},
     }
+
+
+def trace_rounds(generator: paceline.SpeculativeGenerator) -> tuple[Trace, Trace, int]:
+    """What a short and a long text ran, and by how many rounds they differ."""
+    rounds, traces = [], []
+    for length in (SHORT, LONG):
+        generator.sample([PROMPT], max_new_tokens=length)  # once before, so that all is built
+        with traced() as trace:
+            generator.sample([PROMPT], max_new_tokens=length)
+        rounds.append(generator.statistics.num_rounds)
+        traces.append(trace)
+    return traces[0], traces[1], rounds[1] - rounds[0]
+
+
+def per_round(short: Trace, long: Trace, rounds: int) -> dict[str, object]:
+    """Calls of functions in a steady round."""
+    counted = Counter(long.calls)
+    counted.subtract(Counter(short.calls))
+    names = {f"{file}:{name}": round(count / rounds, 2) for (file, name), count in counted.items() if count}
+    return {"calls": round(sum(counted.values()) / rounds, 1), "names": names}
 
 
 def serve_processes(root: Path) -> dict[str, object]:
@@ -203,9 +204,10 @@ def is_code(line: str) -> bool:
 def main() -> None:
     """Print the counts."""
     counts: dict[str, Any] = {**count_calls(), "serve": serve_processes(ROOT), "extending": extending(ROOT)}
+    steady = counts["steady_round"]
     for title, names in (
-        ("set-up: functions before the first tensor operation", counts["setup"]["names"]),
-        ("steady round: calls outside of the steps", counts["steady_round"]["names"]),
+        ("set-up: functions before the first call of a step", counts["setup"]["names"]),
+        *((f"steady round, {mode}: calls outside of the steps", one["names"]) for mode, one in steady.items()),
         ("named types", counts["named_types"]["names"]),
     ):
         print(f"\n{title}")
@@ -215,7 +217,7 @@ def main() -> None:
     totals = {
         "setup_functions": counts["setup"]["functions"],
         "setup_files": counts["setup"]["files"],
-        "calls_per_round": counts["steady_round"]["calls"],
+        "calls_per_round": {mode: one["calls"] for mode, one in steady.items()},
         "named_types": counts["named_types"]["count"],
         "serve_processes": counts["serve"],
         "extending": counts["extending"],

@@ -18,32 +18,46 @@ ROOT_FOLDER = "orchestrator"
 PARTS: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
     "decoder": frozenset({"core", "decoder"}),
+    "neuron": frozenset({"core", "decoder", "neuron"}),
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
-    "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.heads", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.heads", "training", "eagle"}),
+    "heads": frozenset({"core", "decoder", "heads"}),
+    "medusa": frozenset({"core", "decoder", "draft.heads", "heads", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.heads", "heads", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
-        {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
+        {"core", "decoder", "draft", "target", "heads", "medusa", "eagle", "placement", "orchestrator", "neuron"}
     ),
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 
 # Subfolders (and files) that see less than their folder, or more; the longest name counts.
+_COUNTS = {"core", "decoder", "neuron", "placement.planning.instances"}
 SUBFOLDERS: dict[str, frozenset[str]] = {
-    "placement/planning": frozenset({"core", "decoder", "config", "placement.planning", "placement.host.environment"}),
+    "neuron/chips.py": frozenset({"core"}),
+    "neuron/round_graphs.py": frozenset({"core", "decoder", "draft", "target", "eagle", "neuron"}),
+    "neuron/round_cost.py": frozenset({*_COUNTS, "target"}),
+    "neuron/graph_export.py": frozenset(_COUNTS),
+    "neuron/machine.py": frozenset(_COUNTS),
+    "neuron/hardware_speed.py": frozenset({*_COUNTS, "experiments.speed_plan"}),
+    "placement/planning": frozenset(
+        {"core", "decoder", "config", "placement.planning", "placement.host.environment", "neuron.chips"}
+    ),
     "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
     "placement/__init__.py": frozenset({"placement", "serving.deployment"}),  # launch, under its public name
     "placement/lookahead.py": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
-    "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
+    "orchestrator/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
     "orchestrator/text": frozenset(
         {"core", "decoder.gguf", "decoder.json_fields", "decoder.weights", "text", "outputs", "engine.request"}
     ),
 }
 # Parts of the package that nobody else imports.
 NOT_IMPORTED = {"cli": "orchestrator/cli/"}
+# Parts that only these import, inside functions; the others reach them by a row that names a path.
+LATE = {"neuron": ("orchestrator/cli/", "orchestrator/diagnostics/")}
+# Tables, which import no more than core and may be read by everybody who names them.
+TABLES = frozenset({"neuron.chips"})
 
 # Other people's packages at the top of a module. In a function anything goes, but for core and for what FENCED names.
 EAGER: dict[str, frozenset[str]] = {
@@ -58,7 +72,7 @@ FENCED: dict[str, tuple[str, ...]] = {
 }
 
 # Environment variables are read and written in one file per role of a process.
-ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "placement/host/environment.py"})
+ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "neuron/environment.py", "placement/host/environment.py"})
 
 # A little above the size a file or function should have: splitting what belongs together is worse.
 MAX_FILE_LINES = 600
@@ -66,9 +80,6 @@ MAX_FUNCTION_LINES = 66
 MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 MAX_STATE = 8  # attributes that a class assigns after its constructor
-
-# Public entry points that keep the keywords of transformers-neuronx.
-PUBLIC_ENTRY_POINTS = {("orchestrator/auto.py", "from_pretrained"), ("orchestrator/loadable.py", "loadable")}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -160,6 +171,11 @@ def own_import(file: str, item: Import) -> str | None:
     for part, home in NOT_IMPORTED.items():
         if is_within(item.name, f"{ROOT_PACKAGE}.{part}") and not file.startswith(home):
             return f"{item.name} is imported by {home} only"
+    for part, homes in LATE.items():
+        known = file.startswith(f"{part}/") or (item.lazy and file.startswith(homes))
+        table = any(is_within(item.name, f"{ROOT_PACKAGE}.{one}") for one in TABLES)
+        if is_within(item.name, f"{ROOT_PACKAGE}.{part}") and not known and not table:
+            return f"{item.name} is imported by {' and '.join(homes)} only, inside functions"
     place = max((name for name in (*PARTS, *SUBFOLDERS) if is_below(file, name)), key=len)
     allowed = SUBFOLDERS.get(place) or PARTS[place]
     part = part_of(item.name)
@@ -291,10 +307,8 @@ def has_fixed_signature(name: str) -> bool:
 
 
 def keeps_its_parameters(file: str, function: Function) -> bool:
-    """Whether it is a public entry point, or a test (called by keyword)."""
-    if file.startswith("tests/") and function.name.startswith("test_"):
-        return True
-    return (file, function.name) in PUBLIC_ENTRY_POINTS
+    """Whether it is a test (called by keyword)."""
+    return file.startswith("tests/") and function.name.startswith("test_")
 
 
 def check(root: Path) -> list[Violation]:

@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocols import Reading
-from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingKind, SamplingTensors
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots, for_all_slots, idle_tokens
+from paceline.core.protocols import HostText
+from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingKind, SamplingTensors
+from paceline.decoder.backends.base import Step
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import move_slot, prefill_in_chunks
+from paceline.target.base import TargetVerifier
 from paceline.target.steps import root_of
 
 
@@ -49,48 +50,42 @@ class AutoregressiveStep(nn.Module):
         return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, count
 
 
-class AutoregressiveDecoder:
-    """Runs `AutoregressiveStep`. Like a verifier to which nothing is ever proposed, but for how much it commits.
+class AutoregressiveDecoder(TargetVerifier):
+    """Runs `AutoregressiveStep`: a verifier to which nothing is ever proposed.
 
     ``width``: tokens a commit has room for, where it takes turns with verifiers.
     """
 
-    movable = True
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        steps: int,
+        *,
+        width: int | None = None,
+        slots: Sequence[HostText | None] = (),
+    ) -> None:
+        super().__init__(decoder, steps if width is None else width, slots=slots)
+        self.steps = steps
 
-    def __init__(self, decoder: CompiledDecoder, steps: int, *, width: int | None = None) -> None:
-        self.decoder, self.steps, self._width = decoder, steps, steps if width is None else width
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt and pick the first token."""
-        logits, _ = yield from prefill_in_chunks(self.decoder, slot, prompt, shared=True)
-        position = torch.tensor([[len(prompt)]], dtype=torch.int32)
-        return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
-
-    def finish_request(self, slot: int) -> None:
-        """The next request's prompt overwrites the cache rows."""
-        self.decoder.read_prompts.finish(slot)
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
-        move_slot(self.decoder, slot, to, rows=rows)
-
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
+    ) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""
-        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
-        kind = self.decoder.sampling_kind(sampling.kind)
-        make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
-        bucket, lines = self.decoder.bucket_for(limits.max_rows), self.decoder.lines_for(limits.used_slots)
-        key = GraphKey(
-            "autoregressive",
-            self.steps,
-            bucket,
-            commit_width=commit.tokens.shape[1],
-            next_width=self._width,
-            sampling=kind,
-            lines=lines,
-        )
-        inputs = [first_slots(x, lines) for x in inputs]
-        tokens, count = self.decoder.graph(key, make, inputs)(*inputs)
-        slots = len(commit.count)
-        tokens = for_all_slots(tokens, slots, idle_tokens(self._width))
-        return Commit(tokens, for_all_slots(count, slots, 1), commit.first_row + commit.count)
+        inputs = self._inputs(commit, sampling, limits)
+        width = commit.tokens.shape[1]
+
+        def find(bucket: int, lines: int, given: Sequence[Tensor]) -> Step:
+            kind = self.decoder.sampling_kind(sampling.kind)
+            make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
+            key = GraphKey(
+                "autoregressive",
+                self.steps,
+                bucket,
+                commit_width=width,
+                next_width=self._width,
+                sampling=kind,
+                lines=lines,
+            )
+            return self.decoder.graph(key, make, given)
+
+        return self._next(commit, inputs, (width, sampling.kind), limits=limits, find=find)

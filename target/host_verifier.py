@@ -18,33 +18,30 @@ from torch import Tensor, nn
 from paceline.core import reduce, tree
 from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
 from paceline.core.errors import SamplingError
-from paceline.core.protocols import HostText, Reading
+from paceline.core.protocols import HostText
 from paceline.core.types import (
     PAD,
     Commit,
     DraftShape,
     FeatureSpec,
-    PrefillResult,
     Proposal,
     RoundLimits,
     SamplingTensors,
-    TokenLogprobs,
     TokenScore,
 )
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.steps import compact_path, move_slot, prefill_in_chunks, window
+from paceline.decoder.steps import compact_path, window
+from paceline.target.base import TargetVerifier, processed, scores_of
 from paceline.target.steps import VerifyMask, features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
 
 
-class HostVerifier:
+class HostVerifier(TargetVerifier):
     """Takes logits to the host and decides there, position by position.
 
-    ``slots`` holds the text of every slot, or None; the engine, which adds what is committed to it, shares that list.
+    ``slots``: see `TargetVerifier`.
     ``width``: tokens a commit has room for, where this one takes turns with other rounds.
     """
-
-    movable = True
 
     def __init__(
         self,
@@ -58,37 +55,9 @@ class HostVerifier:
         width: int | None = None,
     ) -> None:
         decoder.check_width(draft_shape.num_draft_tokens + 1)
-        self._unused = 0 if width is None else width - draft_shape.depth - 1
-        self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
-        self._wide = wide
-        self._slots, self._kernels = slots, decoder.body.kernels
-        self._scores: list[list[TokenScore]] = []
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt and pick the first token; see the protocol."""
-        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
-        text, token, scores = self._slots[slot], 0, list[TokenScore]()
-        assert text is not None, "a text is seated before its prompt is read"
-        try:
-            processed = _processed(text, text.text, logits[0, 0])
-            token = self._choose(processed, len(prompt), sampling)
-            scores = _scores(text, token, raw=logits[0, 0], processed=processed)
-        except SamplingError as error:
-            text.fail(error)
-        return PrefillResult(token, features, scores)
-
-    def finish_request(self, slot: int) -> None:
-        """As `CompiledVerifier.finish_request`."""
-        self.decoder.read_prompts.finish(slot)
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
-        move_slot(self.decoder, slot, to, rows=rows)
-
-    def take_scores(self) -> list[list[TokenScore]]:
-        """For every slot whose text asks for them, the scores of each token of the last call."""
-        scores, self._scores = self._scores, []
-        return scores
+        super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
+        self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
+        self._unused = self._width - draft_shape.depth - 1
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -100,7 +69,8 @@ class HostVerifier:
         nothing = torch.full((len(row), draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
         parents = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        view = VerifyMask(draft_shape)(drafts, parents, limit=limits.max_accept)
+        limit = self._inputs(commit, sampling, limits)[3]
+        view = VerifyMask(draft_shape)(drafts, parents, limit=limit)
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
@@ -115,7 +85,7 @@ class HostVerifier:
         choices: list[list[int]] = self._kernels.sample_tokens(
             logits, (row.unsqueeze(1) + 1 + deep).to(torch.int32).contiguous(), sampling
         ).tolist()
-        self._scores = []
+        self.scores = []
         for slot, text in enumerate(self._slots):
             own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1], sampling.kind)
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
@@ -131,7 +101,7 @@ class HostVerifier:
                 except SamplingError as error:
                     text.fail(error)
                     way, answer, scores = [], [0], []
-            self._scores.append(scores)
+            self.scores.append(scores)
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)
@@ -163,11 +133,11 @@ class HostVerifier:
         row: int | None = 0
         while row is not None:
             try:
-                processed, token = logits[row], choices[row]
+                line, token = logits[row], choices[row]
                 if text.processing is not None:
-                    processed = _processed(text, text.text, logits[row])
-                    token = self._choose(processed, len(text.text), sampling)
-                scores += _scores(text, token, raw=logits[row], processed=processed)
+                    line = processed(text, text.text, logits[row])
+                    token = self._choose(line, len(text.text), sampling)
+                scores += scores_of(text, token, raw=logits[row], processed=line)
             except SamplingError as error:  # of this text alone: the others go on
                 text.fail(error)
                 return path[:-1], tokens or [0], scores
@@ -185,22 +155,22 @@ class HostVerifier:
         """As `_match`, by calling the rule with a chain and the processed logits after each of its tokens."""
         ids = text.text
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
-        lines = [_processed(text, ids, logits[0])]
+        lines = [processed(text, ids, logits[0])]
         for place, token in enumerate(drafts):
             # An id out of range, or one that may not follow, counts as drawn; it is refused, so the row behind is idle.
             if token >= len(lines[-1]) or float(lines[-1][token]) <= reduce.NEGATIVE:
                 drafts = drafts[: place + 1]
                 lines.append(lines[-1])
                 break
-            lines.append(_processed(text, ids + drafts[: place + 1], logits[place + 1]))
-        processed = torch.stack(lines)
+            lines.append(processed(text, ids + drafts[: place + 1], logits[place + 1]))
+        stacked = torch.stack(lines)
         positions = torch.arange(len(ids), len(ids) + len(lines), dtype=torch.int32).unsqueeze(0)
         q = proposal.draft_probs
         draft_probs = None if q is None else pad_vocabulary(q[:, : len(drafts)], self.decoder.config.vocab_size)
         chain = Proposal(proposal.tokens[:, : len(drafts)], None, draft_probs)
         view = target_view(
             self._rule,
-            processed.unsqueeze(0),
+            stacked.unsqueeze(0),
             positions,
             sampling=sampling,
             depth=len(drafts),
@@ -208,44 +178,9 @@ class HostVerifier:
         )
         tokens = [t for t in committed(chain, self._rule(chain, view))[0].tolist() if t != PAD]
         scores: list[TokenScore] = []
-        for raw, line, token in zip(logits, processed, tokens, strict=False):
-            scores += _scores(text, token, raw=raw, processed=line)
+        for raw, line, token in zip(logits, stacked, tokens, strict=False):
+            scores += scores_of(text, token, raw=raw, processed=line)
         return list(range(1, len(tokens))), tokens, scores
-
-    def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
-        where = torch.tensor([[position]], dtype=torch.int32)
-        return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
-
-
-def _processed(text: HostText, ids: list[int], logits: Tensor) -> Tensor:
-    """The logits [V] that follow ``ids``, as the text wants them."""
-    return logits if text.processing is None else text.processing.process(ids, logits)
-
-
-def _scores(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> list[TokenScore]:
-    """The score of a token, if the text asks for scores. raw, processed: [V], the model's logits and what became of
-    them.
-
-    Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
-
-    Raises:
-        SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
-    """
-    if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
-        raise SamplingError(
-            f"the logits processors left no token to follow the text of {len(text.text)} tokens; let them allow one, "
-            "such as the eos id, where a text must end"
-        )
-    logprobs = None
-    if text.num_logprobs is not None:
-        of_model = raw.log_softmax(-1)
-        top = of_model.topk(min(text.num_logprobs, len(raw)))
-        best = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        rank = int((of_model > of_model[token]).sum()) + 1
-        logprobs = TokenLogprobs(token, float(of_model[token]), rank, best)
-    elif not text.output_scores:
-        return []
-    return [TokenScore(float(processed.log_softmax(-1)[token]), logprobs)]
 
 
 def _line(proposal: Proposal | None, slot: int) -> Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.acceptance.base import AcceptanceRule
-from paceline.core.protocols import Reading, TraceableDrafter
+from paceline.core.protocols import HostText, TraceableDrafter
 from paceline.core.types import (
     PAD,
     Commit,
@@ -25,7 +25,6 @@ from paceline.core.types import (
     DraftShape,
     FeatureSpec,
     MultiRoundLimits,
-    PrefillResult,
     Proposal,
     RoundLimits,
     RoundReport,
@@ -43,7 +42,7 @@ from paceline.decoder.decoder import (
     idle_tokens,
 )
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import move_slot, prefill_in_chunks
+from paceline.target.base import TargetVerifier
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 
@@ -65,13 +64,13 @@ class _Fused:
 
     kept   whether the features it reads are on the device
     kind   of sampling
-    lines  as in `GraphKey`
+    slots  in use
     """
 
     drafter: TraceableDrafter
     kept: bool
     kind: SamplingKind
-    lines: int
+    slots: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +79,25 @@ class _FusedRounds:
 
     which   the rounds; the kind of sampling is that of the batch
     bucket  that of the target
+    several  whether there may be several in a call
     rows    of the longest text, before a round: with others, draft or target need another bucket
     run     runs rounds
     """
 
     which: _Fused
     bucket: int
+    several: bool
     rows: range
     run: _RunRounds
 
 
-class CompiledVerifier:
+class CompiledVerifier(TargetVerifier):
     """Runs `VerifyStep` for one draft shape, for nothing proposed, and for chains shorter than the draft shape.
 
     ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
     ``depths``: of shorter chains that have a graph of their own.
     ``width``: tokens a commit has room for, where this one takes turns with verifiers of deeper draft shapes.
     """
-
-    movable = True
 
     def __init__(
         self,
@@ -110,33 +109,17 @@ class CompiledVerifier:
         reads: FeatureSpec | None = None,
         width: int | None = None,
         depths: Sequence[int] = (),
+        slots: Sequence[HostText | None] = (),
     ) -> None:
         decoder.check_width(draft_shape.num_draft_tokens + 1)
         self.draft_shapes = (
             *(DraftShape.chain(depth) for depth in sorted(depths) if depth < draft_shape.depth),
             draft_shape,
         )
-        self._width = draft_shape.depth + 1 if width is None else width
-        self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
-        self._wide = wide
-        self._keys: dict[_Verify, GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[tuple[_Fused, int, int], _RunRounds] = {}
+        super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
+        self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt and pick the first token; see the protocol."""
-        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
-        position = torch.tensor([[len(prompt)]], dtype=torch.int32)
-        return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)), features)
-
-    def finish_request(self, slot: int) -> None:
-        """The next request's prompt overwrites the cache rows."""
-        self.decoder.read_prompts.finish(slot)
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.MovesRequests`."""
-        move_slot(self.decoder, slot, to, rows=rows)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -149,7 +132,7 @@ class CompiledVerifier:
             proposal = fitted(proposal, draft_shape.num_draft_tokens)
         elif not self._wide:
             draft_shape = DraftShape.chain(0)
-        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
+        inputs = self._inputs(commit, sampling, limits)
         if proposal is not None:
             inputs.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
@@ -158,15 +141,14 @@ class CompiledVerifier:
             inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
-        bucket, kind = self.decoder.bucket_for(limits.max_rows), self.decoder.sampling_kind(sampling.kind)
-        slots, lines = len(commit.count), self.decoder.lines_for(limits.used_slots)
-        key = self._key(_Verify(draft_shape, commit.tokens.shape[1], bucket, kind, drawn, lines))
-        inputs = [first_slots(x, lines) for x in inputs]
-        step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), inputs)
-        tokens, count, *features = step(*inputs)
-        tokens, count = for_all_slots(tokens, slots, idle_tokens(self._width)), for_all_slots(count, slots, 1)
-        states = for_all_slots(features[0], slots) if features else None
-        return Commit(tokens, count, commit.first_row + commit.count, states)
+        which = (draft_shape.num_draft_tokens, drawn, commit.tokens.shape[1], sampling.kind)
+
+        def find(bucket: int, lines: int, given: Sequence[Tensor]) -> Step:
+            kind = self.decoder.sampling_kind(sampling.kind)
+            key = self._key(_Verify(draft_shape, commit.tokens.shape[1], bucket, kind, drawn, lines))
+            return self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), given)
+
+        return self._next(commit, inputs, which, limits=limits, find=find)
 
     def fused(
         self,
@@ -179,17 +161,18 @@ class CompiledVerifier:
     ) -> RoundResult:
         """Draft and verify in one graph; see the protocol."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
-        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
-        carry, kept, lines = None, False, self.decoder.lines_for(limits.used_slots)
+        inputs = self._inputs(commit, sampling, limits)
+        carry, kept, lines = None, False, 0
         if self._reads is not None:
+            lines = self.decoder.lines_for(limits.used_slots)
             carry = self._carry(commit, self._reads, lines)
             kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
             inputs += [commit.states] if not kept and commit.states is not None else []
-        which, fused = _Fused(drafter, kept, sampling.kind, lines), self._fused
+        which, fused = _Fused(drafter, kept, sampling.kind, limits.used_slots), self._fused
         if fused is None or limits.max_rows not in fused.rows or fused.which != which:
             fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
         further = limits.multi_round
-        if further is not None:
+        if further is not None and fused.several:
             last = min(limits.max_rows + (further.max_rounds - 1) * self._width, fused.bucket)
             further = further if last in fused.rows else self._in_one_bucket(further, fused, limits.max_rows)
         reports, outputs = fused.run(inputs, seconds, further)
@@ -203,30 +186,28 @@ class CompiledVerifier:
     ) -> _FusedRounds:
         """How fused rounds run from texts of so many rows on."""
         bucket, draft_bucket = self.decoder.bucket_for(rows), which.drafter.bucket(rows)
-        buckets = (bucket, draft_bucket)
-        step = (replace(which, kind=self.decoder.sampling_kind(which.kind)), *buckets)
-        if step not in self._fused_steps:
-            self._fused_steps[step] = self._run_fused(step[0], carry, inputs=inputs, buckets=buckets)
+        run = self._run_fused(which, carry, inputs=inputs, buckets=(bucket, draft_bucket))
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=which.drafter.bucket)
-        return _FusedRounds(which, bucket, range(rows, rows + same), self._fused_steps[step])
+        return _FusedRounds(which, bucket, not isinstance(run, partial), range(rows, rows + same), run)
 
     def _run_fused(
         self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
     ) -> _RunRounds:
         """What runs fused rounds. ``buckets``: target's, drafter's."""
-        drafter, kind, backend = which.drafter, which.kind, self.decoder.backend
-        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=which.lines))
+        drafter, kind, backend = which.drafter, self.decoder.sampling_kind(which.kind), self.decoder.backend
+        lines = self.decoder.lines_for(which.slots)
+        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=lines))
         key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
             return FusedStep(drafter.step(buckets[1], kind), verify, carry, lean=backend.device_state)
 
-        given = [first_slots(x, which.lines) for x in inputs]
+        given = [first_slots(x, lines) for x in inputs]
         step: Step | MultiRoundStep = self.decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
         if isinstance(step, MultiRoundStep):
             return step.run_rounds
-        return partial(_one_round, step=step, lean=backend.device_state, lines=which.lines)
+        return partial(_one_round, step=step, lean=backend.device_state, lines=lines)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
@@ -258,21 +239,19 @@ class CompiledVerifier:
         )
 
     def _key(self, which: _Verify) -> GraphKey:
-        if which not in self._keys:
-            self._keys[which] = GraphKey(
-                "verify",
-                which.draft_shape.num_draft_tokens + 1,
-                which.bucket,
-                draft_shape=which.draft_shape,
-                rule=self._rule.cache_key,
-                drawn=which.drawn,
-                features=None if self._reads is None else self._reads.layers,
-                commit_width=which.width,
-                next_width=self._width,
-                sampling=which.kind,
-                lines=which.lines,
-            )
-        return self._keys[which]
+        return GraphKey(
+            "verify",
+            which.draft_shape.num_draft_tokens + 1,
+            which.bucket,
+            draft_shape=which.draft_shape,
+            rule=self._rule.cache_key,
+            drawn=which.drawn,
+            features=None if self._reads is None else self._reads.layers,
+            commit_width=which.width,
+            next_width=self._width,
+            sampling=which.kind,
+            lines=which.lines,
+        )
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:

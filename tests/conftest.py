@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +85,19 @@ def fair_share() -> Iterator[None]:
         patch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # as in clusters that `paceline serve` starts
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # Serve's own is 5
         yield
+
+
+@pytest.fixture(autouse=True)
+def drawn_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever chooses by measured time gets times drawn from a fixed seed: no test depends on the machine's load."""
+    dice, now = random.Random(0), [0.0]
+
+    def perf_counter() -> float:
+        now[0] += dice.uniform(0.0005, 0.0015)
+        return now[0]
+
+    for module in ("paceline.draft.choice", "paceline.engine.rounds"):
+        monkeypatch.setattr(f"{module}.perf_counter", perf_counter)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ every row it may look at holds the committed token, or one that was fed in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.build import round_builder
 from paceline.core.protocols import Reading, Round
 from paceline.core.types import (
     Commit,
@@ -35,9 +36,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.decoder.options import DecoderOptions
-from paceline.engine.batch import Slot
-from paceline.engine.engine import Engine, Variant, VariantBuilder
+from paceline.decoder.options import DecoderOptions, LoadOptions
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -151,7 +150,7 @@ class TableDecoder(SamplingDecoder):
         pad: int | None = None,
     ) -> None:
         self.config = config(logits.shape[-1], eos=eos, pad=pad)
-        self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
+        self.options = DecoderOptions(LoadOptions(batch_size=slots, amp="f32"), kv_buckets, (8, 16))
         self.backend, self.kv_buckets, self.batch_buckets = EagerBackend(), kv_buckets, (slots,)
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.folder = None
@@ -271,29 +270,18 @@ class Checked(SpeculativeGenerator):
 
 def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Round], Round]) -> None:
     """Put something around the rounds of a generator."""
-    generator.engine = Engine(generator.engine.num_slots, Wrapped(generator.engine.build, wrap))
+    generator.engine.rounds = wrap(generator.engine.rounds)
 
 
 def rebuild(generator: SpeculativeGenerator, **changes: object) -> None:
     """Have the rounds of a generator built with other settings: ``controller``, ``exact``, ..."""
-    build = generator.engine.build
-    if isinstance(build, Wrapped):
-        build = replace(build, inner=replace(build.inner, **changes))  # type: ignore[type-var, arg-type]
+    builder = round_builder(generator.target, generator.drafter, generator.config, rule=generator._rule)
+    engine = generator.engine
+    rounds, engine.shape = replace(builder, **changes).build(engine.slots)  # type: ignore[arg-type]
+    if isinstance(engine.rounds, WatchedRound):
+        engine.rounds._inner = rounds
     else:
-        build = replace(build, **changes)  # type: ignore[type-var, arg-type]
-    generator.engine = Engine(generator.engine.num_slots, build)
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """A builder of variants with something around their rounds."""
-
-    inner: VariantBuilder
-    wrap: Callable[[Round], Round]
-
-    def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
-        variant = self.inner(verify_width, slots)
-        return replace(variant, round=self.wrap(variant.round))
+        engine.rounds = rounds
 
 
 def softmax(logits: Tensor) -> np.ndarray:

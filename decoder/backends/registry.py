@@ -54,23 +54,21 @@ BACKENDS: dict[str, BackendRow] = {
             compiles=False,
             narrow_cache=True,
         ),
-        BackendRow(
-            "xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out", blocks=False
-        ),
+        BackendRow("xla", "paceline.neuron.xla:XlaBackend", "graphs of torch_xla, to try them out", blocks=False),
         BackendRow(
             "neuron",
-            "paceline.decoder.backends.neuron.backend:NeuronBackend",
+            "paceline.neuron.backend:NeuronBackend",
             "AWS Neuron through PyTorch/XLA: Inferentia2, Trainium1, Trainium2",
-            divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
+            divided="paceline.neuron.backend:NeuronBackend",
             saves=True,
             blocks=False,
             e4m3=False,
         ),
         BackendRow(
             "neuron-native",
-            "paceline.decoder.backends.neuron_native:NeuronNativeBackend",
+            "paceline.neuron.native:NeuronNativeBackend",
             "AWS Neuron through TorchNeuron: Trainium2, Trainium3",
-            divided="paceline.decoder.backends.neuron_native:NeuronNativeRanks",
+            divided="paceline.neuron.native:NeuronNativeRanks",
             blocks=False,
             e4m3=False,
         ),

@@ -5,6 +5,8 @@ still one piece of memory: whatever moves or copies rows (an accepted path, a sh
 follows from the key or value it holds and from nothing else, so that it is the same however a text was read. Not here:
 attention, and the C++ of this (decoder/native/cache_rows.h), which writes the same bytes.
 
+Here graphs write rows, too (`store`).
+
 Also whether the caches of a decoder can lie in this machine's memory, asked before anything is loaded: a model's own
 number of positions is often far more than a machine has room for, and the system says so late, by killing whoever uses
 memory that it has not got.
@@ -59,14 +61,44 @@ def unpack(rows: Tensor) -> Tensor:
     return rows[..., :-SCALE_BYTES].float() * scale
 
 
+MAX_EXACT = 1 << 24
+"""Integers below this survive a compiler that computes them in float32."""
+
+
+def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32
+
+    Raises:
+        ConfigurationError: there are too many to be numbered exactly.
+    """
+    total, groups, room, _ = cache.shape
+    if total * groups * room > MAX_EXACT:
+        raise ConfigurationError(
+            f"a cache of {total} slots x {groups} heads x {room} rows has more rows than a graph can number exactly "
+            f"({MAX_EXACT}); use fewer slots or positions"
+        )
+    heads = torch.arange(groups, dtype=torch.int32, device=cache.device)
+    first = (slots.unsqueeze(1) * groups + heads) * room  # [b, G]
+    return (first.unsqueeze(-1) + rows.unsqueeze(1)).reshape(-1)
+
+
+def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
+    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
+
+    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
+    """
+    total, groups, room, width = cache.shape
+    wide = cache.view(total * groups * room, width)
+    wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
+
+
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _GIB = 1 << 30
 
 
 def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
     """Of the keys and values of every layer, on all ranks."""
-    heads = len(shard.key_heads) * shard.degree
-    rows = 2 * shard.config.num_layers * options.batch_size * heads * options.rows
+    rows = shard.degree * shard.cache_rows(options.batch_size * options.rows)
     return rows * row_elements(shard.config.head_dim, options.cache_dtype) * options.cache_dtype.itemsize
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.core import noise, tree
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.plain import NormKind
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike
 
 
@@ -160,10 +161,17 @@ class Kernels(Protocol):
         """
 
     def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
     ) -> Tensor:
         """As `paceline.core.probs.sample_tokens`; any id in a slot without a request.
 
+        ``part``: the ids that there are logits of (None: all), which only kernels with kinds of sampling are given.
         Kernels that skip padding do not look at the logits of such a slot, here and in the two below.
         """
 
@@ -174,9 +182,12 @@ class Kernels(Protocol):
         sampling: SamplingTensors,
         *,
         count: int,
-        ids: Tensor | None = None,
+        part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `paceline.core.probs.rank_tokens`. In one call: a draft tree asks for all children of a level."""
+        """As `paceline.core.probs.rank_tokens`. In one call: a draft tree asks for all children of a level.
+
+        ``part``: the ids that there are logits of; only kernels with kinds of sampling are given a divided one.
+        """
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `paceline.core.probs.probabilities`, up to float32's rounding: what `sample_tokens` draws from."""

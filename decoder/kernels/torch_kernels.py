@@ -22,6 +22,7 @@ from paceline.decoder.kernels.protocol import (
     ExpertWeights,
     MixtureKernels,
 )
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
@@ -111,7 +112,13 @@ class TorchKernels(PlainOperations):
             one[line, :, to] = one[line, :, source]
 
     def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
     ) -> Tensor:
         if not bool((sampling.params[:, 0] > 0).any()):  # eager may look at values; greedy rows need no noise
             return reduce.argmax(logits)
@@ -124,9 +131,9 @@ class TorchKernels(PlainOperations):
         sampling: SamplingTensors,
         *,
         count: int,
-        ids: Tensor | None = None,
+        part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return probs.rank_tokens(logits, positions, sampling, count=count, ids=ids)
+        return probs.rank_tokens(logits, positions, sampling, count=count, ids=None if part is None else part.ids)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         return probs.probabilities(logits, sampling, cut=self.cuts(sampling))

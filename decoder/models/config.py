@@ -16,15 +16,16 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
+from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.weights.compressed import check_quantization_config
 from paceline.decoder.weights.folder import is_gguf
-from paceline.decoder.weights.hub import KNOWN_MODELS, checkpoint_path
+from paceline.decoder.weights.hub import checkpoint_path
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -162,10 +163,10 @@ NEUTRAL: dict[str, object] = {
 """Keys that would change the numbers of a family that does not read them, and the value that changes nothing."""
 
 
-def refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
+def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
     """Raise UnknownArchitectureError where a key has another value than the one that changes nothing."""
     for key, value in neutral.items():
-        actual = config.values.get(key)
+        actual, value = config.values.get(key), value(config) if callable(value) else value
         if actual is not None and actual != value:
             raise UnknownArchitectureError(
                 f"{config.where}: {key} = {actual!r} would change the computation in a way that is not implemented for "
@@ -181,7 +182,7 @@ def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
     Raises:
         UnknownArchitectureError: a key of `NEUTRAL` that the family does not read has another value.
     """
-    refuse_others(config, {key: value for key, value in NEUTRAL.items() if key not in read})
+    _refuse_others(config, {key: value for key, value in NEUTRAL.items() if key not in read})
     known = STANDARD | read | HARMLESS.keys() | NEUTRAL.keys()
     return sorted(key for key, value in config.values.items() if value is not None and key not in known)
 
@@ -213,7 +214,10 @@ _ROPE_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model's sizes and options; a model may have no eos, pad or bos token at all. A family may add fields."""
+    """One model's sizes and options; a model may have no eos, pad or bos token at all.
+
+    local_rope  of layers with a sliding window, where they have settings of their own
+    """
 
     model_type: str
     vocab_size: int
@@ -233,6 +237,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     bos_token_id: int | None
+    blueprint: Blueprint = field(default_factory=Blueprint)
+    local_rope: RopeConfig | None = None
+
+    @property
+    def rotated(self) -> int:
+        """How many dimensions of a head rotary embeddings turn, from the first on."""
+        return int(self.head_dim * self.blueprint.turned)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -245,20 +256,13 @@ class ModelConfig:
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json), a "
-                f"GGUF file, a known model's name ({', '.join(KNOWN_MODELS)}), or an id of the Hugging Face hub "
+                f"GGUF file, the name of a model that `paceline list` shows, or an id of the Hugging Face hub "
                 "(owner/name)."
             )
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"
         generation = Fields(read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file))
-        if unknown := _unknown_keys(config, registry.family(config.text("model_type"), config.where).keys):
-            log.warning(
-                "%s: nobody here knows what %s asks for, and nothing is done about it; if it changes what the model "
-                "computes, this will be another model",
-                config.where,
-                ", ".join(unknown),
-            )
-        return _parse(config, generation)
+        return _parse(config, generation, warn=True)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -271,8 +275,13 @@ class ModelConfig:
         return _parse(config, Fields({}, config.where))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values under these field names (not Hugging Face's), ready for JSON."""
-        return asdict(self)
+        """Plain values under these field names (not Hugging Face's), ready for JSON; of the blueprint what is not
+        Llama's, so that a new choice does not change the fingerprints of those who do not make it.
+        """
+        values, usual = asdict(self), asdict(Blueprint())
+        chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
+        local = values.pop("local_rope")
+        return {**values, **({"blueprint": chosen} if chosen else {}), **({"local_rope": local} if local else {})}
 
     def fingerprint(self) -> str:
         """Hex sha256 over all fields: equal for equal configurations, in every process, on every machine."""
@@ -280,22 +289,26 @@ class ModelConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _parse(config: Fields, generation: Fields) -> ModelConfig:
-    """Ask the family that config.json names."""
-    _unknown_keys(config, registry.family(config.text("model_type"), config.where).keys)  # refuses what it must
-    return registry.family(config.text("model_type"), config.where).config(config, generation)
-
-
-def standard(config: Fields, generation: Fields, *, share: float | None = None) -> ModelConfig:
-    """The keys that most families have, with the defaults of transformers' LlamaConfig; sizes have no default.
-
-    ``share`` is how much of a head rotary embeddings turn, where the family knows more than 1.
+def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelConfig:
+    """What a file says, in the words of the family that it names; sizes have no default.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.
         UnknownArchitectureError: an option would change the computation in a way that is not implemented.
     """
+    family = registry.family(config.text("model_type"), config.where)
+    unknown = _unknown_keys(config, family.keys)
+    if warn and unknown:
+        log.warning(
+            "%s: nobody here knows what %s asks for, and nothing is done about it; if it changes what the model "
+            "computes, this will be another model",
+            config.where,
+            ", ".join(unknown),
+        )
+    config = family.translated(config)
+    _refuse_others(config, family.neutral)
     _refuse_options(config)
+    plan = family.blueprint(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -304,22 +317,22 @@ def standard(config: Fields, generation: Fields, *, share: float | None = None) 
             f"{config.where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = "
             f"{num_kv_heads}; correct the file."
         )
-    head_dim = _head_dim(config, hidden_size, num_heads)
-    max_positions = config.integer("max_position_embeddings", 2048)
     vocab_size = config.integer("vocab_size")
     eos, pad, bos = _special_ids(config, generation, vocab_size)
-    return ModelConfig(
-        model_type=config.text("model_type"),
+    sides = ("full_attention", "sliding_attention") if plan.local_rope else ("", "")
+    full, local = (_rope(config, plan, num_heads, side=side) for side in sides)
+    made = ModelConfig(
+        model_type=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(config, hidden_size, num_heads),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=max_positions,
-        rope=_rope(config, head_dim, max_positions, share=share),
+        max_position_embeddings=config.integer("max_position_embeddings", 2048),
+        rope=full,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
@@ -327,7 +340,14 @@ def standard(config: Fields, generation: Fields, *, share: float | None = None) 
         eos_token_ids=eos,
         pad_token_id=pad,
         bos_token_id=bos,
+        blueprint=plan,
+        local_rope=local if plan.local_rope else None,
     )
+    if made.rotated % 2:
+        raise UnknownArchitectureError(
+            f"{config.where}: rotary embeddings would turn {made.rotated} dimensions of a head, which is odd."
+        )
+    return made
 
 
 def _refuse_options(config: Fields) -> None:
@@ -380,13 +400,32 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
         )
 
 
-def _rope(config: Fields, head_dim: int, max_positions: int, *, share: float | None) -> RopeConfig:
+def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
+    """The rope settings and the base that holds where they say none. ``side``: of which layers, where they differ.
+
+    transformers 5 writes both sides below ``rope_parameters``; 4 wrote ``rope_theta``, ``rope_scaling`` and
+    ``rope_local_base_freq``.
+    """
+    base = config.number("rope_theta", 10000.0)
+    both = config.child("rope_parameters")
+    if side and both is not None and {"full_attention", "sliding_attention"} & set(both.values):
+        own = both.child(side)
+        if own is None or len(both.values) != 2:
+            raise CheckpointError(f"{both.where}: full_attention and sliding_attention must both be there, alone.")
+        return own, base if side == "full_attention" else config.number("rope_local_base_freq")
+    if side == "sliding_attention":
+        return Fields({}, config.where), config.number("rope_local_base_freq")
     # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
-    settings = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
-    rope = next((fields for fields in settings if fields is not None and fields.values), Fields({}, config.where))
+    settings = (config.child(key) for key in ("rope_scaling", "rope_parameters"))
+    return next((fields for fields in settings if fields is not None and fields.values), Fields({}, config.where)), base
+
+
+def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> RopeConfig:
+    rope, base = _rope_settings(config, side)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _refuse_rope(config, rope, kind, known=share)
-    pairs = int(head_dim * (1.0 if share is None else share)) // 2
+    _refuse_rope(config, rope, kind, whole=plan.turned == 1.0)
+    max_positions = config.integer("max_position_embeddings", 2048)
+    pairs = int(_head_dim(config, config.integer("hidden_size"), num_heads) * plan.turned) // 2
     # Some checkpoints keep this one outside the rope settings, and then transformers prefers it there.
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
@@ -395,7 +434,7 @@ def _rope(config: Fields, head_dim: int, max_positions: int, *, share: float | N
     longrope = kind == "longrope"
     result = RopeConfig(
         type=kind,
-        theta=rope.number("rope_theta", config.number("rope_theta", 10000.0)),
+        theta=rope.number("rope_theta", base),
         max_position_embeddings=max_positions,
         original_max_position_embeddings=original,
         factor=rope.number("factor") if needs_factor else rope.optional_number("factor"),
@@ -420,7 +459,7 @@ def _rope(config: Fields, head_dim: int, max_positions: int, *, share: float | N
     return result
 
 
-def _refuse_rope(config: Fields, rope: Fields, kind: str, *, known: float | None) -> None:
+def _refuse_rope(config: Fields, rope: Fields, kind: str, *, whole: bool) -> None:
     if kind not in ROPE_TYPES:
         raise UnknownArchitectureError(
             f"{rope.where}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}."
@@ -433,7 +472,7 @@ def _refuse_rope(config: Fields, rope: Fields, kind: str, *, known: float | None
         )
     for fields in (rope, config):
         share = fields.number("partial_rotary_factor", 1.0)
-        if share != 1.0 and known is None:
+        if share != 1.0 and whole:
             raise UnknownArchitectureError(
                 f"{fields.where}: partial_rotary_factor = {share} is not supported; "
                 "use a checkpoint that rotates whole heads (1.0)."

@@ -1,30 +1,30 @@
-"""What a model family says of a checkpoint: how its config.json is read, and which tensors it has.
+"""A model family as a row of data: which network it has, how its config.json says so, and which tensors there are.
 
-No network is here, so that all of this is known without PyTorch: `Family.build` imports one.
+No network is computed here, so that all of this is known without PyTorch: `Family.build` imports one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import fields as names_of
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.blueprint import Activation, AssembledConfig, Blueprint, Names, tensors
-from paceline.decoder.models.config import ModelConfig, standard
-from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Experts, Names
+from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
 
 if TYPE_CHECKING:
     from paceline.decoder.kernels.protocol import Kernels
-    from paceline.decoder.models.base import DecoderModel
+    from paceline.decoder.models.config import ModelConfig
     from paceline.decoder.models.layers import Weights
+    from paceline.decoder.models.network import DecoderModel
     from paceline.decoder.parallel.collectives import Collectives
 
+# ---- what config.json decides
 
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -35,136 +35,279 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def translated(config: Fields, renamed: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
-    """A file whose keys have the names that most families use, and what it does not say, said.
-
-    A special token that the file says is null stays none, and one outside of a small vocabulary is not made up.
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A field of a blueprint in config.json: the keys that are read, besides those of every family, and what is made of
+    them.
     """
-    values = {renamed.get(key, key): value for key, value in config.values.items()}
-    size = config.integer("vocab_size")
-    for key, value in defaults.items():
-        special = key.endswith("_token_id")
-        if key in values and (special or values[key] is not None):
-            continue
-        if not special or (isinstance(value, int) and value < size):
-            values[key] = value
-    return Fields(values, config.where)
+
+    names: tuple[str, ...]
+    value: Callable[[Fields], Any]
 
 
-def activation(config: Fields, key: str = "hidden_act") -> Activation:
+def flag(name: str, default: bool = False) -> Key:
+    """True or false."""
+    return Key((name,), lambda config: config.flag(name, default))
+
+
+def number(name: str, default: float | None = None, of: Callable[[float], float] = float) -> Key:
+    """A number above zero, or what is made of one; 0 for null, which says that there is none."""
+
+    def value(config: Fields) -> float:
+        return 0.0 if config.values.get(name, default) is None else of(config.number(name, default))
+
+    return Key((name,), value)
+
+
+def activation(name: str = "hidden_act", default: str = "silu") -> Key:
     """The activation that a key names."""
-    name = config.text(key)
-    if name not in _ACTIVATIONS:
-        raise UnknownArchitectureError(
-            f"{config.where}: {key} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
-        )
-    return _ACTIVATIONS[name]
+
+    def value(config: Fields) -> str:
+        said = config.text(name, default)
+        if said not in _ACTIVATIONS:
+            raise UnknownArchitectureError(
+                f"{config.where}: {name} {said!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            )
+        return _ACTIVATIONS[said]
+
+    return Key(() if name == "hidden_act" else (name,), value)
 
 
-def sliding(config: Fields, *, default: tuple[bool, ...]) -> tuple[int, ...]:
-    """The window of each layer, 0 for none. ``layer_types`` says which slide; where it is missing, ``default``."""
-    count = config.integer("num_hidden_layers")
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        slides = default
-    else:
-        if not isinstance(kinds, list) or len(kinds) != count:
-            raise CheckpointError(f"{config.where}: layer_types must be a list of {count} kinds; correct the file.")
-        for kind in kinds:
-            if kind not in ("sliding_attention", "full_attention"):
-                raise UnknownArchitectureError(f"{config.where}: layer_types has {kind!r}, which is not supported.")
-        slides = tuple(kind == "sliding_attention" for kind in kinds)
-    if config.values.get("sliding_window") is None:
-        return (0,) * count
-    return tuple(config.integer("sliding_window") if slide else 0 for slide in slides)
-
-
-def everywhere(config: Fields) -> tuple[int, ...]:
-    """The window of each layer, where all have the same."""
-    return sliding(config, default=(True,) * config.integer("num_hidden_layers"))
-
-
-def share_turned(config: Fields, default: float = 1.0) -> float:
+def share_turned(default: float = 1.0) -> Key:
     """How much of a head rotary embeddings turn: ``partial_rotary_factor``, of the file or of its rope settings."""
-    for fields in (config.child("rope_parameters"), config.child("rope_scaling"), config):
-        if fields is not None and fields.values.get("partial_rotary_factor") is not None:
-            return fields.number("partial_rotary_factor")
-    return default
+
+    def value(config: Fields) -> float:
+        for fields in (config.child("rope_parameters"), config.child("rope_scaling"), config):
+            if fields is not None and fields.values.get("partial_rotary_factor") is not None:
+                return fields.number("partial_rotary_factor")
+        return default
+
+    return Key((), value)
 
 
-def assembled(config: Fields, generation: Fields, plan: Blueprint, *, share: float = 1.0) -> AssembledConfig:
-    """The configuration of a translated file. ``share`` of each head is turned by rotary embeddings; 0: none."""
-    base = standard(config, generation, share=share)
-    plan = replace(plan, rotated=int(base.head_dim * share))
-    if plan.rotated % 2:
-        raise UnknownArchitectureError(
-            f"{config.where}: rotary embeddings would turn {plan.rotated} dimensions of a head, which is odd."
+def windows(
+    slides: Callable[[Fields, int], bool] = lambda *_: True, *, names: tuple[str, ...] = (), when: str = ""
+) -> Key:
+    """The window of each layer, 0 for none. ``layer_types`` says which slide; where it is missing, ``slides`` of the
+    file, which reads ``names``, and the layer's number. With ``when``, none do unless that key is true.
+    """
+
+    def value(config: Fields) -> tuple[int, ...]:
+        if when and not config.flag(when, False):
+            return ()
+        sliding = kinds_of_layers(config, slides)
+        if config.values.get("sliding_window") is None or not any(sliding):
+            return ()
+        return tuple(config.integer("sliding_window") if one else 0 for one in sliding)
+
+    return Key(("layer_types", "sliding_window", *names, *((when,) if when else ())), value)
+
+
+def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tuple[bool, ...]:
+    """Of each layer: whether ``layer_types`` says that it slides, or, where that is missing, whether it ``slides``."""
+    count, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
+    if kinds is None:
+        return tuple(slides(config, layer) for layer in range(count))
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise CheckpointError(f"{config.where}: layer_types must be a list of {count} kinds; correct the file.")
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UnknownArchitectureError(f"{config.where}: layer_types has {kind!r}, which is not supported.")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def experts(count: str, *, chosen: int | None = None, normalise: bool | None = None,
+            shared: str = "") -> Key:  # fmt: skip
+    """A mixture: the key of how many there are, and what the file does not say. ``normalise`` None: a key says it.
+
+    shared  the key of the width of the expert that every token takes
+    """
+
+    def value(config: Fields) -> Experts:
+        return Experts(
+            config.integer(count),
+            config.integer("num_experts_per_tok", chosen),
+            config.flag("norm_topk_prob", False) if normalise is None else normalise,
+            config.integer(shared) if shared else 0,
         )
-    return AssembledConfig(**{one.name: getattr(base, one.name) for one in names_of(ModelConfig)}, blueprint=plan)
 
+    asked = (count, "num_experts_per_tok", *(("norm_topk_prob",) if normalise is None else ()))
+    return Key((*asked, *((shared,) if shared else ())), value)
+
+
+# ---- a row
 
 _HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
+_NULLABLE = ("sliding_window", "_token_id")
+"""Ends of the keys of which null says that there is none, and not that the default holds."""
 
 
+@dataclass(frozen=True, slots=True)
 class Family:
-    """A subclass writes `config`, `tensors` and `build`."""
+    """A model family. One whose network or tensors are of another kind derives from it and writes `tensors`, `build`.
 
-    ignored: ClassVar[re.Pattern[str] | None] = None
-    """Names of tensors that a checkpoint may hold besides those of `tensors`, without any effect."""
+    name         the ``model_type`` of config.json
+    summary      one line for tables
+    names        what its checkpoints call the parts
+    plan         the choices that all of its models share
+    reads        those that config.json decides, by the field of `Blueprint`
+    defaults     what config.json need not say, as transformers has it; a function makes it of the rest of the file.
+                 Sizes have none
+    renamed      keys of the file that other families call otherwise
+    neutral      keys whose other values would change the computation, and the value, or a function of the file, that
+                 changes nothing
+    bare_prefix  what names begin with that a checkpoint of the network without its head leaves away
+    ignored      a pattern: tensors that a checkpoint may hold without any effect
+    """
 
-    bare_prefix: ClassVar[str] = ""
-    """What names of `tensors` begin with that a checkpoint of the network without its head leaves away."""
+    name: str
+    summary: str
+    names: Names = LLAMA_NAMES
+    plan: Blueprint = field(default_factory=Blueprint)
+    reads: Mapping[str, Key] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, object] = field(default_factory=dict)
+    bare_prefix: str = "model."
+    ignored: str = ""
 
-    keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of config.json that `config` reads, besides those of every family (`known_keys.STANDARD`)."""
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of config.json that it reads, besides those of every family (`paceline.decoder.models.config`)."""
+        return frozenset(name for key in self.reads.values() for name in key.names).union(self.renamed, self.neutral)
 
-    @classmethod
-    def ignores(cls, name: str) -> bool:
+    def translated(self, config: Fields) -> Fields:
+        """The file with the keys that most families use, and what it does not say, said.
+
+        A special token that the file says is null stays none, and one outside of a small vocabulary is not made up.
+        """
+        values = {key: one for key, one in config.values.items() if key not in self.renamed}
+        for old, new in self.renamed.items():
+            if old in config.values and (config.values[old] is not None or new not in values):
+                values[new] = config.values[old]
+        for key, default in self.defaults.items():
+            if key in values and (values[key] is not None or key.endswith(_NULLABLE)):
+                continue
+            value = default(Fields(values, config.where)) if callable(default) else default
+            if not key.endswith("_token_id") or (isinstance(value, int) and value < config.integer("vocab_size")):
+                values[key] = value
+        return Fields(values, config.where)
+
+    def blueprint(self, config: Fields) -> Blueprint:
+        """What a translated file asks for.
+
+        Raises:
+            CheckpointError: a key is missing or has a wrong value.
+            UnknownArchitectureError: an option would change the computation in a way that is not implemented.
+        """
+        return replace(self.plan, **{name: key.value(config) for name, key in self.reads.items()})
+
+    def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold a tensor of that name without any effect here.
 
         Of every family, heads that draft for it, in the names of Medusa and of NxD Inference: `paceline.medusa`'s.
         """
-        return any(kind is not None and kind.fullmatch(name) for kind in (cls.ignored, _HEADS))
+        return bool(_HEADS.fullmatch(name) or (self.ignored and re.fullmatch(self.ignored, name)))
 
-    @staticmethod
-    def config(fields: Fields, generation: Fields) -> ModelConfig:
-        """What config.json and generation_config.json say.
-
-        Raises:
-            CheckpointError: a key is missing or has a wrong value.
-            UnknownArchitectureError: an option would change the computation in a way that the family does not follow.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
+    def tensors(self, config: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of a checkpoint by its name, in the order of their use."""
-        raise NotImplementedError
+        plan, outer, hidden = config.blueprint, self.names.outer, config.hidden_size
+        tied, head = config.tie_word_embeddings, f"{self.names.outer['head']}.weight"
+        table = TensorSpec((config.vocab_size, hidden), Split.VOCABULARY)
+        specs = {f"{outer['embedding']}.weight": replace(table, copies=(head,) if tied else ())}
+        if plan.learned:
+            specs[f"{outer['positions']}.weight"] = TensorSpec((plan.learned, hidden))
+        if plan.embedding_norm:
+            specs |= _norm(outer["embedding norm"], hidden, plan)
+        for index in range(config.num_layers):
+            specs |= self._layer(config, self.names.layer.format(i=index))
+        specs |= _norm(outer["norm"], hidden, plan)
+        if not tied:
+            specs[head] = table
+        if plan.head_bias:
+            specs[f"{outer['head']}.bias"] = TensorSpec((config.vocab_size,), Split.VOCABULARY)
+        return specs
 
-    @classmethod
     def build(
-        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
+        self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
         """The network of a rank. Takes its tensors out of ``weights``, which holds the parts of ``shard`` by name."""
-        raise NotImplementedError
+        from paceline.decoder.models.network import DecoderModel, Part
+
+        return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
+
+    def _layer(self, config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
+        inner = {part: prefix + name for part, name in self.names.inner.items()}
+        specs = _attention(config, inner, transposed=turned)
+        if plan.norms != "after":
+            specs = _norm(inner["norm"], hidden, plan) | specs
+        if plan.norms != "before":
+            specs |= _norm(inner["post norm"], hidden, plan)
+        if plan.norms != "after" and not plan.shared_norm:
+            specs |= _norm(inner["mlp norm"], hidden, plan)
+        mixture = plan.experts
+        if mixture is None:
+            specs |= _mlp(config.intermediate_size, config, inner, transposed=turned)
+        else:
+            specs[f"{inner['router']}.weight"] = TensorSpec((mixture.count, hidden))
+            for expert in range(mixture.count):
+                one = {part: name.format(e=expert) for part, name in inner.items()}
+                specs |= _mlp(config.intermediate_size, config, one, transposed=turned)
+            if mixture.shared:
+                specs[f"{inner['shared router']}.weight"] = TensorSpec((1, hidden))
+                specs |= _mlp(mixture.shared, config, shared(inner), transposed=turned)
+        if plan.norms != "before":
+            specs |= _norm(inner["post mlp norm"], hidden, plan)
+        return specs
 
 
-class AssembledFamily(Family):
-    """A family that a `Blueprint` describes. It says its `names`, and its `config` gives an `AssembledConfig`."""
+def shared(inner: Mapping[str, str]) -> dict[str, str]:
+    """The names of a layer's parts, for the MLP of the expert that every token takes."""
+    return {part.removeprefix("shared "): name for part, name in inner.items() if part.startswith("shared ")}
 
-    names: Names
 
-    @classmethod
-    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
-        """See `Family`."""
-        assert isinstance(config, AssembledConfig)
-        return tensors(config, cls.names)
+def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:
+    plan, hidden, width = config.blueprint, config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * width, config.num_kv_heads * width
+    parts = ((queries, Split.QUERY_ROWS), (keys, Split.KEY_ROWS), (keys, Split.KEY_ROWS))
+    specs: dict[str, TensorSpec] = {}
+    if plan.joined:
+        blocks = parts if plan.joined == "rows" else ()
+        spec = TensorSpec((queries + 2 * keys, hidden), Split.QUERY_ROWS, blocks=blocks)
+        specs |= _product(inner["qkv"], spec, bias=plan.qkv_bias, transposed=transposed)
+    else:
+        for part, (rows, split) in zip("qkv", parts, strict=True):
+            specs |= _product(inner[part], TensorSpec((rows, hidden), split), bias=plan.qkv_bias, transposed=transposed)
+    for part, heads in (("q norm", config.num_heads), ("k norm", config.num_kv_heads)):
+        sizes = {"": (), "head": (width,), "own": (heads, width), "whole": (heads * width,)}[plan.head_norms]
+        if sizes:
+            specs[f"{inner[part]}.weight"] = TensorSpec(sizes)
+    spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS)
+    return specs | _product(inner["out"], spec, bias=plan.out_bias, transposed=transposed)
 
-    @classmethod
-    def build(
-        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
-    ) -> DecoderModel:
-        """See `Family`."""
-        from paceline.decoder.models.assembled import AssembledModel, Part
 
-        return AssembledModel.of(Part(shard, kernels, group, cls.names), weights, positions)
+def _mlp(size: int, config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:
+    hidden, bias = config.hidden_size, config.blueprint.mlp_bias
+    specs: dict[str, TensorSpec] = {}
+    up, down = TensorSpec((size, hidden), Split.ROWS), TensorSpec((hidden, size), Split.COLUMNS)
+    both = TensorSpec((2 * size, hidden), Split.ROWS, blocks=((size, Split.ROWS), (size, Split.ROWS)))
+    for part, spec in (("gate up", both), ("gate", up), ("up", up), ("down", down)):
+        if part in inner:
+            specs |= _product(inner[part], spec, bias=bias, transposed=transposed)
+    return specs
+
+
+def _norm(name: str, size: int, plan: Blueprint) -> dict[str, TensorSpec]:
+    kinds = ("weight", "bias") if plan.norm == "layer" and plan.norm_bias else ("weight",)
+    return {f"{name}.{kind}": TensorSpec((size,)) for kind in kinds}
+
+
+def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> dict[str, TensorSpec]:
+    """A linear layer. A bias is divided like the rows of its weight, and added once after a sum over the ranks."""
+    shape = spec.shape[::-1] if transposed else spec.shape
+    specs = {f"{name}.weight": replace(spec, shape=shape, transposed=transposed)}
+    if bias:
+        split = Split.WHOLE if spec.split.summed else spec.split
+        specs[f"{name}.bias"] = TensorSpec(spec.shape[:1], split, blocks=spec.blocks)
+    return specs

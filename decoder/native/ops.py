@@ -29,6 +29,7 @@ from paceline.decoder.kernels.protocol import (
     MlpWeights,
 )
 from paceline.decoder.native import build
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 PAGE = 2 << 20
@@ -227,7 +228,13 @@ class Native:
         torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
 
     def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
     ) -> Tensor:
         tokens: Tensor = torch.ops.paceline.row_choose(
             logits, positions.contiguous(), sampling.params, sampling.seeds, stream
@@ -241,8 +248,9 @@ class Native:
         sampling: SamplingTensors,
         *,
         count: int,
-        ids: Tensor | None = None,
+        part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
+        ids = None if part is None else part.ids
         ranked: tuple[Tensor, Tensor] = torch.ops.paceline.row_rank(
             logits, positions.contiguous(), sampling.params, sampling.seeds, ids, count
         )

@@ -42,8 +42,8 @@ class Follower:
             config,
             options.dtype,
             shard=Shard(config, options.layout, self._rank),
-            quantization=options.quantization,
-            modules_to_not_convert=options.modules_to_not_convert,
+            quantization=options.load.quantization,
+            modules_to_not_convert=options.load.modules_to_not_convert,
         )
         self.bodies[number] = ModelWithCache(
             config, options, weights, kernels=self.member.kernels, rank=self._rank, group=self.member.group

@@ -11,9 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from paceline.decoder.models.config import ModelConfig
 
 
 class Split(Enum):
@@ -88,6 +91,15 @@ class GQA(Enum):
     ALL_GATHER_HEADS = "all-gather-heads"
     SHARD_OVER_BATCH = "shard-over-batch"
 
+    @classmethod
+    def of(cls, name: GQA | str) -> GQA:
+        """The one of that name; ConfigurationError if there is none."""
+        try:
+            return cls(name)
+        except ValueError as error:
+            names = ", ".join(repr(one.value) for one in cls)
+            raise ConfigurationError(f"group_query_attention={name!r} is unknown; use one of {names}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -108,16 +120,10 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
     Raises:
         ConfigurationError: the model cannot be divided like that.
     """
-    if not isinstance(degree, int) or degree < 1:
-        raise ConfigurationError(f"tp_degree must be a number of ranks, 1 or more, not {degree!r}")
     heads = config.num_kv_heads
     if gqa is None:
         return Layout(degree, GQA.REPLICATED_HEADS if heads % degree else GQA.SHARD_OVER_HEADS)
-    try:
-        gqa = GQA(gqa)
-    except ValueError as error:
-        names = ", ".join(repr(one.value) for one in GQA)
-        raise ConfigurationError(f"group_query_attention={gqa!r} is unknown; use one of {names}") from error
+    gqa = GQA.of(gqa)
     if gqa is GQA.SHARD_OVER_BATCH:
         raise ConfigurationError(
             "group_query_attention='shard-over-batch' is not offered: a prompt is read into one slot at a time, and "
@@ -288,6 +294,10 @@ class Shard:
         """How many numbers this rank has of a tensor."""
         cut = self.slice_of(spec)
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
+
+    def cache_rows(self, rows: int) -> int:
+        """How many rows of a head this rank's keys and values of ``rows`` tokens have in all layers."""
+        return 2 * self.config.num_layers * len(self.key_heads) * rows
 
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import graph_sampling
-from paceline.decoder.kernels.graph_sampling import VocabPart
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike
 
 
@@ -70,7 +69,7 @@ def choose(
     Kernels that look at values take no ids with gaps here.
     """
     if kernels.sampling_kinds and (part.divided or part.gaps):
-        return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
+        return kernels.sample_tokens(logits, positions, sampling, stream=stream, part=part)
     assert not part.gaps, "only graphs of a kind of sampling choose among some ids"
     if not part.divided:
         return kernels.sample_tokens(logits, positions, sampling, stream=stream)
@@ -101,6 +100,6 @@ def rank(
     Between ranks go the largest of every row; kernels that look at values gather whole rows.
     """
     if part.divided and kernels.sampling_kinds:
-        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
+        return kernels.rank_tokens(logits, positions, sampling, count=count, part=part)
     every = whole(logits, part.size, part.group).contiguous()
-    return kernels.rank_tokens(every, positions, sampling, count=count, ids=part.ids if part.gaps else None)
+    return kernels.rank_tokens(every, positions, sampling, count=count, part=part if part.gaps else None)

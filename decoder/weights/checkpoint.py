@@ -427,7 +427,7 @@ def _portions(
             yield file, portion
 
 
-def _prefixed(places: dict[str, _Place], family: type[Family]) -> dict[str, _Place]:
+def _prefixed(places: dict[str, _Place], family: Family) -> dict[str, _Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
     prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):

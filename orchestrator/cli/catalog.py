@@ -14,7 +14,8 @@ from rich.text import Text
 from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
-from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
+from paceline.decoder.models.family import Family
+from paceline.decoder.models.registry import MODEL_FAMILIES
 from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, fetched
 from paceline.draft_spec import CHOICE
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
@@ -49,13 +50,13 @@ def registry_tables() -> dict[str, Rows]:
     }
 
 
-def _capabilities(row: DrafterRow | RuleRow | FamilyRow | BackendRow) -> dict[str, object]:
+def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, object]:
     """The row without its paths, with the names of its options."""
+    if isinstance(row, Family):
+        return {"name": row.name, "summary": row.summary}
     values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in ("path", "options")}
     if isinstance(row, BackendRow):
         return {**values, "divided": bool(row.divided)}
-    if isinstance(row, FamilyRow):
-        return values
     askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder") or row.name == CHOICE
     return {**values, "options": list(options_of(row)) if askable else []}
 

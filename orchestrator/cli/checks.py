@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, LoaderOptions, TargetFolder, checked, command, load, read_prompts
+from paceline.cli.options import AsJson, TargetFolder, checked, command, load, read_prompts
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import LoadOptions
 
 SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -123,7 +124,7 @@ def verify(
     target: TargetFolder,
     config: SpeculativeConfig,
     *,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     tests: TestOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -132,7 +133,7 @@ def verify(
     Says what was tried, and which deviation each test would have found. Lossy acceptance rules are reported as such.
     """
     with console.refusals():
-        sizes = _sizes(tests.batch_sizes, loader.batch_size)
+        sizes = _sizes(tests.batch_sizes, loader.slots)
         targets = [checked(target, replace(loader, batch_size=size), config) for size in sizes]
         from paceline.auto_drafter import load_draft_models
         from paceline.diagnostics.verify import VerifySettings
@@ -172,7 +173,7 @@ def _sizes(text: str, of_loader: int) -> list[int]:
     Raises:
         ConfigurationError: they are no numbers, or ``--batch-size`` says something else.
     """
-    if of_loader != asdict(LoaderOptions())["batch_size"]:
+    if of_loader != LoadOptions().slots:
         return [of_loader]
     try:
         sizes = [int(part) for part in text.split(",")]

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +18,6 @@ import typer
 
 from paceline.cli import console
 from paceline.cli.options import (
-    LoaderOptions,
     OutputOptions,
     PromptOptions,
     SamplingOptions,
@@ -27,19 +25,19 @@ from paceline.cli.options import (
     checked,
     command,
     load,
-    load_decoder,
     load_draft,
     load_generator,
     read_prompts,
 )
-from paceline.config import SpeculativeConfig
+from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig
 from paceline.core.errors import PacelineError, PromptError, SamplingError
 from paceline.core.types import TokenLogprobs
 from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import make_rule
 from paceline.draft_spec import parse_draft
 from paceline.engine.request import Request, SamplingParams
-from paceline.loadable import request_limits
+from paceline.loadable import loadable, request_limits
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import Conversation, chat_ids
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
@@ -68,7 +66,7 @@ def generate(
     config: SpeculativeConfig,
     *,
     sampling: SamplingOptions,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     output: OutputOptions,
 ) -> None:
     """Continue a text: plainly, or with any drafter (`paceline list` shows them)."""
@@ -151,8 +149,6 @@ def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput],
 
 
 PLAIN = "plain"
-_OF_DRAFTS = ("acceptor", "synthetic_acceptance", "fused")
-_OF_MODELS = frozenset({"confidence_threshold", "vocabulary"})
 
 HELP = """/mode DRAFT   who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4
 /stats        counts and times of the last answer
@@ -170,7 +166,7 @@ def chat(
     config: SpeculativeConfig,
     *,
     sampling: SamplingOptions,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     system: System = None,
 ) -> None:
     """Talk to a chat model: a line is a question, /help lists the commands."""
@@ -219,9 +215,9 @@ class Modes:
 def _of_mode(config: SpeculativeConfig, draft: str) -> SpeculativeConfig:
     """The command line's configuration with another draft, without the options that mean nothing to it."""
     specs = () if draft == PLAIN else parse_draft(draft)
-    dropped = {"draft", "k", *(() if specs else _OF_DRAFTS)}
+    dropped = {"draft", "k"} if specs else {"draft", "k"} | config.names(OF_DRAFTS)
     if not any(leaf.path for spec in specs for leaf in spec.leaves()):
-        dropped |= _OF_MODELS
+        dropped |= config.names(OF_MODELS)
     kept = {name: getattr(config, name) for name in config.model_fields_set - dropped}
     return SpeculativeConfig(draft=specs, **kept)
 
@@ -327,7 +323,7 @@ def bench(
     draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
     prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
     *,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 6.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 128,
     count: Annotated[int, typer.Option(help="How many of the prompts, from the first on.")] = 6,
@@ -344,7 +340,9 @@ def bench(
             checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
         from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
 
-        load = partial(load_decoder, **asdict(loader))
-        figures = bench_pair(target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=load)
+        def loaded(path: str | Path, **lengths: int) -> SamplingDecoder:
+            return load(loadable(path, replace(loader, **lengths)))  # type: ignore[arg-type]
+
+        figures = bench_pair(target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=loaded)
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))

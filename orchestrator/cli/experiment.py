@@ -515,8 +515,9 @@ def _measured(
 def _hardware(
     options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
-    from paceline.diagnostics.round_graphs import read_config
-    from paceline.experiments.speed_plan import HardwareQuestion, from_hardware, parse_rates
+    from paceline.experiments.speed_plan import parse_rates
+    from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
+    from paceline.neuron.round_graphs import read_config
     from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:

@@ -11,12 +11,13 @@ import typer
 from rich.table import Table
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, LoaderOptions, checked, command, load_generator
+from paceline.cli.options import AsJson, checked, command, load_generator
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError, ConfigurationError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.environment import cache_root
+from paceline.decoder.options import LoadOptions
 from paceline.draft_spec import parse_draft
 from paceline.placement.planning.instances import instance_named
 
@@ -27,7 +28,7 @@ app = typer.Typer()
 def compile_graphs(
     target: Annotated[Path, typer.Argument(help="Folder of the model.")],
     config: SpeculativeConfig,
-    loader: LoaderOptions,
+    loader: LoadOptions,
     *,
     sampling: Annotated[
         list[str] | None,
@@ -102,8 +103,8 @@ def cost_of_round(
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
     with console.refusals():
         (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
-        from paceline.diagnostics.round_cost import round_cost, to_json
-        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+        from paceline.neuron.round_cost import round_cost, to_json
+        from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
@@ -147,8 +148,8 @@ def export_graphs(
     """
     with console.refusals():
         (kind,), machine = known_kinds([sampling]), instance_named(instance)
-        from paceline.diagnostics.graph_export import export
-        from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
+        from paceline.neuron.graph_export import export
+        from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)

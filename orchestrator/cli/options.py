@@ -2,9 +2,11 @@
 
 A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
 so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
-dataclass field's metadata ``help``). A field annotated with ``typer.Option`` keeps that. Tuples are repeatable options;
-what typer has no type for is taken as text, which the configuration type parses. Who drafts is
-`paceline.config.SpeculativeConfig`.
+dataclass field's metadata ``help``). A field annotated with ``typer.Option`` keeps that. Tuples and sequences are
+repeatable options; what typer has no type for is taken as text, which the configuration type parses.
+``Annotated[dict[str, Any], T, ...]`` are the options of several types as they are written, those that are given; what
+another parameter of the command is called is left to it. How a model is loaded is
+`paceline.decoder.options.LoadOptions`, and who drafts `paceline.config.SpeculativeConfig`.
 
 Everything that configurations and options say is checked by `checked`, before PyTorch is imported.
 """
@@ -15,8 +17,8 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,7 +30,7 @@ from typer.models import ParameterInfo
 from paceline.cli import console
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PromptError, SamplingError
-from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
@@ -51,39 +53,6 @@ TargetFolder = Annotated[
     Path,
     typer.Option(help="Folder of the target, a GGUF file, a fetched model's name, or an id of the Hugging Face hub."),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderOptions:
-    """How the target is loaded, in the words of `AutoDecoder.from_pretrained`. A draft has the same by default."""
-
-    backend: Annotated[str, typer.Option(help=f"What runs the model: {', '.join(BACKENDS)}.")] = "native"
-    amp: Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")] = "bf16"
-    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1
-    n_positions: Annotated[
-        int | None, typer.Option(help="Longest text, prompt included; default: the model's own.")
-    ] = None
-    context_length_estimate: Annotated[
-        tuple[int, ...] | None, typer.Option(help="Length of a prefill graph; repeatable. Default: 64 and 256.")
-    ] = None
-    tp_degree: Annotated[
-        int, typer.Option(help="Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
-    ] = 1
-    group_query_attention: Annotated[
-        str | None,
-        typer.Option(help="K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads."),
-    ] = None
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="Format of the weight matrices: int8, int8_per_tensor, fp8_e4m3, fp8_e5m2, q8_0, q4_0, q4_1, or gguf "
-            "to keep a GGUF file's."
-        ),
-    ] = None
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: the one that amp names."),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +154,9 @@ class OutputOptions:
     as_json: AsJson = False
 
 
-def checked(target: Path, options: LoaderOptions, config: SpeculativeConfig | None = None) -> Loadable:
+def checked(target: Path, options: LoadOptions, config: SpeculativeConfig | None = None) -> Loadable:
     """The target of a command, which can be loaded, with the drafters that are asked for; errors as `prepared`."""
-    found = loadable(target, **asdict(options))
+    found = loadable(target, options)
     if config is not None:
         prepared(config, found)
     return found
@@ -200,11 +169,6 @@ def load(found: Loadable) -> SamplingDecoder:
     assert found.folder is not None, "of a file"
     with console.loading(console.err(), found.folder) as report:
         return auto.load(found, report)
-
-
-def load_decoder(path: str | Path, **options: Any) -> SamplingDecoder:
-    """`AutoDecoder.from_pretrained` with a bar."""
-    return load(loadable(path, **options))
 
 
 def load_generator(
@@ -256,22 +220,24 @@ def expand(function: Callable[..., Result]) -> Callable[..., Result]:
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    groups: dict[str, tuple[Callable[[dict[str, Any]], Any], list[_Option]]] = {}
     for parameter in inspect.signature(function).parameters.values():
         kind = hints[parameter.name]
-        if not _is_config(kind):
+        kinds, make = _configuration(kind)
+        if make is None:
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
             continue
-        fields = _fields(kind)
-        groups[parameter.name] = (kind, [field.name for field in fields])
-        parameters += fields
+        known = {one.name for one in parameters}
+        options = [option for one in kinds for option in _options(one) if option.name not in known]
+        groups[parameter.name] = (make, options)
+        parameters += [option.parameter for option in options]
 
     @wraps(function)
     def run(**values: Any) -> Result:
         with console.refusals():
-            for name, (kind, fields) in groups.items():
-                options = {field: values.pop(field) for field in fields}
-                values[name] = kind(**{field: _value(value) for field, value in options.items() if value is not None})
+            for name, (make, options) in groups.items():
+                given = {option.name: option.value(values.pop(option.name)) for option in options}
+                values[name] = make({field: value for field, value in given.items() if value is not None})
         return function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -279,52 +245,81 @@ def expand(function: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def _is_config(kind: object) -> bool:
-    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel))
+def _configuration(kind: Any) -> tuple[Sequence[Any], Callable[[dict[str, Any]], Any] | None]:
+    """The configuration types of a parameter, and what makes its value of their options; None: it has no such type."""
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is dict:
+        kinds = get_args(kind)[1:]
+        usual = {option.name: option.parameter.default for one in kinds for option in _options(one)}
+        return kinds, lambda given: {name: value for name, value in given.items() if value != usual[name]}
+    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel)):
+        return [kind], lambda given: kind(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        )
+    return [], None
 
 
-def _fields(kind: Any) -> list[inspect.Parameter]:
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One field on the command line.
+
+    parameter    the keyword that typer makes an option of
+    one_or_more  whether a single value of a repeatable option stands for itself, and is no list of one
+    """
+
+    parameter: inspect.Parameter
+    one_or_more: bool
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    def value(self, given: Any) -> Any:
+        """What the configuration gets for what typer found."""
+        return given[0] if self.one_or_more and isinstance(given, list) and len(given) == 1 else given
+
+
+def _options(kind: Any) -> list[_Option]:
     if issubclass(kind, BaseModel):
         return [
-            _parameter(name, field.annotation, default=field.get_default(), description=field.description)
+            _option(name, field.annotation, default=field.get_default(), description=field.description)
             for name, field in kind.model_fields.items()
         ]
     hints = get_type_hints(kind, include_extras=True)
-    fields = []
+    options = []
     for field in dataclasses.fields(kind):
         default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        fields.append(
-            _parameter(field.name, hints[field.name], default=default, description=field.metadata.get("help"))
-        )
-    return fields
+        options.append(_option(field.name, hints[field.name], default=default, description=field.metadata.get("help")))
+    return options
 
 
-def _parameter(name: str, annotation: Any, *, default: Any, description: str | None) -> inspect.Parameter:
-    """The keyword that typer makes an option of."""
+def _option(name: str, annotation: Any, *, default: Any, description: str | None) -> _Option:
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     option = next((part for part in extra if isinstance(part, ParameterInfo)), typer.Option(help=description))
-    kind, default = _typer_type(kind, default)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    kind, default, one_or_more = _typer_type(kind, default)
+    parameter = inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+    return _Option(parameter, one_or_more)
 
 
-def _typer_type(kind: Any, default: Any) -> tuple[Any, Any]:
-    """A type that typer knows, and a default of that type."""
+def _typer_type(kind: Any, default: Any) -> tuple[Any, Any, bool]:
+    """A type that typer knows, a default of that type, and whether it is for one value or several. Of what may be one
+    value or a sequence, the first is the option's.
+    """
     variants = [one for one in (get_args(kind) if _is_union(kind) else (kind,)) if one is not type(None)]
-    if len(variants) == 1 and get_origin(variants[0]) is tuple:
-        element = get_args(variants[0])[0]
-        return list[element if element in _SIMPLE else str] | None, list(default) or None if default else None  # type: ignore[misc]
-    text: Any = variants[0] if len(variants) == 1 and variants[0] in _SIMPLE else str
+    first, several = variants[0], any(get_origin(one) is Sequence for one in variants)
+    if get_origin(first) is Sequence or (len(variants) == 1 and get_origin(first) is tuple):
+        element = get_args(first)[0]
+        values = list(default) or None if default else None
+        return list[element if element in _SIMPLE else str] | None, values, len(variants) > 1  # type: ignore[misc]
+    text: Any = first if (several or len(variants) == 1) and first in _SIMPLE else str
     if default is None:
-        return text | None, None
-    return text, default if text is not str or default is _REQUIRED else str(default)
+        return text | None, None, False
+    return text, default if text is not str or default is _REQUIRED else str(default), False
 
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
-
-
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _file_text(file: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,9 @@ from rich.table import Table
 
 from paceline.cli import console
 from paceline.cli.options import AsJson, InstanceName, ModelsFile, command
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import BackendError, ConfigurationError, WorkerError
+from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.loadable import loadable
 from paceline.placement import FaultPolicy, ModelSpec, Plan, plan, read_fault_policy, read_models
@@ -99,69 +101,29 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class OneModel:
-    """A model to serve without a file; the keys are those of an entry of `models`."""
+    """A model to serve without a file; how it is loaded and drafted for are options beside these."""
 
     target: Annotated[
         Path | None, typer.Option(help="The target, a folder or a fetched model's name, if there is no file.")
     ] = None
     name: Annotated[str | None, typer.Option(help="What requests call it; default: the folder's name.")] = None
-    draft: Annotated[tuple[str, ...] | None, typer.Option(help="Who drafts: ngram, suffix, a folder; repeatable.")] = (
-        None
-    )
-    k: Annotated[
-        str | None, typer.Option(help="Drafted tokens per round: 4, 0,2,4 or auto. Default: auto; of heads, their own.")
-    ] = None
-    acceptor: Annotated[str | None, typer.Option(help="Acceptance rule: match, reject or typical.")] = None
-    backend: Annotated[str | None, typer.Option(help="What runs the model; default: native.")] = None
-    amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="Format of the weight matrices: int8, fp8_e4m3, q8_0, q4_0, ... or a file's gguf."),
-    ] = None
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: that of --amp.")
-    ] = None
-    exact: Annotated[bool | None, typer.Option(help="Every round through one graph width; default: yes.")] = None
-    fused: Annotated[
-        bool | None, typer.Option(help="Draft and verify in one graph; default: wherever that can be done.")
-    ] = None
-    confidence_threshold: Annotated[
-        float | None, typer.Option(help="A draft model stops where its largest probability is below this.")
-    ] = None
-    vocabulary: Annotated[
-        str | None, typer.Option(help="same, intersection or retokenize: how a draft of another tokenizer is used.")
-    ] = None
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 8
-    n_positions: Annotated[int | None, typer.Option(help="Longest text; default: the model's own.")] = None
-    prefix_caching: Annotated[bool, typer.Option(help="Prompts that begin alike share what is read of them.")] = False
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait for a slot; more get status 429. Default: 1024.")
     ] = None
     tp_degree: Annotated[int | None, typer.Option(help="Cores the model is divided over; default: as it fits.")] = None
 
-    def entries(self) -> list[dict[str, object]]:
-        """The list `models` of a file with this model alone."""
+    def entries(self, keys: Mapping[str, object]) -> list[dict[str, object]]:
+        """The list `models` of a file with this model alone. ``keys``: how it is loaded and drafted for."""
         assert self.target is not None
         there = self.target.exists()  # else it may be the name of a fetched model, or an id of the hub
         values = {
             "name": self.name or self.target.resolve().name,
             "path": str(self.target.resolve() if there else self.target),
-            "draft": list(self.draft) if self.draft else None,
-            "k": self.k,
-            "acceptor": self.acceptor,
-            "backend": self.backend,
-            "amp": self.amp,
-            "quantization": self.quantization,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "exact": self.exact,
-            "fused": self.fused,
-            "confidence_threshold": self.confidence_threshold,
-            "vocabulary": self.vocabulary,
-            "max_waiting": self.max_waiting,
             "batch_size": self.batch_size,
-            "n_positions": self.n_positions,
             "tp_degree": self.tp_degree,
-            "prefix_caching": self.prefix_caching or None,
+            "max_waiting": self.max_waiting,
+            **keys,
         }
         return [{key: value for key, value in values.items() if value is not None}]
 
@@ -170,11 +132,13 @@ class OneModel:
 def serve_models(
     options: ServeOptions,
     model: OneModel,
+    keys: Annotated[dict[str, Any], LoadOptions, SpeculativeConfig],
+    *,
     models: Annotated[Path | None, typer.Argument(help="YAML file with a list `models`; or give --target.")] = None,
 ) -> None:
     """Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C."""
     with console.refusals():
-        source = _source(models, model)
+        source = _source(models, model, keys)
         specs, policy = _read(source)
         settings, groups = options.settings(), plan_groups(specs, instance_named(options.instance))
         if options.address is None and not options.print_serve_config:
@@ -211,17 +175,10 @@ def _check_target(group: ReplicaGroupPlan) -> None:
     first = group.plan.placements[0]
     model, folder = first.model, first.model.folder
     assert folder is not None, "a plan that can be run has one"
-    found = loadable(
-        folder,
-        backend=model.backend,
-        tp_degree=len(first.cores),
-        group_query_attention=model.gqa,
-        **asdict(model.shape),
-    )
-    prepared(model.speculative, found)
+    prepared(model.speculative, loadable(folder, replace(model.options, tp_degree=len(first.cores))))
 
 
-def _source(models: Path | None, model: OneModel) -> Path | list[dict[str, object]]:
+def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) -> Path | list[dict[str, object]]:
     """The models file, or the entries that stand for one.
 
     Raises:
@@ -229,7 +186,7 @@ def _source(models: Path | None, model: OneModel) -> Path | list[dict[str, objec
     """
     if (models is None) == (model.target is None):
         raise ConfigurationError("give a models file, or --target DIR for a single model; one of them")
-    return model.entries() if models is None else models
+    return model.entries(keys) if models is None else models
 
 
 def _read(source: Path | Sequence[Mapping[str, object]]) -> tuple[tuple[ModelSpec, ...], FaultPolicy]:

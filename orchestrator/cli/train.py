@@ -10,29 +10,30 @@ import signal
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import TargetFolder, command, read_prompts
+from paceline.cli.options import TargetFolder, checked, command, load, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
+from paceline.heads.options import CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from paceline.training.options import CachedTextOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
     from paceline.auto import SamplingDecoder
+    from paceline.heads.features import Report
     from paceline.medusa import search
     from paceline.medusa.drafter import MedusaDrafter
-    from paceline.training.features import Report
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
@@ -80,8 +81,8 @@ def medusa(
         stream = token_stream(data, target, dtype=data_dtype)
         _results(out)
         work = _results(work_dir or out / "work")
+        from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import train
-        from paceline.training.frozen_model import FrozenTarget
 
         frozen = FrozenTarget(target, precision=training.precision, device=training.device)
         with _reports("training Medusa heads") as report, _until_terminated():
@@ -93,7 +94,7 @@ def medusa(
                 states=states,
                 work=work,
                 out=out,
-                first=texts.prompt_length - 1,
+                prompt=texts.prompt_length,
                 report=report,
             )
     if accuracy is None:
@@ -243,7 +244,7 @@ def convert_eagle(
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
         from paceline.eagle import checkpoint
-        from paceline.training.frozen_model import FrozenTarget
+        from paceline.heads.frozen_model import FrozenTarget
 
         frozen, sizes = FrozenTarget(target), ModelConfig.from_pretrained(target)
         tensors = checkpoint.TargetTensors(frozen.embedding, frozen.output.detach(), sizes.num_layers)
@@ -276,14 +277,6 @@ class TreeOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """How the target is loaded."""
-
-    backend: str = field(default="native", metadata={"help": "native (native kernels, CPU) or eager."})
-    amp: str = field(default="bf16", metadata={"help": "Number format of weights and cache: bf16, f16 or f32."})
-
-
 @command(app, "medusa-tree")
 def medusa_tree(
     target: TargetFolder,
@@ -291,7 +284,7 @@ def medusa_tree(
     out: Annotated[Path, typer.Option(help="File for the choices.")],
     *,
     tree: TreeOptions,
-    loader: BackendOptions,
+    loader: LoadOptions,
 ) -> None:
     """Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.
 
@@ -305,23 +298,15 @@ def medusa_tree(
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
         _results(out.parent)
-        from paceline.auto import AutoDecoder
         from paceline.medusa.drafter import MedusaDrafter
 
         length = tree.max_new_tokens
-        with console.loading(console.err(), target) as report:
-            decoder = AutoDecoder.from_pretrained(
-                target,
-                n_positions=max(map(len, rows)) + length,
-                amp=loader.amp,
-                backend=loader.backend,
-                progress=report,
-            )
-        searched, checked = rows[::2], rows[1::2]
+        decoder = load(checked(target, replace(loader, n_positions=max(map(len, rows)) + length)))
+        searched, held_out = rows[::2], rows[1::2]
         best, independent = _search(decoder, target, heads, rows=searched, nodes=tree.nodes, length=length)
         best.choices.write(out)
         drafter = MedusaDrafter.from_pretrained(heads, decoder, tree=best.choices)
-        taus = _run(decoder, drafter, checked, length=length)
+        taus = _run(decoder, drafter, held_out, length=length)
     figures = {
         "nodes": len(best.choices),
         "depth": best.choices.depth,
@@ -329,7 +314,7 @@ def medusa_tree(
         "expected_tau_if_heads_were_independent": round(1 + independent, 3),
         "measured_tau": round(statistics.fmean(taus), 3),
         "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
-        "texts": [len(searched), len(checked)],
+        "texts": [len(searched), len(held_out)],
     }
     console.err().print(console.values_table("tree", figures))
     typer.echo(json.dumps(figures))
@@ -345,8 +330,8 @@ def convert_medusa(
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
+        from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import checkpoint
-        from paceline.training.frozen_model import FrozenTarget
 
         path = checkpoint.convert(source, _results(out), layout=layout, output=FrozenTarget(target).output.detach())
     console.say(console.out(), str(path))
@@ -358,20 +343,20 @@ def _search(
     """The tree, and what a search with independent heads would expect of it."""
     import torch
 
+    from paceline.heads.frozen_model import FrozenTarget, Texts
     from paceline.medusa import checkpoint, search
-    from paceline.training.features import Windows
-    from paceline.training.frozen_model import FrozenTarget
 
     frozen = FrozenTarget(target)
     heads = checkpoint.heads(medusa, frozen.output, torch.float32)
-    windows = []
+    texts = []
     with console.bar(console.err(), "measuring the heads", len(rows)) as shown:
         for row in rows:
             text = decoder.sample([row], max_new_tokens=length)
             assert isinstance(text, torch.Tensor)
-            windows.append(Windows(text, frozen.states(text), len(row) - 1))
+            states = frozen.states(text)
+            texts.append(Texts(text, states, states).after(len(row)))
             shown.advance()
-    measured = search.measure(heads, windows, frozen.output.detach())
+    measured = search.measure(heads, texts, frozen.output.detach())
     best = search.best(search.by_places(measured.ranks, top=search.TOP), nodes)
     return best, search.expected(best.choices, search.by_heads(measured.top()))
 
@@ -395,7 +380,7 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
     if tree.prompts is None:
-        from paceline.training.features import cut
+        from paceline.heads.features import cut
 
         stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]

@@ -24,17 +24,12 @@ from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
 from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
-from paceline.decoder.backends.neuron import engines
-from paceline.decoder.backends.neuron.sdk import instance_family
 from paceline.decoder.backends.registry import BACKENDS
-from paceline.decoder.compile.step_work import step_work
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.diagnostics import doctor
-from paceline.diagnostics.round_cost import expected_seconds
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult
-from paceline.placement.planning.instances import INSTANCES, Instance
 
 VOCABULARY, POSITIONS = 512, 256
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]
@@ -153,7 +148,9 @@ def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool
     decoder = _load(backend, target, "f32")
     pair = SpeculativeGenerator(_load(backend, draft, "f32"), decoder, k=K, fused=fused)
     passed, seen = _against_eager(pair, decoder, target=target, amp="f32")
-    times = graph_times(decoder, this_instance())
+    from paceline.neuron.round_cost import expected_here
+
+    times = graph_times(decoder, expected_here())
     return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round; {'; '.join(map(str, times))}"
 
 
@@ -195,6 +192,9 @@ def _quiet(_line: str) -> None:
 
 CALLS = 10
 
+Expects = Callable[[Graph, int], float]
+"""Seconds of a graph by arithmetic; a rank has so many ids of the vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphTime:
@@ -214,14 +214,8 @@ class GraphTime:
         return f"{self.name} {self.seconds * 1e3:.2f} ms{beside}"
 
 
-def this_instance() -> Instance | None:
-    """The machine, if it has a chip whose engines have figures."""
-    found = INSTANCES.get(instance_family())
-    return found if found is not None and found.name.startswith(engines.CORE_V2) else None
-
-
 def graph_times(
-    decoder: CompiledDecoder, instance: Instance | None, *, clock: Callable[[], float] = perf_counter
+    decoder: CompiledDecoder, expects: Expects | None, *, clock: Callable[[], float] = perf_counter
 ) -> list[GraphTime]:
     """How long each graph of a decoder takes on this machine, beside what arithmetic expects of it: every one that it
     has made is called on inputs of its shapes. What its caches hold is lost.
@@ -235,9 +229,6 @@ def graph_times(
             begin = clock()
             step(*graph.example)
             seconds.append(clock() - begin)
-        expected = None
-        if instance is not None:
-            work = step_work(graph.module, graph.example, width, tile=int(engines.TILE.value))
-            expected = expected_seconds(work, instance)
+        expected = expects(graph, width) if expects else None
         found.append(GraphTime(graph.name, median(seconds), expected))
     return found

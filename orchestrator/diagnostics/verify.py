@@ -144,7 +144,7 @@ def verify(
         "acceptor": rule.name,
         "batch_size": target.batch_size,
         "backend": target.backend.name,
-        "amp": target.options.amp,
+        "amp": target.options.load.amp,
         "seed": settings.seed,
     }
     return Report(setting, tuple(findings))
@@ -222,7 +222,7 @@ class Tally:
             return False
         if one is None:
             return True  # judged by how many there are
-        near = _NEAR.get(subject.target.options.amp, _NEAR_16_BITS)
+        near = _NEAR.get(subject.target.options.load.amp, _NEAR_16_BITS)
         gap = subject.gap(text[:at], (text[at], known[at]), one)
         return gap < near / (one.temperature or 1.0)
 

@@ -1,1 +1,1 @@
-"""The loop of a generator: requests, batch, stopping, rounds. Sees `paceline.core` only."""
+"""The loop of a generator: requests, batch, stopping, rounds. Sees `paceline.core`, text and outputs only."""

@@ -59,12 +59,20 @@ _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
 @dataclass(slots=True)
 class Slot:
-    """A request that is being served. A `paceline.core.protocols.HostText`."""
+    """A request that is being served. A `paceline.core.protocols.HostText`.
+
+    kind   of its sampling; None: its prompt is being read, and it takes no part in rounds yet
+    depth  most nodes that a round may accept for it
+    left   nodes that it could accept in a round that is deep enough
+    """
 
     request: Request
     checker: StopChecker
     processing: RowProcessing | None = None
     error: RequestError | None = None
+    kind: SamplingKind | None = None
+    depth: int = 0
+    left: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Slot:
@@ -75,6 +83,10 @@ class Slot:
     @property
     def text(self) -> list[int]:
         return self.checker.text
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -111,21 +123,16 @@ class Batch:
         self.slots, self._shape, self._statistics = slots, shape, statistics
         self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
-        self._joining: dict[int, int] = {}  # slots whose prompt is being read -> its length
         self.sampling = SamplingTensors(
             torch.tensor([IDLE_ROW] * size), torch.zeros(size, 4, dtype=torch.int32), "greedy"
         )
-        self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
         tokens[:, 0] = 0
         zeros = torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, torch.ones_like(zeros), zeros)
-        self._limits = RoundLimits(zeros.clone(), 1)
-        self._max_accept = [0] * size  # in every slot, as of the last round
-        self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
         self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
-        self._depths = [0] * size
         self._end_ids: frozenset[int] | None = frozenset()  # as where there is no request
+        self._stale = True  # what is left in slots has to be worked out anew
 
     def keep_rows(self, rows: Callable[[int], int]) -> None:
         """Leave the first ``rows(slot)`` rows of idle slots as they are: rounds compute behind them there."""
@@ -139,7 +146,6 @@ class Batch:
         Meanwhile rounds compute harmless tokens in its slot, from the first row behind the prompt on.
         """
         self.slots[slot] = Slot.of(request)
-        self._joining[slot] = len(request.prompt)
         self._requests_changed()
         self._set_commit(slot, 0, len(request.prompt))
 
@@ -153,8 +159,8 @@ class Batch:
         """
         seated = self.slots[slot]
         assert seated is not None
-        self.sampling.params[slot], self.sampling.seeds[slot], self._kinds[slot] = row.params[0], row.seeds[0], row.kind
-        del self._joining[slot]
+        self.sampling.params[slot], self.sampling.seeds[slot], seated.kind = row.params[0], row.seeds[0], row.kind
+        seated.depth = min(self._shape.max_accept, seated.request.most_drafted)
         insort(self.active, slot)
         self._requests_changed()
         self._set_commit(slot, first.token, len(seated.request.prompt))
@@ -174,8 +180,8 @@ class Batch:
             for index, seated in enumerate(self.slots):  # the round moved the idle ones on, as it did the others
                 if seated is None:
                     commit.first_row[index] = self._first_idle(index)
-            for slot, length in self._joining.items():
-                commit.first_row[slot] = length
+                elif seated.kind is None:
+                    commit.first_row[index] = seated.prompt_length
         statistics = self._statistics
         statistics.draft_seconds += result.draft_seconds
         statistics.verify_seconds += result.verify_seconds
@@ -187,7 +193,8 @@ class Batch:
                 seated = self.slots[slot]
                 assert seated is not None
                 tokens, drafted = report.tokens[slot], report.drafted[slot]
-                self._remaining[slot] -= len(tokens)
+                seated.left -= len(tokens)
+                self._stale |= seated.left < 0
                 # Several plain steps in one graph commit tokens that nobody drafted.
                 accepted = min(len(tokens) - 1, drafted)
                 scores = () if report.scores is None else report.scores[slot]
@@ -209,7 +216,7 @@ class Batch:
         if len(buckets) < 2 or not self.active:
             return None
         last = self.active[-1]
-        enough = bisect_left(buckets, len(self.active) + len(self._joining))
+        enough = bisect_left(buckets, len(self.slots) - self.slots.count(None))
         if bisect_left(buckets, last + 1) <= enough:
             return None
         to = next(slot for slot, seated in enumerate(self.slots) if seated is None)
@@ -224,7 +231,6 @@ class Batch:
         insort(self.active, to)
         sampling, commit = self.sampling, self.commit
         sampling.params[to], sampling.seeds[to] = sampling.params[slot], sampling.seeds[slot]
-        self._kinds[to], self._kinds[slot] = self._kinds[slot], "greedy"
         sampling.params[slot] = _IDLE_PARAMS
         for one in (commit.tokens, commit.count, commit.first_row):
             one[to] = one[slot]
@@ -246,52 +252,43 @@ class Batch:
 
     def limits(self, *, single: bool = False) -> RoundLimits:
         """What the next round may do. ``single``: no other round follows it in the same call."""
-        longest = max((len(slot.checker.text) for slot in self.slots if slot is not None), default=1)
-        if self._joining:
-            longest = max(longest, *(length + 1 for length in self._joining.values()))
-        if min(self._remaining) < 0:
-            self._remaining = self._acceptable(longest)
-        deepest = [min(both) for both in zip(self._depths, self._remaining, strict=True)]
-        tensor = self._limits.max_accept
-        if deepest != self._max_accept:  # a new tensor costs more than all the rest
-            self._max_accept, tensor = deepest, torch.tensor(deepest, dtype=torch.int32)
+        slots = self.slots
+        longest = max((len(one.checker.text) + (one.kind is None) for one in slots if one is not None), default=1)
+        if self._stale:
+            self._work_out(longest)
+        deepest, remaining = [0] * len(slots), [IDLE] * len(slots)
+        for index in self.active:
+            seated = slots[index]
+            assert seated is not None
+            deepest[index], remaining[index] = min(seated.depth, seated.left), seated.left
         multi_round = None if single else self._end_ids
-        self._limits = RoundLimits(
-            tensor,
+        return RoundLimits(
+            deepest,
             longest,
-            None if multi_round is None else MultiRoundLimits(self._remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
+            None if multi_round is None else MultiRoundLimits(remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
             self.active[-1] + 1 if self.active else None,
         )
-        return self._limits
 
-    def _acceptable(self, longest: int) -> list[int]:
-        """How many nodes every slot could accept in a round that is deep enough."""
+    def _work_out(self, longest: int) -> None:
+        """How many nodes every text could accept in a round that is deep enough."""
         max_positions, buckets = self._shape.max_positions, self._shape.kv_buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
-        acceptable = []
-        for index, slot in enumerate(self.slots):
-            if slot is None or index in self._joining:
-                acceptable.append(IDLE)
-                continue
-            length = len(slot.checker.text)
-            most = min(slot.checker.remaining - 1, border - length)
-            if max_positions is not None and slot.request.use_speculation:
-                most = min(most, max_positions - length + 1)
-            acceptable.append(max(0, most))
-        return acceptable
+        for slot in self.slots:
+            if slot is not None:
+                length = len(slot.checker.text)
+                most = min(slot.checker.remaining - 1, border - length)
+                if max_positions is not None and slot.request.use_speculation:
+                    most = min(most, max_positions - length + 1)
+                slot.left = max(0, most)
+        self._stale = False
 
     def _requests_changed(self) -> None:
         """Work out again what depends on which requests are there."""
-        kind = widest(self._kinds)
+        seated = [slot for slot in self.slots if slot is not None]
+        kind = widest(slot.kind for slot in seated if slot.kind is not None)
         if kind != self.sampling.kind:
             self.sampling = replace(self.sampling, kind=kind)
-        seated = [slot for slot in self.slots if slot is not None]
-        self._remaining = [-1] * len(self.slots)
-        depth, takes_part = self._shape.max_accept, set(self.active)
-        self._depths = [
-            min(depth, slot.request.most_drafted) if slot is not None and index in takes_part else 0
-            for index, slot in enumerate(self.slots)
-        ]
+        self._stale = True
         end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
         # None: a text may end for another reason than an id, so the host looks at every round.
         self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids
@@ -338,9 +335,9 @@ class Batch:
         """Take a request out of its slot, which then computes harmless tokens in rows that nobody needs."""
         self.slots[slot] = None
         self.freed.append(slot)
-        if self._joining.pop(slot, None) is None:
+        if slot in self.active:
             self.active.remove(slot)
-        self.sampling.params[slot], self._kinds[slot] = _IDLE_PARAMS, "greedy"
+        self.sampling.params[slot] = _IDLE_PARAMS
         self._requests_changed()
         self._set_commit(slot, 0, self._first_idle(slot))
 

@@ -1,19 +1,18 @@
 """The engine: requests in, outputs out. Seats requests in free slots, runs rounds, hands out what was committed.
 
-It is built once for a generator. What a call asks of the rounds of all its requests, the width of the verifying graph,
-selects a variant, which is built at its first use and kept; what one request asks is a property of its row. Knows no
-model, no drafter and no backend.
+It is built once for a generator; what a request asks is a property of its row. Knows no model, no drafter and no
+backend.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Reading, Round, finish, movable, move_request
+from paceline.core.protocols import Reading, Round, finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot
@@ -54,20 +53,6 @@ class ListQueue:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A round and what the engine must know of it."""
-
-    round: Round
-    shape: RoundShape
-
-
-VariantBuilder = Callable[[int | None, Sequence[Slot | None]], Variant]
-"""Builds the variant of a ``verify_width``: rows of the verifying graph; None = as the drafter needs. It may keep the
-sequence: there it finds, during a run, the request of every slot.
-"""
-
-
 class KeptPrompts(Protocol):
     """Prompts that stay in their slots, for requests that begin alike (prefix caching)."""
 
@@ -83,31 +68,19 @@ class KeptPrompts(Protocol):
 
 @dataclass(slots=True)
 class Engine:
-    """Serves requests on ``num_slots`` slots, one run at a time. ``kept``: with prefix caching."""
+    """Serves requests, one run at a time.
 
-    num_slots: int
-    build: VariantBuilder
+    slots   the request of every slot, or None, during a run; the rounds share the list
+    rounds  what serves them, and ``shape``, what a batch must know of it
+    kept    with prefix caching
+    """
+
+    slots: list[Slot | None]
+    rounds: Round
+    shape: RoundShape
     kept: KeptPrompts | None = None
-    _slots: list[Slot | None] = field(init=False)
-    _variants: dict[int | None, Variant] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._slots = [None] * self.num_slots
-
-    def variant(self, verify_width: int | None = None) -> Variant:
-        """The variant of a width.
-
-        Raises:
-            ConfigurationError: no rounds can have it.
-        """
-        variant = self._variants.get(verify_width)
-        if variant is None:
-            variant = self._variants[verify_width] = self.build(verify_width, self._slots)
-        return variant
-
-    def run(
-        self, queue: RequestQueue, statistics: Statistics, *, verify_width: int | None = None
-    ) -> Generator[list[RequestOutput], None, None]:
+    def run(self, queue: RequestQueue, statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
         """Run until the queue is empty and every request has finished. A step is what prompts, or one call of the
         rounds, gave to all requests together; at most one output for a request and round.
 
@@ -117,18 +90,17 @@ class Engine:
 
         ``statistics`` are up to date at every step. The consumer's time, between two steps, is not counted.
         """
-        variant = self.variant(verify_width)
-        rounds, batch = variant.round, Batch(self._slots, variant.shape, statistics)
+        rounds, batch = self.rounds, Batch(self.slots, self.shape, statistics)
         if self.kept is not None:
             batch.keep_rows(self.kept.rows)
         # With prefix caching no request moves: its new slot would lose the prompt that is kept there.
-        moves = len(variant.shape.batch_buckets) > 1 and self.kept is None and movable(rounds)
+        moves = len(self.shape.batch_buckets) > 1 and self.kept is None and rounds.movable
         prompts, resumed = _Prompts(queue, batch, rounds, kept=self.kept), perf_counter()
         try:
             while True:
                 if queue.paced and (aborted := queue.take_aborted()):
                     prompts.abort(aborted)
-                read = len(batch.active) < self.num_slots and prompts.read()
+                read = len(batch.active) < len(self.slots) and prompts.read()
                 if read:
                     statistics.prefill_seconds += prompts.seconds
                     statistics.host_seconds += max(0.0, perf_counter() - resumed - prompts.seconds)
@@ -138,7 +110,7 @@ class Engine:
                     break
                 while moves and (move := batch.next_move()) is not None:
                     slot, to, length = move
-                    move_request([rounds], slot, to, rows=length)
+                    rounds.move_request(slot, to, length)
                     batch.move(slot, to)
                 if batch.active:
                     result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))

@@ -58,7 +58,6 @@ class SamplingParams:
                             from, and changes no token
     use_speculation         False, or one entry for every prompt: draft nothing for it
     max_draft_tokens        most drafted tokens of a round that are verified; None = as many as the drafter proposes
-    verify_width            rows of the verifying graph, at least k + 1; to compare runs at equal width
 
     Raises:
         SamplingError: a value has the wrong type or is out of range.
@@ -92,7 +91,6 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     use_speculation: bool | Sequence[bool] = True
     max_draft_tokens: int | None = None
-    verify_width: int | None = None
 
     def __post_init__(self) -> None:
         _check_kinds(self, _KINDS)

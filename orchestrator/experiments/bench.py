@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.generator import Sampler, SpeculativeGenerator
+from paceline.heads.frozen_model import transformers_model
 from paceline.outputs import GenerationResult, Statistics
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from paceline.training.frozen_model import transformers_model
 
 Run = Callable[[list[int]], "Outcome"]
 

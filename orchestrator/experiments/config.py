@@ -12,16 +12,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from paceline.config import parse_k
+from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig, parse_k
 from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.decoder.options import LoadOptions
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_checks import recognise
@@ -45,14 +55,47 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _apart(values: Any, **parts: frozenset[str]) -> Any:
+    """Keys of a file, those of each part in a mapping of their own."""
+    if not isinstance(values, Mapping):
+        return values
+    own = {key: value for key, value in values.items() if not any(key in keys for keys in parts.values())}
+    found = {name: {key: values[key] for key in keys if values.get(key) is not None} for name, keys in parts.items()}
+    return {**own, **{name: given for name, given in found.items() if name not in own}}
+
+
+def _checked_load(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    LoadOptions.part_of(given)
+    return given
+
+
+def _checked_speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    SpeculativeConfig.part_of({"draft": "ngram", **given})  # whoever drafts
+    return given
+
+
+LOAD = frozenset(one.name for one in fields(LoadOptions)) - {"batch_size"}
+SPECULATIVE = frozenset(SpeculativeConfig.model_fields) - {"draft", "k", "acceptor"}
+"""Options of a target and of a drafter, but for the dimensions of the grid."""
+
+Load = Annotated[Mapping[str, Any], AfterValidator(_checked_load)]
+Speculative = Annotated[Mapping[str, Any], AfterValidator(_checked_speculative)]
+
+
 class TargetEntry(_Strict):
-    """A target, and how it is loaded; what is not said here is as the experiment says."""
+    """A target, and how it is loaded; what is not said here is as the experiment says.
+
+    load  the keys of `LoadOptions` that are given; in a file they stand among the others
+    """
 
     path: str
     name: str | None = None
-    amp: str | None = None
-    backend: str | None = None
-    tp_degree: int = Field(default=1, ge=1)
+    load: Load = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts(cls, values: Any) -> Any:
+        return _apart(values, load=LOAD)
 
     @property
     def label(self) -> str:
@@ -61,14 +104,20 @@ class TargetEntry(_Strict):
 
 
 class DrafterEntry(_Strict):
-    """A drafter of the grid in the grammar of `paceline.draft_spec`, a list of them, or ``none`` for plain decoding."""
+    """A drafter of the grid in the grammar of `paceline.draft_spec`, a list of them, or ``none`` for plain decoding.
+
+    speculative  the keys of `SpeculativeConfig` that are given; in a file they stand among the others
+    """
 
     draft: Any
     name: str | None = None
     k: Annotated[tuple[Depth, ...] | None, BeforeValidator(lambda v: None if v is None else _depths(v))] = None
-    fused: bool | None = None
-    confidence_threshold: float = Field(default=0.0, ge=0, le=1)
-    vocabulary: Literal["same", "intersection", "retokenize"] = "same"
+    speculative: Speculative = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts(cls, values: Any) -> Any:
+        return _apart(values, speculative=SPECULATIVE)
 
     @field_validator("draft")
     @classmethod
@@ -81,6 +130,11 @@ class DrafterEntry(_Strict):
     def label(self) -> str:
         """What tables call it."""
         return self.name or "+".join(str(spec) for spec in parse_draft(self.draft)) or "none"
+
+    @property
+    def vocabulary(self) -> str:
+        """How a draft of another tokenizer is used."""
+        return str(self.speculative.get("vocabulary", "same"))
 
     @property
     def plain(self) -> bool:
@@ -151,6 +205,9 @@ def _as_list(value: object) -> list[Any]:
 class ExperimentConfig(_Strict):
     """A whole experiment.
 
+    load            keys of `LoadOptions`, for all targets; in a file they stand among the others
+    speculative     keys of `SpeculativeConfig`, for all drafters; likewise
+
     max_new_tokens  of every text
     repeats         timed runs of every group of prompts; medians are shown
     baseline        also time plain decoding of every group, in turns with the cell, and compare the tokens
@@ -178,13 +235,16 @@ class ExperimentConfig(_Strict):
     traces: bool = False
     runs: bool = True
     ignore_eos: bool = False
-    backend: str = "native"
-    amp: str = "bf16"
-    n_positions: int | None = Field(default=None, ge=2)
-    exact: bool = True
+    load: Load = Field(default_factory=dict)
+    speculative: Speculative = Field(default_factory=dict)
     ray: str | None = None
     cores_per_cell: int = Field(default=1, ge=1)
     cells_at_once: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts(cls, values: Any) -> Any:
+        return _apart(values, load=LOAD, speculative=SPECULATIVE)
 
     @model_validator(mode="after")
     def _check_names(self) -> ExperimentConfig:
@@ -195,6 +255,20 @@ class ExperimentConfig(_Strict):
                 remedy = "leave one out" if key == "samplings" else "give each a `name` of its own"
                 raise ConfigurationError(f"two {key} are called {twice[0]!r}; {remedy}")
         return self
+
+
+def load_options(config: ExperimentConfig, target: TargetEntry) -> dict[str, Any]:
+    """The keys of `LoadOptions` that are given for a target."""
+    return {**config.load, **target.load}
+
+
+def speculative_options(config: ExperimentConfig, cell: Cell) -> dict[str, Any]:
+    """The keys of `SpeculativeConfig` that are given for a cell."""
+    given = {**config.speculative, **cell.drafter.speculative, "k": cell.k}
+    if cell.drafter.plain:
+        needless = SpeculativeConfig.names(OF_DRAFTS, OF_MODELS)
+        return {name: value for name, value in given.items() if name not in needless}
+    return {**given, "draft": cell.drafter.draft, "acceptor": cell.acceptor}
 
 
 def load_config(path: Path) -> ExperimentConfig:
@@ -227,7 +301,7 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
         place = ".".join(map(str, first["loc"])) or "the file"
         if first["type"] == "extra_forbidden":
             raise ConfigurationError(f"{where}: there is no key {place!r}; leave it out or correct it") from error
-        raise ConfigurationError(f"{where}: {place}: {first['msg']}") from error
+        raise ConfigurationError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from error
     except TypeError as error:  # keys that are no text
         raise ConfigurationError(f"{where}: {error}") from error
 
@@ -237,7 +311,7 @@ def digest(value: str | bytes) -> str:
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
 
 
-_SHARED = {"max_new_tokens", "seed", "repeats", "baseline", "ignore_eos", "backend", "amp", "n_positions", "exact"}
+_SHARED = {"max_new_tokens", "seed", "repeats", "baseline", "ignore_eos"}
 _EDGE = 1 << 16  # bytes at both ends of a weight file that are part of its fingerprint
 
 
@@ -308,11 +382,9 @@ def cell_key(cell: Cell, config: ExperimentConfig, *, prompts: str, models: tupl
     """The cell's name on disk. ``prompts``: digest of its prompts' ids; ``models``: fingerprints."""
     shared = config.model_dump(include=_SHARED)
     parts = [
-        cell.target.model_dump(exclude={"path", "name"}),
-        cell.drafter.model_dump(exclude={"k", "name"}),
-        cell.k,
+        load_options(config, cell.target),
+        {**speculative_options(config, cell), "draft": cell.drafter.draft},
         cell.sampling.model_dump(),
-        cell.acceptor,
         cell.batch_size,
         prompts,
         models,

@@ -19,9 +19,10 @@ from paceline.auto import SamplingDecoder, load
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
+from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
-from paceline.experiments.config import Cell, ExperimentConfig, learns_from_texts
+from paceline.experiments.config import Cell, ExperimentConfig, learns_from_texts, load_options, speculative_options
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.prompts import Prompt, Prompts
 from paceline.experiments.store import Row
@@ -108,7 +109,7 @@ class Bench(AbstractContextManager["Bench"]):
 
     def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
         """The cell's generator, its graphs compiled."""
-        config = SpeculativeConfig(**speculative_options(cell, exact=self._config.exact))
+        config = SpeculativeConfig(**speculative_options(self._config, cell))
         prepared(config, self._found(cell, prompts))  # what is refused is refused before the target is loaded
         target, which = self.target(cell, prompts), self._name(cell)
         if which not in self._generators:
@@ -124,7 +125,7 @@ class Bench(AbstractContextManager["Bench"]):
         return self.generator(cell, prompts)
 
     def _name(self, cell: Cell) -> str:
-        options = speculative_options(cell, exact=self._config.exact)
+        options = speculative_options(self._config, cell)
         return repr((sorted(options.items(), key=lambda item: item[0]), cell.sampling.temperature > 0))
 
     def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:
@@ -136,28 +137,15 @@ class Bench(AbstractContextManager["Bench"]):
         return self._target[1]
 
     def _found(self, cell: Cell, prompts: Prompts) -> Loadable:
-        path, options = self.target_options(cell, prompts)
-        return loadable(path, **options)
-
-    def target_options(self, cell: Cell, prompts: Prompts) -> tuple[str, dict[str, Any]]:
-        """The path of a cell's target, and the options it is loaded with. Cells that agree in them share a decoder."""
-        config, entry = self._config, cell.target
-        longest = max(len(row.ids) for row in prompts.rows)
-        positions = config.n_positions or -(-(longest + config.max_new_tokens) // _BUCKET) * _BUCKET
-        options: dict[str, Any] = {
-            "batch_size": cell.batch_size,
-            "n_positions": positions,
-            "context_length_estimate": min(positions, -(-longest // _BUCKET) * _BUCKET),
-            "amp": entry.amp or config.amp,
-            "backend": entry.backend or config.backend,
-            "tp_degree": entry.tp_degree,
-        }
-        return entry.path, options
+        """The cell's target. Cells that agree in its options share a decoder."""
+        config, longest = self._config, max(len(row.ids) for row in prompts.rows)
+        given = load_options(config, cell.target)
+        room = LoadOptions(**given).longest(-(-(longest + config.max_new_tokens) // _BUCKET) * _BUCKET)
+        usual = {"n_positions": room, "context_length_estimate": min(room, -(-longest // _BUCKET) * _BUCKET)}
+        return loadable(cell.target.path, LoadOptions(**{**usual, **given, "batch_size": cell.batch_size}))
 
     def _plain(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
-        none = cell.drafter.model_copy(
-            update={"draft": "none", "fused": None, "confidence_threshold": 0.0, "vocabulary": "same"}
-        )
+        none = cell.drafter.model_copy(update={"draft": "none"})
         alone = Cell(cell.target, none, None, cell.sampling, "match", cell.batch_size, cell.prompts)
         return self.generator(alone, prompts)
 
@@ -173,22 +161,6 @@ class Bench(AbstractContextManager["Bench"]):
             decoder.close()
         self._drafts.clear()
         self._target = None
-
-
-def speculative_options(cell: Cell, *, exact: bool) -> dict[str, Any]:
-    """The keys of `SpeculativeConfig` for a cell."""
-    drafter = cell.drafter
-    if drafter.plain:
-        return {"draft": None, "k": cell.k, "exact": exact}
-    return {
-        "draft": drafter.draft,
-        "k": cell.k,
-        "acceptor": cell.acceptor,
-        "exact": exact,
-        "fused": drafter.fused,
-        "confidence_threshold": drafter.confidence_threshold,
-        "vocabulary": drafter.vocabulary,
-    }
 
 
 def run_group(generator: SpeculativeGenerator, group: Sequence[Prompt], params: SamplingParams) -> Timed:

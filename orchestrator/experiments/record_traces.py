@@ -23,10 +23,11 @@ import torch
 
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, PacelineError, TraceError
-from paceline.core.protocols import Drafter, Reading, ReportsConfidence, Verifier, finish
+from paceline.core.protocols import Drafter, Reading, Verifier, finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PAD, Commit, PrefillResult, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft.model import ModelDrafter
 from paceline.draft_spec import parse_draft
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.engine.stopping import StopChecker
@@ -265,17 +266,14 @@ def record_along(
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownTexts:
-    """Commits the texts that are known, each in the slot of its place. A `paceline.core.protocols.Verifier`."""
+class _KnownTexts(Verifier):
+    """Commits the texts that are known, each in the slot of its place."""
 
     texts: Sequence[TraceText]
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         yield from ()  # nothing is read
         return PrefillResult(self.texts[slot].tokens[0])
-
-    def finish_request(self, slot: int) -> None:
-        """Nothing was kept."""
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -330,7 +328,6 @@ class _Recording:
         self._slots, self._width = decoder.batch_size, drafter.draft_shape.depth + 1
         last = [prompts[-1].request.sampling] * (self._slots - len(prompts))
         self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
-        self._nothing = torch.zeros(self._slots, dtype=torch.int32)
 
     def run(self) -> list[_Recorded]:
         """Decode, and ask at every position."""
@@ -339,7 +336,7 @@ class _Recording:
             while any(one.reason is None for one in self._texts):
                 self._drafter.update(commit)
                 self._ask(commit)
-                limits = RoundLimits(self._nothing, max(text.length for _, text in self._open()))
+                limits = RoundLimits([0] * self._slots, max(text.length for _, text in self._open()))
                 commit = self._verifier(commit, None, self._sampling, limits)
                 for slot, text in self._open():
                     self._extend(slot, text, int(commit.tokens[slot, 0]))
@@ -388,15 +385,15 @@ class _Recording:
 
     def _ask(self, commit: Commit) -> None:
         """Note what is proposed behind every text."""
-        limits = torch.zeros(self._slots, dtype=torch.int32)
+        limits = [0] * self._slots
         for slot, text in self._open():
             limits[slot] = _room(self._drafter, text.length, self._kv_buckets)
         longest = max(text.length for _, text in self._open())
         asked = None
-        if int(limits.max()):
+        if any(limits):
             asked = _proposed(self._drafter, commit, self._sampling, limits=RoundLimits(limits, longest))
         for slot, text in self._open():
-            nodes, sure = asked(slot) if asked is not None and int(limits[slot]) else ((), ())
+            nodes, sure = asked(slot) if asked is not None and limits[slot] else ((), ())
             text.proposals.append(nodes)
             text.confidences.append(sure)
 
@@ -405,7 +402,7 @@ def _proposed(
     drafter: Drafter, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits
 ) -> Callable[[int], tuple[tuple[int, ...], tuple[float, ...]]]:
     """-> from a slot to its nodes, and how sure the drafter is of each, if it says so"""
-    if not isinstance(drafter, ReportsConfidence):
+    if not isinstance(drafter, ModelDrafter):
         proposal = drafter.propose(commit, sampling, limits)
         return lambda slot: (_nodes(proposal, slot), ())
     proposal, confidence = drafter.propose_with_confidence(commit, sampling, limits)
@@ -437,7 +434,7 @@ def recorded_drafter(
 ) -> RecordedDrafter:
     """What a trace keeps of a drafter. ``key``: as in `RecordedDrafter`."""
     shape = drafter.draft_shape
-    reports = isinstance(drafter, ReportsConfidence)
+    reports = isinstance(drafter, ModelDrafter)
     return RecordedDrafter(
         name,
         draft,
@@ -447,7 +444,7 @@ def recorded_drafter(
         drafter.max_positions,
         prefixes and not shape.dynamic,
         tuple(row.proposals for row in rows),
-        drafter.confidence_threshold if isinstance(drafter, ReportsConfidence) else 0.0,
+        drafter.confidence_threshold if isinstance(drafter, ModelDrafter) else 0.0,
         tuple(row.confidences for row in rows) if reports else None,
         key,
     )

@@ -16,13 +16,12 @@ import torch
 
 from paceline.core import tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Reading, Round
+from paceline.core.protocols import Drafter, Reading, Verifier
 from paceline.core.sampling import Sampling, seed_row
 from paceline.core.types import (
     PAD,
     Commit,
     DraftShape,
-    FeatureSpec,
     PrefillResult,
     Proposal,
     RoundLimits,
@@ -30,11 +29,11 @@ from paceline.core.types import (
     SamplingTensors,
 )
 from paceline.draft.choice import shortened_of
-from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
+from paceline.engine.adaptive import DraftLengthController, Pace
 from paceline.engine.batch import RoundShape
-from paceline.engine.engine import Engine, ListQueue, Variant
+from paceline.engine.engine import Engine, ListQueue
 from paceline.engine.request import Request
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.engine.stopping import Stopping
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText
@@ -92,13 +91,18 @@ def replay(
     end = trace.vocab_size  # an id that no model has: what a text ends with, for whatever reason
     target = _RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
-    rounds: Round = _CountedRound(drafter, target, seen)
-    if ladder is not None:
-        rounds = _adaptive(drafter, target, seen, ladder=ladder)
-    shape = RoundShape(
-        drafter.draft_shape.depth, drafter.draft_shape.depth + 1, drafter.max_positions, trace.kv_buckets
-    )
-    engine = Engine(batch_size, lambda _width, _slots: Variant(rounds, shape))
+    width = drafter.draft_shape.depth + 1
+    if ladder is None:
+        rounds = _CountedRounds(drafter, {width - 1: RoundPlan(drafter, target, width)}, seen)
+    else:
+        plans = {
+            depth: RoundPlan(shortened_of(drafter, depth) if depth else drafter, target, width, drafts=depth > 0)
+            for depth in sorted(ladder.seconds)
+        }
+        pace = Pace(DraftLengthController(tuple(plans)))
+        rounds = _CountedRounds(drafter, plans, seen, pace=pace, seconds=ladder.seconds)
+    shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
+    engine = Engine([None] * batch_size, rounds, shape)
     requests = [
         Request(index, text.prompt, Sampling(seed=text.seed), Stopping(text.max_length, frozenset({end})))
         for index, text in enumerate(texts)
@@ -123,46 +127,37 @@ def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
     return TraceText(text.key, text.category, text.prompt, kept, text.seed, longest, reason)
 
 
-def _adaptive(
-    drafter: Drafter, target: _RecordedTarget, seen: list[tuple[int, int]], *, ladder: Ladder
-) -> AdaptiveRound:
-    """Rounds of every depth of a ladder, each of which takes as long as the ladder says."""
-    width = drafter.draft_shape.depth + 1
-    stages = {}
-    for depth, seconds in sorted(ladder.seconds.items()):
-        short = shortened_of(drafter, depth) if depth else drafter
-        stages[depth] = Stage(_CountedRound(short, target, seen, seconds=seconds), width)
-    return AdaptiveRound(stages, DraftLengthController(tuple(stages)), drafter=drafter)
-
-
-class _CountedRound(TwoGraphRound):
+class _CountedRounds(Rounds):
     """Notes how many slots took part in every round, and how deep its proposals went.
 
-    ``seconds``: that it is said to take; None = as long as it takes.
+    ``seconds``: that a round of each length is said to take; None = as long as it takes.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        verifier: _RecordedTarget,
+        plans: Mapping[int, RoundPlan],
         seen: list[tuple[int, int]],
         *,
-        seconds: float | None = None,
+        pace: Pace | None = None,
+        seconds: Mapping[int, float] | None = None,
     ) -> None:
-        super().__init__(drafter, verifier)
-        self._target, self._seen, self._seconds = verifier, seen, seconds
+        super().__init__(drafter, plans, pace=pace)
+        self._seen = seen
+        self._seconds = {} if seconds is None else {id(plans[length]): took for length, took in seconds.items()}
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        result = super().__call__(commit, sampling, limits)
-        self._seen.append((len(self._target.slots), max(result.reports[0].drafted)))
-        if self._seconds is None:
+    def run(self, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
+        result = super().run(plan, commit, sampling=sampling, limits=limits)
+        self._seen.append((len(self._seated), max(result.reports[0].drafted)))
+        seconds = self._seconds.get(id(plan))
+        if seconds is None:
             return result
-        return replace(result, reports=[replace(report, seconds=self._seconds) for report in result.reports])
+        return replace(result, reports=[replace(report, seconds=seconds) for report in result.reports])
 
 
 @dataclass(slots=True)
-class _RecordedTarget:
-    """The target's side of rounds, from its texts. A `paceline.core.protocols.Verifier`."""
+class _RecordedTarget(Verifier):
+    """The target's side of rounds, from its texts."""
 
     texts: Sequence[TraceText]
     end: int
@@ -195,7 +190,7 @@ class _RecordedTarget:
         count = torch.ones(size, dtype=torch.int32)
         for slot, (whole, last) in self.slots.items():
             length = int(commit.first_row[slot] + commit.count[slot])
-            most = int(limits.max_accept[slot])
+            most = limits.max_accept[slot]
             accepted = (
                 0
                 if proposal is None
@@ -230,18 +225,14 @@ def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
     return parents if isinstance(parents, tuple) else [int(parent) for parent in parents[slot]]
 
 
-class ReplayDrafter:
+class ReplayDrafter(Drafter):
     """Says what a recorded drafter said; with ``depth`` less of it, with ``nodes`` those of its static tree alone, with
     ``confidence`` as much as with that threshold in place of its own.
-
-    A `paceline.core.protocols.Drafter`.
 
     Raises:
         ConfigurationError: less was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
             one, nodes without their parents, or a threshold where the drafter's confidence is not known.
     """
-
-    reads: FeatureSpec | None = None
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import paceline
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.experiments.config import (
     Cell,
@@ -34,6 +35,7 @@ from paceline.experiments.config import (
     cells,
     check_models,
     checkpoint_bytes,
+    load_options,
     model_paths,
 )
 from paceline.experiments.prompts import Prompts, load_prompts
@@ -134,7 +136,7 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
     """The prompts of a cell's set, all of which leave room for their texts."""
     model = ModelConfig.from_pretrained(checkpoint_path(cell.target.path))
     prompts = load_prompts(cell.prompts, load_tokenizer(Path(cell.target.path)), model.vocab_size)
-    room = model.max_position_embeddings if config.n_positions is None else config.n_positions
+    room = LoadOptions(**load_options(config, cell.target)).longest(model.max_position_embeddings)
     for row in prompts.rows:
         if len(row.ids) + config.max_new_tokens > room:
             raise ContextError(

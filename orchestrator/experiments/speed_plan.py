@@ -1,7 +1,7 @@
 """Which way of decoding is the fastest at each load, with what uncertainty, or that speculation does not pay.
 
 Acceptance comes from a trace, exactly, or from a rate that somebody gives. Times come from measured rounds, or from
-arithmetic about a Neuron chip (`from_hardware`). What is said is a prediction; running it is the
+arithmetic about a Neuron chip (`paceline.neuron.hardware_speed`). What is said is a prediction; running it is the
 proof (`paceline plan-speed --verify`). Not here: searches over one trace for `serve` (`tune.py`).
 """
 
@@ -10,22 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 from operator import mul
 from typing import Any
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import SamplingKind
-from paceline.decoder.backends.neuron import engines
-from paceline.decoder.models.config import ModelConfig
-from paceline.diagnostics.round_cost import PartTime, PartTimes, fits
-from paceline.diagnostics.round_graphs import ModelDraft, RoundSetup
 from paceline.experiments.round_times import PLAIN, RoundTimes
 from paceline.experiments.statistics import ratio_interval
 from paceline.experiments.trace import Trace
 from paceline.experiments.tune import search
 from paceline.experiments.whatif import Answer, Policy
-from paceline.placement.planning.instances import Instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,124 +201,3 @@ def ranked(batch_size: int, candidates: Sequence[tuple[Candidate, float]]) -> Lo
         spread = 0.0 if one.plain else error
         rated.append(replace(one, speedup=ratio, low=ratio * max(0.0, 1 - spread), high=ratio * (1 + spread)))
     return LoadPlan(batch_size, tuple(sorted(rated, key=lambda one: -one.speedup)))
-
-
-MESSAGE = 0.3e-3
-"""Seconds that a round through another process costs: measured on a small virtual machine (docs/placement.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class HardwareQuestion:
-    """What is to be planned.
-
-    rates     conditional acceptance rates by position, and how far each may be off
-    degrees   tensor-parallel degrees to try for the target; none: those of the instance
-    rows      positions of the cache that a step reads
-    """
-
-    target: ModelConfig
-    draft: ModelConfig
-    instance: Instance
-    rates: Sequence[float]
-    rate_error: float = 0.05
-    max_depth: int = 8
-    degrees: Sequence[int] = ()
-    kind: SamplingKind = "greedy"
-    rows: int = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Times of one degree of the target and one of the draft (None: it shares the target's cores)."""
-
-    degree: int
-    own: int | None
-    verify: PartTimes
-    drafts: PartTimes
-
-    def round(self, k: int, slots: int) -> PartTime:
-        """A whole round: one launch where a graph holds both parts; two and a message where they are apart."""
-        host = engines.LAUNCH.value + (0.0 if self.own is None else engines.LAUNCH.value + MESSAGE)
-        return self.verify.at(k, slots).plus(self.drafts.at(k, slots)).plus(PartTime(host, host, host))
-
-
-def from_hardware(question: HardwareQuestion, batch_sizes: Sequence[int]) -> list[LoadPlan]:
-    """A plan for every load on Neuron chips, where times are arithmetic: bytes over bandwidth, operations, collectives,
-    launches.
-
-    Figures and their sources are in `paceline.decoder.backends.neuron.engines` and
-    `paceline.placement.planning.instances`; none was measured by us on a chip. So every candidate is computed three
-    times, with ideal, expected and the worst times, and the interval of a speed-up is from the least to the largest.
-    Draft ahead, which hides drafting on cores of its own behind verification, is not counted on.
-
-    Raises:
-        ConfigurationError: the target fits at no degree, or the chip's figures are unknown.
-    """
-    most = max(batch_sizes)
-    setup = RoundSetup(
-        question.target,
-        ModelDraft(question.draft),
-        1,
-        question.max_depth,
-        question.kind,
-        slots=most,
-        rows=question.rows,
-    )
-    degrees = [d for d in question.degrees or question.instance.degrees if _divides(setup, d, question)]
-    if not degrees:
-        raise ConfigurationError(
-            f"the target fits on {question.instance.name} at none of the degrees that were asked for; name a larger "
-            "instance, or smaller batch sizes"
-        )
-    plain = {d: _parts(setup, question, d, drafts=False) for d in degrees}
-    pairs = []
-    drafting: dict[int, PartTimes] = {}
-    for degree in degrees:
-        for own in (None, *sorted({1, degree})):
-            size = degree if own is None else own
-            spare = own is None or degree + own <= question.instance.cores
-            if spare and fits(replace(setup, degree=size), question.instance, draft=True, target=own is None):
-                if size not in drafting:
-                    drafting[size] = _parts(setup, question, size, drafts=True)
-                pairs.append(_Times(degree, own, plain[degree], drafting[size]))
-    return [_plan(question, size, plain=plain, pairs=pairs) for size in batch_sizes]
-
-
-def _divides(setup: RoundSetup, degree: int, question: HardwareQuestion) -> bool:
-    try:
-        return fits(replace(setup, degree=degree), question.instance, draft=False, target=True)
-    except ConfigurationError:
-        return False
-
-
-def _parts(setup: RoundSetup, question: HardwareQuestion, degree: int, *, drafts: bool) -> PartTimes:
-    depths = (1 if drafts else 0, question.max_depth)
-    return PartTimes(replace(setup, degree=degree), question.instance, drafts=drafts, depths=depths, slots=setup.slots)
-
-
-def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes], pairs: Sequence[_Times]) -> LoadPlan:
-    """Speed-ups are over the fastest plain decoding, of any degree, under the same assumption."""
-    launch = PartTime(*[engines.LAUNCH.value] * 3)
-    alone = {degree: parts.at(0, size).plus(launch) for degree, parts in plain.items()}
-    base = [min(getattr(time, name) for time in alone.values()) for name in PartTime.__slots__]
-    candidates = [
-        _rated(Candidate("plain", "", 0, size, 1.0, time.expected, (degree, 0)), time, base, tokens=(1.0, 1.0, 1.0))
-        for degree, time in alone.items()
-    ]
-    for pair, k in product(pairs, range(1, question.max_depth + 1)):
-        rates, error = question.rates, question.rate_error
-        tokens = [
-            expected_tokens([min(1.0, max(0.0, rate + off)) for rate in rates], k) for off in (-error, 0.0, error)
-        ]
-        time = pair.round(k, size)
-        mode = "shared cores" if pair.own is None else "separate cores"
-        made = Candidate(mode, "draft model", k, size, tokens[1], time.expected, (pair.degree, pair.own or 0))
-        candidates.append(_rated(made, time, base, tokens=(tokens[0], tokens[1], tokens[2])))
-    return LoadPlan(size, tuple(sorted(candidates, key=lambda one: -one.speedup)))
-
-
-def _rated(
-    candidate: Candidate, time: PartTime, base: Sequence[float], *, tokens: tuple[float, float, float]
-) -> Candidate:
-    ratios = [plain / own for plain, own in zip(base, (time.ideal, time.expected, time.worst), strict=True)]
-    return replace(candidate, speedup=tokens[1] * ratios[1], low=tokens[0] * min(ratios), high=tokens[2] * max(ratios))

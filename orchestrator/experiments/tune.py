@@ -25,6 +25,7 @@ from paceline.experiments.config import (
     SamplingEntry,
     TargetEntry,
     fingerprint,
+    load_options,
 )
 from paceline.experiments.prompts import load_prompts
 from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, policy_name, reads_text_alone
@@ -205,14 +206,12 @@ def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
 
     entry, k = best_entry(config, policy)
     model: dict[str, Any] = {"name": "tuned", "path": _absolute(cell.target.path), "batch_size": cell.batch_size}
-    model |= {"backend": config.backend, "amp": config.amp}
+    model |= load_options(config, cell.target)
     if not entry.plain:
         drafts = [_mapping(spec) for spec in parse_draft(entry.draft)]
         model["draft"] = drafts[0] if len(drafts) == 1 else drafts
         model |= {} if k is None else {"k": k}
-        for name, default in (("vocabulary", "same"), ("confidence_threshold", 0.0), ("fused", None)):
-            if (value := getattr(entry, name)) != default:
-                model[name] = value
+        model |= {**config.speculative, **entry.speculative}
     text: str = yaml.safe_dump({"models": [model]}, sort_keys=False)
     return text
 

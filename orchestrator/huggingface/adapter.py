@@ -298,9 +298,10 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                     NgramDrafter(tokens, prompt_lookup_max=size or 2), self.decoder, k=tokens
                 )
             else:
-                vocabulary = {} if tokenizers is None else {"vocabulary": tokenizers}
-                stop = {"confidence_threshold": threshold} if threshold else {}
-                generator = SpeculativeGenerator(draft, self.decoder, k=lengths, **stop, **vocabulary)
+                options: dict[str, Any] = {} if tokenizers is None else {"vocabulary": tokenizers}
+                if threshold:
+                    options["confidence_threshold"] = threshold
+                generator = SpeculativeGenerator(draft, self.decoder, k=lengths, **options)
             self._assisted[key] = generator
         return self._assisted[key]
 

@@ -32,8 +32,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from paceline.core.errors import ConfigurationError, PlanError, QueueFullError, TargetLostError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator, end_unused
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import RESOURCE, connect
 from paceline.placement.host import environment
 from paceline.placement.planning import planner
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
@@ -329,14 +328,13 @@ def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str 
     plan's cores. On a host without Neuron the same processes run on the CPU and cores are file locks.
 
     Raises:
-        PlanError: a model cannot be run as it was planned, or the cluster has no room.
+        PlanError: a model cannot be run as it was planned, there is no such cluster, or it has no room.
         WorkerError: a model did not start.
     """
     planner.check(plan)
     if not ray.is_initialized():
-        own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
         environment.prepare_new_cluster()
-        ray.init(address=address or "local", namespace=NAMESPACE, log_to_driver=False, **own)
+        connect(address, cores=plan.instance.cores)
     deployment = Deployment(plan, fault_policy or FaultPolicy())
     try:
         deployment.add(plan)

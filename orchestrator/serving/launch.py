@@ -13,13 +13,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import ray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
+from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import RAY_ERRORS, connect, summary
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.listener import ListeningSocket
@@ -32,11 +31,10 @@ log = logging.getLogger("paceline")
 
 APPLICATION = "paceline"
 
-_NEW_CLUSTER = "local"  # as an address: a cluster of its own, though another one may run on this machine
 _LOOK_S = 0.5  # between two looks at what starts
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
+_RAY_ERRORS = (*RAY_ERRORS, RayServeException)  # what Ray and Serve raise
 
 
 class _SignalReceived(BaseException):
@@ -62,7 +60,8 @@ def serve_groups(
     Raises:
         ConfigurationError: nothing can listen at the address, or Serve runs in the cluster already, and listens
             elsewhere or has an application of this name.
-        PlacementError: there is no such cluster, or the service did not start.
+        PlanError: there is no such cluster.
+        WorkerError: the service did not start.
     """
     with _until_a_signal() as take_signals, ExitStack() as stack:
         listening = stack.enter_context(ListeningSocket(host, port)) if address is None else None
@@ -141,14 +140,8 @@ def _starting() -> list[str]:
 
 
 def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
-    cores = max(group.plan.instance.cores for group in groups)
-    own = {"resources": {RESOURCE: cores}, "num_cpus": _CPUS, "include_dashboard": False}
     environment.prepare_new_cluster()
-    try:
-        ray.init(address=address or _NEW_CLUSTER, log_to_driver=False, **({} if address else own))
-    except _RAY_ERRORS as error:
-        failure = f"no Ray cluster can be joined at {address}" if address else "Ray did not start on this machine"
-        raise PlacementError(f"{failure}: {_summary(error)}") from error
+    connect(address, cores=max(group.plan.instance.cores for group in groups), num_cpus=_CPUS)
 
 
 def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Callable[[], None]) -> None:
@@ -209,7 +202,7 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except _RAY_ERRORS as error:
-        raise WorkerError(f"the service did not start: {_summary(error)}") from error
+        raise WorkerError(f"the service did not start: {summary(error)}") from error
 
 
 @contextmanager
@@ -218,7 +211,7 @@ def _warned() -> Iterator[None]:
     try:
         yield
     except _RAY_ERRORS as error:
-        log.warning("the service could not be taken down (%s)", _summary(error))
+        log.warning("the service could not be taken down (%s)", summary(error))
 
 
 def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
@@ -234,10 +227,3 @@ def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
             f"an application {APPLICATION!r} is served in this cluster already; end it first, or put both into one "
             "models file"
         )
-
-
-def _summary(error: Exception) -> str:
-    """The first line and the last: Ray puts the tracebacks of other processes between them."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

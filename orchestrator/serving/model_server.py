@@ -239,8 +239,7 @@ def _call(requests: Sequence[Request], context: RequestContext, request: Generat
     """What the engine is asked."""
     deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
     ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if request.stream else _BODY_S
-    width = request.params.verify_width if isinstance(request, TokenRequest) else None
-    return Call(ticket, requests, width, context.client, deadline, interval_s)
+    return Call(ticket, requests, context.client, deadline, interval_s)
 
 
 class LocalRouter:

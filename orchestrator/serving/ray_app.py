@@ -29,6 +29,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
+from paceline.placement.host import environment
 from paceline.placement.planning import planner
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import instance_named
@@ -132,7 +133,11 @@ def application(
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         logging_config=SERVE_LOGGING,
-        ray_actor_options={"num_cpus": CPU_SHARE, **({"resources": {_HERE: CPU_SHARE}} if handover else {})},
+        ray_actor_options={
+            "num_cpus": CPU_SHARE,
+            "runtime_env": {"env_vars": environment.without_cores()},  # Ray hides no core from what asks for none
+            **({"resources": {_HERE: CPU_SHARE}} if handover else {}),
+        },
     )
     return ingress.bind(
         handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy, handover=handover

@@ -25,7 +25,7 @@ from ray.serve.config import AutoscalingConfig
 from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import RESOURCE
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
@@ -86,7 +86,7 @@ class ModelReplica:
         if bundles is None:
             raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.ray_app")
         plan = group.plan
-        self._policy, self._num_slots = fault_policy, plan.placements[0].model.shape.batch_size
+        self._policy, self._num_slots = fault_policy, plan.placements[0].model.options.slots
         self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
         try:
             self._drafter = self._group.drafter()

@@ -27,8 +27,7 @@ from ray.serve.exceptions import RayServeException
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, to_unload

@@ -23,7 +23,6 @@ class Call:
 
     ticket        names the call, like no other that is under way; `SharedEngine.end` takes it
     requests      as `Request.batch` makes them
-    verify_width  see `paceline.engine.request.SamplingParams`
     key           who asks: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
     interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
@@ -32,7 +31,6 @@ class Call:
 
     ticket: str
     requests: Sequence[Request]
-    verify_width: int | None = None
     key: str = ""
     deadline: float | None = None
     interval_s: float = 0.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline import vocab_compat
+from paceline import vocab_compat, warmup
 from paceline.core import probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
@@ -25,7 +25,6 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.engine import warmup
 from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.config import WorkerConfig
@@ -43,7 +42,7 @@ class DraftPool:
         first = config.load()
         self._k = config.speculative.longest_draft(first.backend.draft_lengths)
         # Ranks hold one cache each, so a divided model is loaded again for every target.
-        siblings = (first.sibling() if config.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
+        siblings = (first.sibling() if config.options.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
         self._free: list[CompiledDecoder] = [first, *siblings]
         self._acquired: dict[int, CompiledDecoder] = {}  # by the id of the drafter over it
         self._compiled = frozenset(vocab_sizes)
@@ -58,10 +57,10 @@ class DraftPool:
             ConfigurationError: the target has another batch size, or all decoders are in use.
         """
         config = self._config
-        if handshake.slots != config.batch_size:
+        if handshake.slots != config.options.slots:
             raise ConfigurationError(
-                f"target {handshake.target} has {handshake.slots} slots and its draft {config.batch_size}; give both "
-                "the same batch_size"
+                f"target {handshake.target} has {handshake.slots} slots and its draft {config.options.slots}; give "
+                "both the same batch_size"
             )
         if not self._free:
             raise ConfigurationError(
@@ -124,7 +123,7 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
         one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
         commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
         for rows in warmup.lengths(decoder):
-            limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
+            limits = RoundLimits([drafter.draft_shape.num_draft_tokens] * slots, rows)
             for used, kind in product(warmup.fills([decoder]), warmup.distinct_kinds([decoder])):
                 drafter.propose(commit, replace(greedy, kind=kind), replace(limits, used_slots=used))
             if rereads:

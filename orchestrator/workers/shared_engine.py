@@ -1,8 +1,7 @@
 """`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its face for an event loop.
 
-Requests take free slots between rounds, in turns, and leave when they are finished or aborted. A call that needs rounds
-of another ``verify_width`` waits until the slots are empty, and calls whose turn is later wait for it. Not here: what a
-request is (`engine.request`), rounds (`engine.engine`), processes and sockets.
+Requests take free slots between rounds, in turns, and leave when they are finished or aborted. Not here: what a request
+is (`engine.request`), rounds (`engine.engine`), processes and sockets.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class SharedEngine:
         self._turns = Turns()
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
-        self._verify_width: int | None = None  # of the rounds that run now
         self._numbers = count()
         self._totals, self._holding = Totals(), Holding()
         self.heartbeat = 0
@@ -128,7 +126,7 @@ class SharedEngine:
     def pop(self) -> Request | None:
         with self._changed:
             state = self._turns.first()
-            if state is None or state.call.verify_width != self._verify_width:
+            if state is None:
                 return None
             request = state.seat()
             self._turns.took()
@@ -147,11 +145,9 @@ class SharedEngine:
         torch.set_num_threads(threads)  # each thread has a number of its own
         while True:
             with self._changed:
-                state = self._changed.wait_for(self._turns.first)
-                assert state is not None
-                self._verify_width = state.call.verify_width
+                self._changed.wait_for(self._turns.first)
             try:
-                for outputs in self._generator.steps(self, verify_width=self._verify_width):
+                for outputs in self._generator.steps(self):
                     self.heartbeat += 1
                     self.failure = None
                     self._hand_out(outputs)

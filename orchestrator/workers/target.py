@@ -49,12 +49,7 @@ class TargetHost:
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:
-        """Make the graphs before the first request, so that none has to wait for one.
-
-        A drafter in another process may have nothing to propose yet, so the verify graph is asked for by its width.
-        """
-        if num_draft_tokens := self._generator.drafter.draft_shape.num_draft_tokens:
-            self._target.compile(verify_width=num_draft_tokens + 1)
+        """Make the graphs before the first request, so that none has to wait for one."""
         self._generator.compile()
 
 

@@ -23,8 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, call_allocator, give_back, worker_name
-from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE, connect
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.planning.core_range import CoreRange
@@ -96,19 +95,13 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
     address   of the cluster; "auto" for that of this machine, "local" for one that is started here for the jobs
 
     Raises:
-        PlanError: no node has room for a worker.
+        PlanError: there is no such cluster, or no node has room for a worker.
         WorkerError: the cluster does not answer, or no worker starts.
     """
 
     def __init__(self, make: Callable[[], Job], *, address: str, degree: int, count: int) -> None:
         if not ray.is_initialized():
-            own = {"resources": {RESOURCE: os.cpu_count()}, "include_dashboard": False} if address == _HERE else {}
-            try:
-                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise WorkerError(
-                    f'there is no Ray cluster at {address!r} ({error}); start one, or give "{_HERE}"'
-                ) from error
+            connect(None if address == _HERE else address, cores=os.cpu_count() or 1)
         self._make, self._degree, self._count = make, degree, count
         self._workers: list[_Running] = []
         self._claimed: list[str] = []
@@ -196,7 +189,8 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
         env = environment.planned(machine, cores, label="cell", threads=cpus[1] - cpus[0] + 1, timeout=_EXEC_S)
         actor = ray.remote(_JobWorker).options(
             name=name, namespace=NAMESPACE, num_cpus=0, resources={RESOURCE: self._degree}, max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), runtime_env={"env_vars": dict(env)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            runtime_env={"env_vars": environment.for_actor(env)},
         ).remote(_Share(cores, cpus, env), self._make)  # fmt: skip
         return _Running(actor, name, group)
 

@@ -1,4 +1,4 @@
-"""The nodes of the cluster: which are alive, how one is reached, and how a process there is killed."""
+"""The cluster: joining it, which of its nodes are alive, how one is reached, and how a process there is killed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,45 @@ from contextlib import suppress
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.core.errors import PlanError
 from paceline.placement.host import environment, processes
 from paceline.placement.host.processes import Process
 from paceline.placement.remote.channel import Address
 
 NAMESPACE = "paceline"
 """Ray's namespace of all actors of this package."""
+RESOURCE = "neuron_cores"
+"""Ray's name for what it counts on a node."""
+RAY_ERRORS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""What Ray raises where a cluster cannot be started or joined."""
+_NEW_CLUSTER = "local"  # as an address: a cluster of its own, though another one may run on this machine
 _TASK_S = 30.0  # for a small task
+
+
+def connect(address: str | None, *, cores: int, num_cpus: int | None = None) -> None:
+    """Connect this process to a Ray cluster: that at the address, or a new one here (None) with so many cores.
+
+    ``num_cpus``: of a new one, as Ray counts them.
+
+    Raises:
+        PlanError: there is no such cluster, or Ray does not start here.
+    """
+    own: dict[str, object] = {}
+    if address is None:
+        environment.check_unassigned()
+        own = {"resources": {RESOURCE: cores}, "num_cpus": num_cpus, "include_dashboard": False}
+    try:
+        ray.init(address=address or _NEW_CLUSTER, namespace=NAMESPACE, log_to_driver=False, **own)
+    except RAY_ERRORS as error:
+        failure = f"no Ray cluster can be joined at {address}" if address else "Ray did not start on this machine"
+        raise PlanError(f"{failure}: {summary(error)}") from error
+
+
+def summary(error: Exception) -> str:
+    """The first line and the last: Ray puts the tracebacks of other processes between them."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def living() -> set[str]:

@@ -21,8 +21,8 @@ from ray.util.placement_group import PlacementGroup
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.cluster.actors import ActorSupervisor, DraftWorker, take_cores
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.reservation import RESOURCE, Reservation
+from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE
+from paceline.placement.cluster.reservation import Reservation
 from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment
 from paceline.placement.planning.instances import Instance
@@ -113,7 +113,7 @@ class ReplicaGroup:
                     resources={RESOURCE: len(spec.cores)},
                     max_restarts=-1,
                     max_task_retries=0,
-                    runtime_env={"env_vars": {**environment.without_cores(), **dict(spec.env)}},
+                    runtime_env={"env_vars": environment.for_actor(spec.env)},
                     scheduling_strategy=self._reservation.bundle(label),
                 )
                 .remote(spec)

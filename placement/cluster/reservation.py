@@ -18,8 +18,6 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 
-RESOURCE = "neuron_cores"
-
 
 class Reservation:
     """Nodes and cores for the placements of a group, each in its bundle of the placement ``group``. ``owner``: the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from paceline.placement.cluster import nodes
 from paceline.placement.cluster.fault_policy import FaultPolicy
@@ -116,9 +116,9 @@ def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, loc
     model = target.model
     contract = DrafterContract(
         num_draft_tokens=draft.model.k,
-        slots=model.shape.batch_size,
+        slots=model.options.slots,
         vocab_size=model.config.vocab_size,
-        max_positions=draft.model.shape.n_positions,
+        max_positions=draft.model.n_positions,
         target=target.label,
     )
     return DrafterLink(
@@ -142,8 +142,7 @@ def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location
 def _settings(item: Placement, placements: Sequence[Placement], fault_policy: FaultPolicy) -> Settings:
     model = item.model
     targets = {str(p.model.folder) for p in placements if (p.name, p.replica) in item.drafts_for}
-    gqa = None if model.gqa is None else model.gqa.value
-    ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
-    loading = {"folder": str(model.folder), "backend": model.backend, "draft_ahead": fault_policy.draft_ahead}
+    options = asdict(replace(model.options, tp_degree=len(item.cores)))
+    loading = {"folder": str(model.folder), "draft_ahead": fault_policy.draft_ahead}
     serving = {"targets": sorted(targets)} if item.role == "draft" else {}
-    return {**asdict(model.shape), **ranks, **loading, **dict(model.speculative), **serving}
+    return {**options, **loading, **dict(model.speculative), **serving}

@@ -8,7 +8,7 @@ NEURON_PROCESS_TAG                 so that neuron-monitor can tell models apart
 NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logical one (Trn2); both names in use
 OMP_NUM_THREADS                    this process's share of the host's threads
 OMP_WAIT_POLICY                    PASSIVE for a process that computes beside another one
-RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
+RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
 RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S   written: how long Ray Serve's controller waits for a proxy that it ends
@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.core.errors import WorkerError
+from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 
@@ -49,7 +49,8 @@ NICENESS = "RAY_worker_niceness"
 USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
-NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
+NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
+_TAG_LENGTH = 32  # of NEURON_PROCESS_TAG, as neuron-monitor's guide has it
 
 
 def planned(
@@ -62,7 +63,7 @@ def planned(
             CORES: str(cores),
             "NEURON_RT_EXEC_TIMEOUT": str(int(timeout)),
             "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-            "NEURON_PROCESS_TAG": f"paceline:{label}"[:255],
+            "NEURON_PROCESS_TAG": f"paceline:{label}"[:_TAG_LENGTH],
         }
         if len(cores) > 1:
             variables["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + cores.first}"
@@ -134,6 +135,20 @@ def prepare_new_cluster() -> None:
         os.environ.setdefault(name, _PROXY_CHECK_S)
 
 
+def check_unassigned() -> None:
+    """Check that this process, which is to start a Ray cluster, was not given cores itself.
+
+    Raises:
+        PlanError: it was. Ray would take them for those of the machine, and reads no range such as 0-7.
+    """
+    if cores := os.environ.get(CORES):
+        raise PlanError(
+            f"{CORES}={cores} is set, and a plan gives every process cores of its own; unset it for this command "
+            f"(env -u {CORES} paceline ...). To keep cores for other programs, start Ray yourself with as many "
+            "neuron_cores as it may use, and join it by its address"
+        )
+
+
 def assigned_cores() -> str:
     """The cores that this process was started with; "" if none."""
     return os.environ.get("PACELINE_CORES", "")
@@ -147,6 +162,11 @@ def without_cores(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
     """The whole environment of a process that is started directly, without Ray."""
     return without_cores(os.environ) | dict(env)
+
+
+def for_actor(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """What an actor adds to its job's variables: cores that a job gives to all its actors are not its own."""
+    return without_cores() | dict(env)
 
 
 def lock_folder() -> Path:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import GQA, Shard, layout
+from paceline.decoder.options import LoadOptions
+from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights.formats import SCALE_BYTES
 
 CODE_BYTES = 96 * (1 << 20)
 """Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
 _SLACK_ROWS = 256  # a cache's rows after its last position, for a window or a padded chunk
-_CHUNK = 256  # rows of the largest default prefill graph
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Bytes of a number, scales included: those of 8 bits have a scale of 4 bytes for a row, blocks of 32 have it inside.
@@ -39,47 +39,35 @@ class Footprint:
         return self.weights + self.cache + self.scratch
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What of a model's options its size depends on. ``quantization`` is a format of the matrices, ``kv_cache_dtype``
-    one of keys and values; None: that of ``amp``.
-    """
-
-    amp: str
-    quantization: str | None
-    batch_size: int
-    n_positions: int
-    kv_cache_dtype: str | None = None
-
-
-def footprint(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | None = None) -> Footprint:
-    """Bytes on each of ``degree`` cores.
-
-    ``caches``: one for each target that shares a draft; a divided model is read again for each. ``gqa``: where its K/V
-    heads live, if that was asked for.
-    """
-    shards = [Shard(config, layout(config, degree, gqa), rank) for rank in range(degree)]
+def footprint(config: ModelConfig, options: LoadOptions, degree: int) -> Footprint:
+    """Bytes on each of ``degree`` cores."""
+    shards = [Shard(config, layout(config, degree, options.group_query_attention), rank) for rank in range(degree)]
     fullest = max(shards, key=lambda shard: len(shard.key_heads))
-    wide = NUMBER_BYTES[shape.amp]
-    narrow = wide if shape.quantization is None else QUANTIZED_BYTES[shape.quantization]
+    wide = NUMBER_BYTES[options.amp]
+    narrow = wide if options.quantization is None else QUANTIZED_BYTES[options.quantization]
+    tables = wide if options.modules_to_not_convert else narrow
     specs = registry.family(config.model_type).tensors(config).values()
-    weights = math.ceil(sum(fullest.numbers_of(spec) * (narrow if spec.is_matrix else wide) for spec in specs))
-    cache = cache_bytes(config, shape, degree, gqa=gqa)
-    chunk = min(_CHUNK, shape.n_positions)
+    numbers = (
+        fullest.numbers_of(spec) * (narrow if spec.is_product else tables if spec.is_matrix else wide) for spec in specs
+    )
+    weights = math.ceil(sum(numbers))
+    cache = cache_bytes(config, options, degree)
+    positions = options.longest(config.max_position_embeddings)
+    chunk = min(options.chunks[-1], positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
-    scores = fullest.heads * shape.n_positions
-    logits = _share(config.vocab_size, degree) * shape.batch_size * 16  # rows of a verifying window
+    scores = fullest.heads * positions
+    logits = _share(config.vocab_size, degree) * options.slots * 16  # rows of a verifying window
     return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
 
 
-def cache_bytes(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | None = None) -> int:
+def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
     """Bytes of one KV cache on the fullest of ``degree`` cores."""
-    placed = layout(config, degree, gqa)
-    heads = max(len(Shard(config, placed, rank).key_heads) for rank in range(degree))
-    rows = (shape.n_positions + _SLACK_ROWS) * shape.batch_size
-    narrow = shape.kv_cache_dtype is not None
-    row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[shape.amp]
-    return 2 * config.num_layers * heads * rows * row
+    placed = layout(config, degree, options.group_query_attention)
+    tokens = (options.longest(config.max_position_embeddings) + _SLACK_ROWS) * options.slots
+    rows = max(Shard(config, placed, rank).cache_rows(tokens) for rank in range(degree))
+    narrow = options.kv_cache_dtype is not None
+    row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[options.amp]
+    return rows * row
 
 
 def product_weights(shard: Shard) -> int:

@@ -1,6 +1,6 @@
 """Instance types: devices, logical cores, memory, and the tensor-parallel degrees the runtime accepts.
 
-Figures are from the Neuron SDK's hardware pages (release 2.32). What the machine at hand has is asked of `neuron-ls`,
+Figures of a core are its chip's (`paceline.neuron.chips`). What the machine at hand has is asked of `neuron-ls`,
 or of the system where there is none (`detect`). Not here: which models go where (`planner`).
 
 A *core* is what the runtime numbers: a logical NeuronCore (on Trn2 two physical ones, "LNC 2").
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.core.errors import PlanError
+from paceline.neuron.chips import CAPABILITIES, Chip
 
 GIB = 1 << 30
 
@@ -62,30 +63,36 @@ class Instance:
         return range(0, self.cores - degree + 1, degree)
 
 
-def _inf2(name: str, devices: int, vcpus: int, *, host: int, degrees: tuple[int, ...]) -> Instance:
-    return Instance(name, devices, 2, 16 * GIB, 410 * GIB, vcpus, host * GIB, degrees, "ring", "2.28")
-
-
-def _trn1(name: str, devices: int, vcpus: int, *, host: int, degrees: tuple[int, ...]) -> Instance:
-    return Instance(name, devices, 2, 16 * GIB, 410 * GIB, vcpus, host * GIB, degrees, "torus", "2.28")
-
-
-def _trn2(name: str, devices: int, vcpus: int, *, host: int, degrees: tuple[int, ...]) -> Instance:
-    return Instance(name, devices, 4, 24 * GIB, 725 * 10**9, vcpus, host * GIB, degrees, "torus", "2.31", 2)
+def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees: tuple[int, ...] = ()) -> Instance:
+    """A type with so many chips; ``degrees``: where not all that the chip takes and that there are cores for."""
+    able = CAPABILITIES[chip]
+    return Instance(
+        name=f"{chip.value}{size}",
+        devices=devices,
+        cores_per_device=able.cores,
+        memory=able.memory,
+        bandwidth=able.bandwidth,
+        vcpus=vcpus,
+        host_memory=host * GIB,
+        degrees=degrees or tuple(degree for degree in able.degrees if degree <= devices * able.cores),
+        links="ring" if chip is Chip.INF2 else "torus",
+        sdk=f"2.{able.last}",
+        logical=able.logical[0] if len(able.logical) > 1 else 0,
+    )
 
 
 _ALL = (
-    _inf2("inf2.xlarge", 1, 4, host=16, degrees=(1, 2)),
-    _inf2("inf2.8xlarge", 1, 32, host=128, degrees=(1, 2)),
-    _inf2("inf2.24xlarge", 6, 96, host=384, degrees=(1, 2, 4, 8)),
-    _inf2("inf2.48xlarge", 12, 192, host=768, degrees=(1, 2, 4, 8, 24)),
-    _trn1("trn1.2xlarge", 1, 8, host=32, degrees=(1, 2)),
-    _trn1("trn1.32xlarge", 16, 128, host=512, degrees=(1, 2, 8, 16, 32)),
-    _trn1("trn1n.32xlarge", 16, 128, host=512, degrees=(1, 2, 8, 16, 32)),
+    _with(Chip.INF2, ".xlarge", 1, vcpus=4, host=16),
+    _with(Chip.INF2, ".8xlarge", 1, vcpus=32, host=128),
+    _with(Chip.INF2, ".24xlarge", 6, vcpus=96, host=384),
+    _with(Chip.INF2, ".48xlarge", 12, vcpus=192, host=768),
+    _with(Chip.TRN1, ".2xlarge", 1, vcpus=8, host=32),
+    _with(Chip.TRN1, ".32xlarge", 16, vcpus=128, host=512),
+    _with(Chip.TRN1, "n.32xlarge", 16, vcpus=128, host=512),
     # Degree 2 is said to fail on the small one, and its vCPUs and host memory are not in the SDK's pages.
-    _trn2("trn2.3xlarge", 1, 12, host=128, degrees=(1, 4)),
-    _trn2("trn2.48xlarge", 16, 192, host=2048, degrees=(1, 2, 4, 8, 16, 32, 64)),
-    _trn2("trn2u.48xlarge", 16, 192, host=2048, degrees=(1, 2, 4, 8, 16, 32, 64)),
+    _with(Chip.TRN2, ".3xlarge", 1, vcpus=12, host=128, degrees=(1, 4)),
+    _with(Chip.TRN2, ".48xlarge", 16, vcpus=192, host=2048),
+    _with(Chip.TRN2, "u.48xlarge", 16, vcpus=192, host=2048),
     # No accelerator: eight "cores" that are processes on the host, to plan and to simulate with.
     Instance("cpu", 8, 1, 2 * GIB, 10 * GIB, 8, 16 * GIB, (1,), "none", ""),
 )

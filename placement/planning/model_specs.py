@@ -9,24 +9,21 @@ Keys of a model:
     name          letters, digits, "-", "_" and "."
     path          checkpoint folder, GGUF file, or name of a fetched model; or ``config``: a config.json (or its folder)
                   to plan without weights
-    tp_degree     a number, or "auto" (default): the smallest legal degree whose share fits on a core
-    n_positions   longest sequence; default: what the model was trained on (more can be planned, but not loaded)
-    batch_size    slots, default 1
-    amp           bf16 (default), f16 or f32
-    quantization  of the matrices: int8, fp8_e4m3, q8_0, ...; left out: the format that amp names
-    kv_cache_dtype  of keys and values: int8, fp8_e4m3 or fp8_e5m2; left out: the format that amp names
+    tp_degree     a number, or "auto" (default): the smallest legal degree whose share fits on a core; above 1 it runs
+                  with eager and neuron
+    batch_size, n_positions, amp, backend, quantization, ...   how it is loaded: all of
+                  `paceline.decoder.options.LoadOptions` (more positions than it was trained on can be planned, but not
+                  loaded)
     draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
-    k, acceptor, exact, fused, confidence_threshold, vocabulary, prefix_caching   as in
+    k, acceptor, exact, fused, prefix_caching, ...   how it decodes: all of
                   `paceline.config.SpeculativeConfig`; but k is "auto" where nothing says it, and nobody drafts by heads
     draft_of      the target's name, or a list: a draft model on cores of its own, a process for each replica of each of
                   them; of the keys above it has ``k`` alone
     replicas      default 1; a draft has one for each replica of its targets
     max_waiting   requests of a replica that may wait for a slot of a served model; more are refused. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
-    backend       native (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
-    group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
 A mapping ``fault_policy`` may stand beside ``models``; `paceline.placement.cluster.fault_policy` reads it.
 
@@ -44,19 +41,15 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from paceline.config import SpeculativeConfig
+from paceline.config import NOT_SERVED, SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
-from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import GQA
+from paceline.decoder.options import LoadOptions
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
-from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
+from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, cache_bytes, footprint
 from paceline.placement.planning.residency import Residency, ResidencyEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
-
-_KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary", "prefix_caching")
-"""Keys of a target in a models file; they mean what they mean in Python."""
 
 _STORED_BYTES = 2  # of a number in a file of heads, which says nothing of the format it is loaded in
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -77,18 +70,20 @@ class _InProcessDraft:
     file_bytes: int
     degree: int | None = None
 
-    def footprint(self, target: ModelConfig, shape: Shape, target_degree: int) -> Footprint:
+    def footprint(self, target: ModelConfig, options: LoadOptions, target_degree: int) -> Footprint:
         """Bytes on each of the target's cores, besides the target's own.
 
         Heads count as one more layer of the target with a cache of its own, and as whole on every core, which Medusa's
         and small EAGLE heads are: a large EAGLE head is divided and takes less. Scratch and programs are the target's.
         """
         if self.config is None:
-            weights = self.file_bytes * NUMBER_BYTES[shape.amp] // _STORED_BYTES
-            return Footprint(weights, cache_bytes(replace(target, num_layers=1), shape, target_degree), 0)
+            weights = self.file_bytes * NUMBER_BYTES[options.amp] // _STORED_BYTES
+            return Footprint(weights, cache_bytes(replace(target, num_layers=1), options, target_degree), 0)
         degree = target_degree if self.degree is None else self.degree
-        positions = min(shape.n_positions, self.config.max_position_embeddings)
-        own = footprint(self.config, replace(shape, quantization=None, n_positions=positions), degree)
+        trained = self.config.max_position_embeddings
+        positions = min(options.longest(target.max_position_embeddings), trained)
+        alike = replace(options, quantization=None, n_positions=positions, group_query_attention=None)
+        own = footprint(self.config, alike, degree)
         return Footprint(own.weights, own.cache, 0)
 
 
@@ -103,6 +98,8 @@ def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[
         config = SpeculativeConfig(**keys)
     except ConfigurationError as error:
         raise PlanError(f"{where}: {error}") from error
+    for name in config.set_of(NOT_SERVED):
+        raise PlanError(f"{where}: {name} is for measurements, and nothing is served with it; leave it out")
 
     def located(path: str) -> str:
         folder = resolve(path)
@@ -160,6 +157,7 @@ class ModelSpec:
     """One model to place.
 
     folder       its checkpoint; None when only a configuration was given
+    options      how it is loaded, but for its degree
     degree       tensor-parallel degree; None = the smallest that fits
     speculative  of a target: who drafts in its process, and how it decodes; of a draft: its k
     drafts       the drafters in its process that have weights
@@ -168,14 +166,12 @@ class ModelSpec:
     name: str
     config: ModelConfig
     folder: Path | None
-    shape: Shape
+    options: LoadOptions
     degree: int | None = None
     draft_of: tuple[str, ...] = ()
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     drafts: tuple[_InProcessDraft, ...] = ()
     replicas: int = 1
-    backend: str = "native"
-    gqa: GQA | None = None
     residency: Residency = field(default_factory=Residency)
     max_waiting: int = MAX_WAITING
 
@@ -184,27 +180,16 @@ class ModelSpec:
         """Most drafted tokens a round."""
         return self.speculative.max_k
 
+    @property
+    def n_positions(self) -> int:
+        """The longest text."""
+        return self.options.longest(self.config.max_position_embeddings)
+
 
 def _valid_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"a name is up to 63 letters, digits, '-', '_' or '.', not {name!r:.80}")
     return name
-
-
-def _known_backend(name: str) -> str:
-    if name not in BACKENDS:
-        raise ValueError(f"{name!r} is unknown; use one of {', '.join(BACKENDS)}")
-    return name
-
-
-def _known_layout(name: str) -> str:
-    layouts = [layout.value for layout in GQA]
-    if name not in layouts:
-        raise ValueError(f"{name!r} is unknown; use one of {', '.join(layouts)}")
-    return name
-
-
-Quantization = Literal["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1", "gguf"]
 
 
 class ModelEntry(ResidencyEntry):
@@ -214,67 +199,51 @@ class ModelEntry(ResidencyEntry):
     path: Annotated[str, pydantic.Field(min_length=1)] | None = None
     config: Annotated[str, pydantic.Field(min_length=1)] | None = None
     tp_degree: pydantic.PositiveInt | Literal["auto"] = "auto"
-    n_positions: pydantic.PositiveInt | None = None
-    batch_size: pydantic.PositiveInt = 1
-    amp: Literal["bf16", "f16", "f32"] = "bf16"
-    quantization: Quantization | None = None
-    kv_cache_dtype: Literal["int8", "fp8_e4m3", "fp8_e5m2"] | None = None
     draft_of: str | list[str] = pydantic.Field(default_factory=list)
-    draft: object = None
-    k: object = None
-    acceptor: object = None
-    exact: object = None
-    fused: object = None
-    confidence_threshold: object = None
-    vocabulary: object = None
-    prefix_caching: object = None
     max_waiting: pydantic.PositiveInt | None = None
     replicas: pydantic.PositiveInt | None = None
-    backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "native"
-    group_query_attention: Annotated[str, pydantic.AfterValidator(_known_layout)] | None = None
 
-    def spec(self, folder: Path, where: str) -> ModelSpec:
-        """The model with its configuration loaded; relative paths start at ``folder``."""
+    def spec(self, keys: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
+        """The model with its configuration loaded; relative paths start at ``folder``. ``keys``: of `LoadOptions` and
+        `SpeculativeConfig`.
+        """
         config, home = _configuration(self, folder, where)
-        if self.quantization == "gguf" and (home is None or not is_gguf(home)):
+        try:
+            options = LoadOptions.part_of(keys)
+        except ConfigurationError as error:
+            raise PlanError(f"{where}: {error}") from error
+        if options.quantization == "gguf" and (home is None or not is_gguf(home)):
             raise PlanError(f"{where}: quantization: gguf keeps what a GGUF file has; give the path of one")
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
-        speculative = self._speculative(folder, where)
+        speculative = self._speculative(keys, folder, where)
         drafts = _in_process_drafts(speculative, where)
-        residency = self.residency(where, batch_size=self.batch_size, is_draft=bool(targets), replicas=self.replicas)
+        residency = self.residency(where, batch_size=options.slots, is_draft=bool(targets), replicas=self.replicas)
         return ModelSpec(
             self.name,
             config,
             home,
-            Shape(
-                self.amp,
-                self.quantization,
-                self.batch_size,
-                self.n_positions or config.max_position_embeddings,
-                self.kv_cache_dtype,
-            ),
+            options,
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
             _adapted(speculative, drafts),
             drafts,
             self.replicas or 1,
-            backend=self.backend,
-            gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),
             residency=residency,
             max_waiting=self.max_waiting or MAX_WAITING,
         )
 
-    def _speculative(self, folder: Path, where: str) -> SpeculativeConfig:
+    def _speculative(self, keys: Mapping[str, object], folder: Path, where: str) -> SpeculativeConfig:
         """Who drafts in a target's process, and how it decodes; of a draft, its k alone."""
-        keys = {key: value for key in _KEYS if (value := getattr(self, key)) is not None}
+        keys = {key: keys[key] for key in SpeculativeConfig.model_fields if key in keys}
+        k = keys.get("k")
         if self.draft_of:
             foreign = [key for key in (*keys, *(["max_waiting"] if self.max_waiting else [])) if key != "k"]
             if foreign:
                 raise PlanError(
                     f"{where}: {foreign[0]} is a key of targets, and this model has draft_of; give it to the target"
                 )
-            if not isinstance(self.k, int | None) or isinstance(self.k, bool) or self.k == 0:
-                raise PlanError(f"{where}: k of a draft must be a whole number of at least 1, not {self.k!r:.80}")
+            if not isinstance(k, int | None) or isinstance(k, bool) or k == 0:
+                raise PlanError(f"{where}: k of a draft must be a whole number of at least 1, not {k!r:.80}")
         return _read_speculative(keys, where, lambda path: _resolve(folder, path, where))
 
 
@@ -332,10 +301,13 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
     for number, content in enumerate(entries):
         name = content.get("name", number) if isinstance(content, dict) else number
         place = f"{where}, model {name!r}"
-        entry = validate(ModelEntry, content, place)
+        entry = validate(ModelEntry, content, place, LoadOptions, SpeculativeConfig)
+        assert isinstance(content, dict), "an entry was made of it"
+        own = ModelEntry.model_fields
+        keys = {key: value for key, value in content.items() if value is not None and key not in own}
         if entry.name in specs:
             raise PlanError(f"{where}: two models are called {entry.name!r}; names must differ")
-        specs[entry.name] = entry.spec(folder, place)
+        specs[entry.name] = entry.spec(keys, folder, place)
         parsed.append(entry)
     return tuple(_paired(entry, specs) for entry in parsed)
 
@@ -394,10 +366,10 @@ def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> 
         raise PlanError(
             f"{name!r} has a `draft` in its own process, and {draft.name!r} drafts for it too (draft_of); remove one"
         )
-    if target.shape.batch_size != draft.shape.batch_size:
+    if target.options.slots != draft.options.slots:
         raise PlanError(
-            f"{draft.name!r} has batch_size={draft.shape.batch_size} and its target {name!r} "
-            f"{target.shape.batch_size}; give both the same"
+            f"{draft.name!r} has batch_size={draft.options.slots} and its target {name!r} "
+            f"{target.options.slots}; give both the same"
         )
     rivals = [other.name for other in specs.values() if name in other.draft_of]
     if len(rivals) > 1:

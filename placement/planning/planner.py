@@ -126,7 +126,7 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
 def _why_not(model: ModelSpec, degree: int) -> str:
     """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
     try:
-        layout(model.config, degree, model.gqa)
+        layout(model.config, degree, model.options.group_query_attention)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -134,8 +134,8 @@ def _why_not(model: ModelSpec, degree: int) -> str:
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
     """Bytes on each core, with the drafters in the model's own process."""
-    own = footprint(model.config, model.shape, degree, gqa=model.gqa)
-    drafts = [draft.footprint(model.config, model.shape, degree) for draft in model.drafts]
+    own = footprint(model.config, model.options, degree)
+    drafts = [draft.footprint(model.config, model.options, degree) for draft in model.drafts]
     weights, cache = sum(size.weights for size in drafts), sum(size.cache for size in drafts)
     return replace(own, weights=own.weights + weights, cache=own.cache + cache)
 
@@ -188,13 +188,13 @@ def check(plan: Plan) -> None:
         model, degree = item.model, len(item.cores)
         if model.folder is None:
             raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
-        if model.shape.n_positions > model.config.max_position_embeddings:
+        if model.n_positions > model.config.max_position_embeddings:
             raise PlanError(
-                f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
+                f"{item.name} was planned with n_positions={model.n_positions}, more than the "
                 f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
             )
         try:
-            check_positions(model.config.rope, model.shape.n_positions)
+            check_positions(model.config.rope, model.n_positions)
         except ConfigurationError as error:
             raise PlanError(f"{item.name}: {error}") from error
         if (item.role == "draft" or model.speculative.draft) and model.k >= MAX_WIDTH:
@@ -202,14 +202,13 @@ def check(plan: Plan) -> None:
                 f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
                 "tokens a round; ask for fewer"
             )
-        row = BACKENDS[model.backend]
-        if reason := why_not_quantized(row, model.shape.quantization) or why_not_cached(
-            row, model.shape.kv_cache_dtype
-        ):
+        options = model.options
+        row = BACKENDS[options.backend]
+        if reason := why_not_quantized(row, options.quantization) or why_not_cached(row, options.kv_cache_dtype):
             raise PlanError(f"{item.name}: {reason}")
-        if degree > 1 and not BACKENDS[model.backend].divided:
+        if degree > 1 and not row.divided:
             able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
             raise PlanError(
-                f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "
+                f"{item.name} was planned on {degree} cores, and backend={options.backend!r} runs a model on one; give "
                 f"`tp_degree: 1`, or a backend that divides a model: {able}"
             )

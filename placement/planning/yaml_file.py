@@ -49,20 +49,22 @@ def read_yaml(file: Path) -> object:
     return yaml.safe_load(text)
 
 
-def validate(kind: type[T], content: object, where: str) -> T:
+def validate(kind: type[T], content: object, where: str, *others: type) -> T:
     """``content`` as a value of a pydantic model or a dataclass. ``where`` names its place in error messages.
+    ``others``: types whose keys stand beside, and are left to them.
 
     Raises:
         PlanError: a key is unknown, or a value has the wrong type or is out of range.
     """
-    keys = _keys(kind)
+    own = _keys(kind)
+    keys = list(dict.fromkeys([*own, *(key for other in others for key in _keys(other))]))
     if not isinstance(content, dict):
         raise PlanError(f"{where} must be a mapping with the keys {', '.join(keys)}, not {content!r:.80}")
     unknown = sorted(str(key) for key in content if key not in keys)
     if unknown:
         raise PlanError(f"{where}: {unknown[0]!r} is not a key; the keys are {', '.join(keys)}")
     try:
-        return pydantic.TypeAdapter(kind).validate_python(content)
+        return pydantic.TypeAdapter(kind).validate_python({key: content[key] for key in content if key in own})
     except pydantic.ValidationError as error:
         raise PlanError(_message(error, where)) from error
 

@@ -322,13 +322,14 @@ class CommitBuffer:
         size = slots * width
         self._buffer = _IntBuffer(slots * (width + 3))
         numbers = self._buffer.tensor
-        count, first_row, self._max_accept = numbers[size:].view(3, slots).unbind()
+        count, first_row, _ = numbers[size:].view(3, slots).unbind()
         self._commit = Commit(numbers[:size].view(slots, width), count, first_row)
 
     def fill(self, request: messages.ProposeRequest) -> tuple[Commit, RoundLimits]:
         """The commit and the limits of a request."""
-        self._buffer.fill(messages.unpack_words(request.numbers))
-        return self._commit, RoundLimits(self._max_accept, request.max_rows)
+        numbers = messages.unpack_words(request.numbers)
+        self._buffer.fill(numbers)
+        return self._commit, RoundLimits(numbers[-self.shape[0] :].tolist(), request.max_rows)
 
 
 class ReplyWarmer:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.drafter_statistics import DrafterHealth, Fault, HealthCounters
 from paceline.core.errors import ChannelError
-from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Seconds
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel, ReplyWarmer
@@ -322,10 +323,8 @@ class DraftTimeouts:
     __pydantic_config__ = FORBID_EXTRA
 
 
-class RemoteDrafter:
+class RemoteDrafter(Drafter):
     """Proposes what a process at the other end of a socket drafts. Call ``close`` when done."""
-
-    reads: FeatureSpec | None = None
 
     def __init__(
         self, contract: DrafterContract, endpoint: DrafterEndpoint, *, timeouts: DraftTimeouts | None = None
@@ -378,7 +377,7 @@ class RemoteDrafter:
         rows = CommitRows.of(commit)
         texts = self._tracker.missing(commit, rows)
         rows = rows.without(self._tracker.left_out)
-        numbers = [*chain.from_iterable(rows.tokens), *rows.counts, *rows.first_rows, *limits.max_accept.tolist()]
+        numbers = [*chain.from_iterable(rows.tokens), *rows.counts, *rows.first_rows, *limits.max_accept]
         timeout = self._timeouts.reply_timeout_s
         if texts or self._tracker.prompt_pending:
             timeout += self._timeouts.resync_timeout_s

@@ -21,7 +21,7 @@ from time import perf_counter, sleep
 from typing import Protocol
 
 from paceline.core.errors import ChannelError
-from paceline.core.protocols import Drafter, Varies
+from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.placement.host import processes
 from paceline.placement.lookahead import LookaheadDrafter
@@ -34,18 +34,16 @@ class _Grant:
     """What a target got at its handshake.
 
     lookahead  the drafter, if it works while the target does
-    varies     its proposals may be shorter than its draft shape; those that travel are padded
     """
 
     drafter: Drafter
     lookahead: LookaheadDrafter | None
-    varies: bool
 
     @classmethod
     def of(cls, drafter: Drafter) -> _Grant:
         """The grant of a drafter; its kind is looked at once, since every round depends on it."""
         lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
-        return cls(drafter, lookahead, isinstance(drafter, Varies))
+        return cls(drafter, lookahead)
 
 
 class _TargetSession:
@@ -118,7 +116,7 @@ class _TargetSession:
     def _encoded(self, number: int, proposal: Proposal) -> bytes:
         """A proposal as the reply to the request of that number."""
         grant, rows = self._granted(), _undrawn_rows(proposal)
-        if grant.varies:
+        if len(grant.drafter.draft_lengths) > 1:  # those that travel are padded
             width = grant.drafter.draft_shape.num_draft_tokens
             rows = [row + [PAD] * (width - len(row)) for row in rows]
         tokens = messages.pack_words([*chain.from_iterable(rows)])

@@ -16,6 +16,7 @@ from paceline.core.types import SamplingTensors
 from paceline.decoder.backends import eager, registry
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.diagnostics import doctor, selftest
+from paceline.neuron import machine
 
 LS = """#!/bin/sh
 echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {"neuron_device": 1, "nc_count": 2}]'
@@ -56,14 +57,14 @@ def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     program.write_text(LS)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (line,) = doctor._cores()
-    assert (line.level, line.text) == ("note", "2 devices, 4 cores; used by processes 77")
+    ((_, level, text),) = machine._cores()
+    assert (level, text) == ("note", "2 devices, 4 cores; used by processes 77")
     program.write_text("#!/bin/sh\necho nonsense\n")
-    (line,) = doctor._cores()
-    assert line.level == "bad" and "failed" in line.text
+    ((_, level, text),) = machine._cores()
+    assert level == "bad" and "failed" in text
     program.unlink()
-    (line,) = doctor._cores()
-    assert line.level == "bad" and "aws-neuronx-tools" in line.text
+    ((_, level, text),) = machine._cores()
+    assert level == "bad" and "aws-neuronx-tools" in text
 
 
 def test_a_right_backend_passes_the_selftest() -> None:

@@ -86,7 +86,7 @@ def test_sources_of_every_folder_with_a_network_are_part_of_the_key() -> None:
     """A folder that is forgotten leaves stale graphs, so the package is searched for modules that can be traced."""
     root = Path(__file__).parents[2]
     hashed = {folder.name for folder in cache.source_folders()}
-    assert {"core", "decoder", "target", "draft", "medusa", "eagle"} <= hashed
+    assert {"core", "decoder", "neuron", "target", "draft", "medusa", "eagle"} <= hashed
     packages = {path.parts[len(root.parts)] for path in root.glob("[!.]*/**/__init__.py")} - {"tests", "build"}
     for name in packages - hashed:
         traced = [path for path in (root / name).rglob("*.py") if "nn.Module):" in path.read_text()]

@@ -11,7 +11,7 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.options import decoder_options
+from paceline.decoder.options import LoadOptions, decoder_options
 from paceline.decoder.read_prompts import ReadPrompt
 from paceline.draft.base import TextDrafter
 from tests.decoder import batched
@@ -66,7 +66,7 @@ def test_a_prompt_that_moved_is_still_shared(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize(("size", "buckets"), [(1, (1,)), (6, (1, 2, 4, 6)), ([6], (6,)), ([2, 6], (2, 6))])
 def test_a_number_gives_powers_of_two_and_a_list_itself(size: int | list[int], buckets: tuple[int, ...]) -> None:
-    options = decoder_options(batch_size=size, n_positions=64, context_length_estimate=None, amp="f32", trained=64)
+    options = decoder_options(LoadOptions(batch_size=size, amp="f32"), 64)
     assert (options.batch_size, options.batch_buckets) == (buckets[-1], buckets)
 
 

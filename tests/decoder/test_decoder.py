@@ -231,6 +231,6 @@ def test_a_width_that_does_not_fit_is_refused_before_work(workshop: Workshop) ->
         with pytest.raises(ConfigurationError):
             SpeculativeGenerator(draft, target, k=k)
     with pytest.raises(ConfigurationError, match="verify_width=3 is too small for 4 drafted tokens"):
-        run(SpeculativeGenerator(draft, target, k=4), {"verify_width": 3})
+        SpeculativeGenerator(draft, target, k=4, verify_width=3)
     known = plain(target, {}, new=4)
     assert texts(run(SpeculativeGenerator(draft, target, k=127), {}, new=4)) == known

@@ -14,15 +14,15 @@ from paceline import AutoDecoder, save_quantized
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import check_formats
 from paceline.decoder.backends.registry import BACKENDS
-from paceline.decoder.compile import graph_lint
-from paceline.decoder.compile.lowering import lower, state_of
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor, Stored, quantize
+from paceline.neuron import graph_lint
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import lower, state_of
 from tests.decoder import tiny
 from tests.decoder.steps import STEPS, inputs
 

@@ -52,7 +52,7 @@ def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
     tokens, zeros = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     tokens[2, 0], start = first, zeros.clone()
     start[2] = len(PROMPTS[0])
-    commit, limits = Commit(tokens, torch.ones_like(zeros), start), RoundLimits(zeros, len(PROMPTS[0]) + 1)
+    commit, limits = Commit(tokens, torch.ones_like(zeros), start), RoundLimits(zeros.tolist(), len(PROMPTS[0]) + 1)
     sampling = sampling_tensors([Sampling()] * 4)
     whole = verifier(commit, None, sampling, limits).tokens[2].tolist()  # the graph is made where all are seated
     for idle in ([0, 1, 3], [0], [3, 1]):

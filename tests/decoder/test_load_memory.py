@@ -93,6 +93,7 @@ CASES = [
 """What is stored, the type in memory, the quantisation, and over how many ranks; of these, the last one loads."""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_load_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     small, large = write(tmp_path / "small", 64), write(tmp_path / "large", 832)

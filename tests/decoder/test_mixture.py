@@ -13,19 +13,13 @@ from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
-from paceline.decoder.models.assembled import (
-    AssembledLayer,
-    AssembledModel,
-    ChosenExperts,
-    EveryExpert,
-    MixtureOfExperts,
-)
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.network import ChosenExperts, DecoderLayer, EveryExpert, MixtureOfExperts
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.families import VOCABULARY, save_pair
 
 CHUNK, LENGTH = 16, 16
@@ -110,9 +104,8 @@ def test_graphs_of_fixed_shape_compute_every_expert(folder: Path) -> None:
     for kernels in (TraceableKernels(), TorchKernels()):
         weights = load_weights(folder, config, torch.float32)
         model = registry.family(config.model_type).build(shard, weights, kernels, positions=CHUNK, group=SingleRank())
-        assert isinstance(model, AssembledModel)
         layer = model.layers[0]
-        assert isinstance(layer, AssembledLayer)
+        assert isinstance(layer, DecoderLayer)
         made.append(layer.mlp)
     every, chosen = made
     assert isinstance(every.experts, EveryExpert) and isinstance(chosen.experts, ChosenExperts)

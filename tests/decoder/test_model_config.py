@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
+from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 
 SIZES: dict[str, object] = {
@@ -85,6 +86,7 @@ def test_reads_what_transformers_saves(tmp_path: Path) -> None:
         eos_token_ids=(7, 9),
         pad_token_id=0,
         bos_token_id=None,
+        blueprint=Blueprint(qkv_bias=True, out_bias=True, mlp_bias=True),
     )
 
 
@@ -176,7 +178,7 @@ def rope(**settings: object) -> dict[str, object]:
         (without("vocab_size"), CheckpointError, ["vocab_size", "missing"]),
         (without("num_hidden_layers"), CheckpointError, ["num_hidden_layers", "missing"]),
         (SIZES | {"model_type": "mamba"}, UnknownArchitectureError, ["'mamba'", "supported: llama"]),
-        (SIZES | {"hidden_act": "gelu"}, UnknownArchitectureError, ["'gelu'", "supported: silu"]),
+        (SIZES | {"hidden_act": "tanh"}, UnknownArchitectureError, ["'tanh'", "supported: silu"]),
         (SIZES | {"quantization_config": {"bits": 4}}, UnknownArchitectureError, ["quantised"]),
         (SIZES | {"per_layer_config": {"0": {}}}, UnknownArchitectureError, ["per_layer_config"]),
         (SIZES | {"head_dim": 7}, UnknownArchitectureError, ["head_dim = 7", "odd"]),

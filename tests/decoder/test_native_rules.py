@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.decoder.kernels.protocol import AttentionRule, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.native.ops import Native
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.test_native_attend import Case, case
 from tests.decoder.test_native_tree import TREE, as_chain, planted, way_down
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.llama import LlamaFamily
+from paceline.decoder.models.registry import family
 from paceline.decoder.parallel.sharding import GQA, Layout, Shard, layout, padding
 from paceline.decoder.weights import checkpoint, files
 from tests.decoder.tiny import Workshop
@@ -77,7 +77,7 @@ def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, de
     shards = [Shard(made, layout(made, degree), rank) for rank in range(degree)]
     parts = [checkpoint.load_weights(path, made, torch.float32, shard=shard) for shard in shards]
     for name, tensor in whole.items():
-        spec = LlamaFamily.tensors(made)[name]
+        spec = family("llama").tensors(made)[name]
         cut = shards[0].slice_of(spec)
         if cut is None:
             assert all(torch.equal(part[name], tensor) for part in parts)
@@ -96,7 +96,7 @@ def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, de
 
 def test_a_vocabulary_that_cannot_be_divided_is_filled_up_with_zeros(workshop: Workshop) -> None:
     shard = Shard(replace(config(workshop), vocab_size=97), Layout(4), 3)
-    part = shard.slice_of(LlamaFamily.tensors(shard.config)["lm_head.weight"])
+    part = shard.slice_of(family("llama").tensors(shard.config)["lm_head.weight"])
     assert part is not None and (shard.ids, part.ranges, part.size) == (range(75, 100), ((75, 97),), 25)
 
 
@@ -122,7 +122,7 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
         read.clear()
         checkpoint.load_weights(path, made, torch.float32, shard=Shard(made, Layout(2, gqa), rank))
         totals.append(sum(read))
-    norms = sum(spec.shape[0] for name, spec in LlamaFamily.tensors(made).items() if "norm" in name)
+    norms = sum(spec.shape[0] for name, spec in family("llama").tensors(made).items() if "norm" in name)
     with safe_open(path / "model.safetensors", framework="pt") as file:
         everything = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert totals == [(everything - norms) // 2 + norms] * 2

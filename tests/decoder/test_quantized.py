@@ -14,13 +14,13 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder import families, gguf_files, tiny
 from tests.decoder.headed import HEADED
 

@@ -22,7 +22,7 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.native.ops import Native
-from paceline.decoder.options import decoder_options
+from paceline.decoder.options import LoadOptions, decoder_options
 from paceline.decoder.weights.checkpoint import load_weights
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +52,8 @@ BOUNDS: dict[tuple[str | None, str | None], tuple[float, float]] = {
 def logits(kernels: type[Kernels], weights: str | None, cached: str | None) -> Tensor:
     """Of every token of the text, read at once. [LENGTH, V]"""
     config = ModelConfig.from_pretrained(TARGET)
-    options = decoder_options(
-        batch_size=1, n_positions=128, context_length_estimate=LENGTH, amp="f32", trained=128, quantization=weights,
-        kv_cache_dtype=cached,
-    )  # fmt: skip
+    asked = LoadOptions(context_length_estimate=LENGTH, amp="f32", quantization=weights, kv_cache_dtype=cached)
+    options = decoder_options(asked, 128)
     loaded = load_weights(TARGET, config, torch.float32, quantization=weights)
     body = ModelWithCache(config, options, loaded, kernels=kernels()).eval()
     ids = AutoTokenizer.from_pretrained(TARGET)(TEXT).input_ids[:LENGTH]

@@ -10,10 +10,9 @@ from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Proposal, SamplingKind, SamplingTensors
-from paceline.decoder.compile.lowering import lower
-from paceline.decoder.compile.step_work import row_cost
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.step_work import step_work
 
 K, SLOTS = 4, 64
 
@@ -68,5 +67,6 @@ def test_a_residual_costs_what_its_kind_costs(kind: SamplingKind, passes: int, t
     width = 128_256
     sampling, ids = sampling_tensors([Sampling()]), [torch.zeros(1, rows, dtype=torch.int32) for rows in (K, K + 1)]
     given = (ids[0], torch.zeros(1, K, width), torch.zeros(1, K + 1, width), ids[1])
-    found = row_cost(lower("reject", Rejecting(kind), (*given, sampling.params, sampling.seeds)), width)
+    given = (*given, sampling.params, sampling.seeds)
+    found = step_work(Rejecting(kind), given, width, tile=128 * 512).rows
     assert found.passes <= passes and found.topk <= topk and found.gathered <= 256, found

@@ -20,7 +20,9 @@ from paceline.core.sampling import SAMPLING_KINDS, kind_of_params
 from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.eagle.tree import DynamicTree
+from paceline.neuron import graph_sampling
 from tests.decoder.steps import SAMPLED, STEPS, inputs
 from tests.decoder.tiny import Workshop, fresh
 from tests.eagle.heads import drafter
@@ -43,9 +45,17 @@ class KernelsByKind(TorchKernels):
         self.seen: set[SamplingKind] = set()
 
     def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
     ) -> Tensor:
         self._check(sampling)
+        if part is not None:
+            return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
         return super().sample_tokens(logits, positions, sampling, stream=stream)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -15,7 +15,7 @@ from paceline.decoder import environment
 from paceline.decoder.compile import cache
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle, save_tensors
 from paceline.decoder.weights.files import write_weight_file
-from paceline.training.trainer import RunState
+from paceline.heads.trainer import RunState
 from tests.full_disk import full_disk
 
 LARGE = {"weight": torch.zeros(50_000)}

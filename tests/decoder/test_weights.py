@@ -14,7 +14,7 @@ from paceline.core.errors import (
     WeightValueError,
 )
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.llama import LlamaFamily
+from paceline.decoder.models.registry import family
 from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.checkpoints import FORMATS, INDEX, State, load, model, refused, small_model
 
@@ -35,7 +35,7 @@ def test_every_format_gives_the_same_tensors(tmp_path: Path, state: State, form:
     config = ModelConfig.from_pretrained(tmp_path)
     calls: list[tuple[int, int]] = []
     loaded = load_weights(tmp_path, config, dtype, progress=lambda done, total: calls.append((done, total)))
-    assert list(loaded) == list(LlamaFamily.tensors(config))
+    assert list(loaded) == list(family("llama").tensors(config))
     for name, tensor in loaded.items():
         assert tensor.is_contiguous()
         assert tensor.dtype == dtype
@@ -62,7 +62,7 @@ def test_expected_tensors_are_those_of_the_model(tmp_path: Path, tied: bool, bia
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     if tied:
         del shapes[HEAD]
-    specs = LlamaFamily.tensors(ModelConfig.from_pretrained(tmp_path))
+    specs = family("llama").tensors(ModelConfig.from_pretrained(tmp_path))
     assert {name: spec.shape for name, spec in specs.items()} == shapes
     assert load(tmp_path).keys() == shapes.keys()
 

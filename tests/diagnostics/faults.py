@@ -16,6 +16,7 @@ from paceline.core import noise, reduce
 from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.typical import Typical
+from paceline.core.protocols import Drafter
 from paceline.core.types import Accepted, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
@@ -103,7 +104,7 @@ class Tires(TableBody):
         return super().logits(hidden).roll(self.forwards // 40 % 2, -1)
 
 
-class _Around:
+class _Around(Drafter):
     """A drawn draft model with other tokens in its proposals. A `paceline.core.protocols.Drafter`."""
 
     reads: FeatureSpec | None = None
@@ -146,7 +147,7 @@ class SharedNoise(_Around):
         return (draft_probs.cumsum(-1) <= drawn).sum(-1).clamp(max=V - 1).to(torch.int32)
 
 
-class BranchedGuess:
+class BranchedGuess(Drafter):
     """A tree whose likelier half is behind its other one, so that an accepted path is not consecutive."""
 
     reads: FeatureSpec | None = None

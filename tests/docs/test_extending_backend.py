@@ -44,7 +44,7 @@ def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
         step(torch.zeros(1, 1, dtype=torch.int32))
     prompt = next(step for (key, _), step in target._steps.items() if key.is_prompt)
     with torch.no_grad():
-        target.body.model.norm.fill_(float("nan"))
+        target.body.model.norm.weight.fill_(float("nan"))
     with pytest.raises(BackendError, match="gives NaN"):
         prompt(torch.ones(1, 16, dtype=torch.int32), *(torch.tensor([n], dtype=torch.int32) for n in (0, 3, 0)))
 

@@ -24,10 +24,10 @@ from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES, family
 from paceline.decoder.models.rope import rope_tables
-from paceline.decoder.options import decoder_options
+from paceline.decoder.options import LoadOptions, decoder_options
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.placement.planning.footprint import Shape, footprint
+from paceline.placement.planning.footprint import footprint
 from tests.docs.extending import lines, written
 
 PAGE = "docs/extending/model.md"
@@ -117,9 +117,7 @@ def test_it_is_loaded_run_and_drafts_for_itself(folder: Path) -> None:
 def test_two_ranks_give_what_one_gives(folder: Path, gqa: GQA) -> None:
     config = ModelConfig.from_pretrained(folder)
     divided = layout(config, 2, gqa)
-    options = decoder_options(
-        batch_size=1, n_positions=64, context_length_estimate=16, amp="f32", trained=64, layout=divided
-    )
+    options = decoder_options(LoadOptions(context_length_estimate=16, amp="f32"), 64, divided)
     shared, barrier = [torch.empty(0)] * 2, Barrier(2, timeout=60)
 
     def run(rank: int) -> Tensor:
@@ -141,6 +139,6 @@ def test_two_ranks_give_what_one_gives(folder: Path, gqa: GQA) -> None:
 def test_the_planner_knows_its_size(folder: Path) -> None:
     config = ModelConfig.from_pretrained(folder)
     numbers = sum(spec.shape[0] * (spec.shape[1:] or (1,))[0] for spec in family("parallel").tensors(config).values())
-    shape = Shape("f32", None, 1, 64)
+    shape = LoadOptions(amp="f32", n_positions=64)
     assert footprint(config, shape, 1).weights == 4 * numbers
     assert 0.45 * 4 * numbers < footprint(config, shape, 2).weights < 0.6 * 4 * numbers

@@ -80,6 +80,7 @@ def test_every_measurement_has_a_table(report: ModuleType) -> None:
             assert all(f"python {report.COMMANDS[need].split()[0]}" in page for need in needs), name
 
 
+@pytest.mark.full
 def test_the_site_builds_without_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = pytest.importorskip("mkdocs.commands.build", reason="needs the extra `docs`")
     config = pytest.importorskip("mkdocs.config")

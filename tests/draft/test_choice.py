@@ -9,6 +9,7 @@ import pytest
 
 from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
 from paceline.draft.choice import ChoiceDrafter, ShadowScores
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import StaticTree
@@ -75,7 +76,7 @@ def plain(workshop: Workshop) -> list[list[int]]:
     return found
 
 
-class Costly:
+class Costly(Drafter):
     """A drafter that is not free to ask: no `TextDrafter`."""
 
     def __init__(self, inner: FunctionDrafter) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Shortens, TraceableDrafter
+from paceline.core.protocols import TraceableDrafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, FeatureSpec, RoundLimits
 from paceline.decoder.decoder import CompiledDecoder
@@ -67,7 +67,7 @@ def rounds(drafter: HeadDrafter, commits: list[Commit], *, asked: set[int]) -> l
     for number, commit in enumerate(commits):
         drafter.update(commit)
         if number in asked:
-            limits = RoundLimits(torch.full((1,), 9, dtype=torch.int32), int(commit.first_row + commit.count))
+            limits = RoundLimits([9], int(commit.first_row + commit.count))
             proposals.append(drafter.propose(commit, sampling_tensors([Sampling()]), limits).tokens[0].tolist())
     return proposals
 
@@ -107,7 +107,7 @@ def test_a_new_head_changes_no_token(
     reads = FeatureSpec((0, 1)) if kind == "features" else None
     head = OffsetHead(target) if kind == "parallel" else CountingHead(target, reads=reads)
     drafter = HeadDrafter(head, target, 3)
-    assert isinstance(drafter, TraceableDrafter) and isinstance(drafter, Shortens)
+    assert isinstance(drafter, TraceableDrafter)
     generator = SpeculativeGenerator(drafter, target, k=k, fused=fused)
     expected = target.sample(PROMPTS, max_new_tokens=30, **sampling)
     assert torch.equal(generator.sample(PROMPTS, max_new_tokens=30, **sampling), expected)
@@ -121,4 +121,4 @@ def test_what_cannot_be_drafted_is_refused(workshop: Workshop) -> None:
     drafter = HeadDrafter(OffsetHead(target), target, 3)
     one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ConfigurationError, match="reads the target's states"):
-        drafter.propose(Commit(one.view(1, 1), one, one), sampling_tensors([Sampling()]), RoundLimits(one, 4))
+        drafter.propose(Commit(one.view(1, 1), one, one), sampling_tensors([Sampling()]), RoundLimits(one.tolist(), 4))

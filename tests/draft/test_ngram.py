@@ -25,7 +25,7 @@ def commit(rows: list[list[int]], width: int = 4) -> Commit:
 def propose(drafter: object, last: Commit, limit: int = 9) -> list[list[int]]:
     slots = len(last.tokens)
     sampling = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 4, dtype=torch.int32))
-    made: Proposal = drafter.propose(last, sampling, RoundLimits(ints([[limit] * slots])[0], 9))  # type: ignore[attr-defined]
+    made: Proposal = drafter.propose(last, sampling, RoundLimits([limit] * slots, 9))  # type: ignore[attr-defined]
     assert made.draft_probs is None
     assert made.tokens.dtype == torch.int32
     return made.tokens.tolist()

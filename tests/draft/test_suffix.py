@@ -76,7 +76,7 @@ def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
     slots = slot + 1
     empty = Commit(torch.zeros(slots, 1).int(), torch.ones(slots).int(), torch.zeros(slots).int())
     params = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 4).int())
-    row = drafter.propose(empty, params, RoundLimits(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
+    row = drafter.propose(empty, params, RoundLimits([9] * slots, 1)).tokens[slot].tolist()
     return [token for token in row if token != PAD]
 
 

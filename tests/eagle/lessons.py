@@ -11,9 +11,9 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.train import DraftVocab
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget
-from paceline.training.options import CachedTextOptions
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget
+from paceline.heads.options import CachedTextOptions
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 SHORT = CachedTextOptions(length=24, prompt=6, eval_samples=8, feature_cache_gb=1)

@@ -16,8 +16,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint, train
 from paceline.eagle.config import EagleHeadOptions, default_layers, parse_layers
 from paceline.eagle.drafter import EagleDrafter
+from paceline.heads.options import CachedTextOptions
 from paceline.registry import DRAFTERS, options_of
-from paceline.training.options import CachedTextOptions
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import config, random_head
 

@@ -218,5 +218,5 @@ def proposed(made: EagleDrafter, real: Tensor) -> tuple[Tensor, Tensor | None]:
     one, start = torch.ones(1, dtype=torch.int32), torch.tensor([len(TEXT)], dtype=torch.int32)
     commit = Commit(tokens, one, start, states)
     made.update(commit)
-    found = made.propose(commit, sampling_tensors([Sampling()]), RoundLimits(one * width, len(TEXT) + 1))
+    found = made.propose(commit, sampling_tensors([Sampling()]), RoundLimits((one * width).tolist(), len(TEXT) + 1))
     return found.tokens, found.parents if isinstance(found.parents, Tensor) else None

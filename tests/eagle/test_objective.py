@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.eagle.config import EagleTraining
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.train import DraftVocab, acceptance, objective, target_probs
-from paceline.training.frozen_model import Texts
+from paceline.heads.frozen_model import Texts
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import Plain, config, random_head
 from tests.eagle.lessons import output, parts

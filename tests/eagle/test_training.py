@@ -20,8 +20,8 @@ from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, muon, objective
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream
 

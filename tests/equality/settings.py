@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
-from paceline import GenerationResult
+from paceline import GenerationResult, SpeculativeGenerator
 from paceline.generator import Sampler, SamplingDecoder
 from tests.decoder.tiny import VOCABULARY
 
@@ -68,7 +68,8 @@ def plain(
     new: int = NEW,
 ) -> list[list[int]]:
     """Plain decoding."""
-    return texts(run(target, {**setting, "verify_width": width}, prompts=prompts, new=new))
+    sampler = target if width is None else SpeculativeGenerator(None, target, k=0, verify_width=width)
+    return texts(run(sampler, setting, prompts=prompts, new=new))
 
 
 def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.decoder.options import LoadOptions
 from paceline.engine.request import SamplingParams
 from paceline.experiments.definitions import Acceptance, Draft, from_statistics
 from paceline.experiments.exchange import aiperf, read_records
 from paceline.experiments.store import CellResult
 from paceline.outputs import RequestOutput
-from paceline.placement.planning.footprint import Shape
 from paceline.serving.metrics import MetricSet
 from paceline.workers.target import make_target
 from tests.contract.drafters import ROWS, Home
@@ -85,7 +85,11 @@ def test_same_figures_as_the_statistics_of_a_call(name: str, workshop: Workshop,
 def test_a_run_a_servers_metrics_and_aiperfs_records_say_the_same(workshop: Workshop, tmp_path: Path) -> None:
     """The same requests, counted from their outputs, by the engine of a server for Prometheus, and as records."""
     prompts, params = ((5, 9, 5, 9, 5), (7, 7, 8, 7, 7), (3, 4)), SamplingParams(max_new_tokens=23, seed=[1, 2, 3])
-    keys = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(workshop.checkpoint())}
+    keys = {
+        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
+        "backend": "eager",
+        "folder": str(workshop.checkpoint()),
+    }
     host = make_target({**keys, "draft": ["ngram", str(workshop.checkpoint("draft"))], "k": 3}, None)
     outputs: dict[int, list[RequestOutput]] = {0: [], 1: [], 2: []}
     for output in asked(host, "ticket", prompts, params):

@@ -25,6 +25,7 @@ from tests.simulation import CORES, STORE
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
 
+@pytest.mark.full
 def test_a_lost_node_or_worker_costs_a_job_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Two cores on one node and one on another, which goes: what ran there is done elsewhere, and the others go on."""
     ours = ray.get_runtime_context().get_node_id()

@@ -60,6 +60,12 @@ def test_the_models_file_is_planned_without_ray() -> None:
     assert printed("import sys, paceline.placement.planning.planner; print('ray' in sys.modules)") == "False\n"
 
 
+def test_decoding_on_cpus_imports_nothing_of_neuron() -> None:
+    parts = "generator, auto, auto_drafter, medusa.drafter, eagle.drafter, decoder.backends.native, serving.api"
+    imported = ", ".join(f"paceline.{part}" for part in parts.split(", "))
+    assert printed(f"import sys, {imported}; print([x for x in sys.modules if 'neuron' in x])") == "[]\n"
+
+
 def circle(root: Path) -> list[str]:
     """Modules of the package that import each other in a circle when they are imported; [] = there are none.
 

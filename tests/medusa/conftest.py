@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
-from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 
@@ -26,7 +26,7 @@ def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -
     config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
     torch.manual_seed(0)
     options = MedusaTraining(epochs=6, batch_size=8, learning_rate=5e-3)
-    train.train(target, config, options, states=states, work=work, out=out, first=3, report=lambda *_: None)
+    train.train(target, config, options, states=states, work=work, out=out, prompt=4, report=lambda *_: None)
     tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [3], [0, 0, 1]])
     tree.write(out / "tree.json")
     return out

@@ -18,10 +18,10 @@ from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.graph_key import GraphKey
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import fresh
 from paceline.medusa.tree import Choices
-from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.settings import PROCESSORS, PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
@@ -131,7 +131,7 @@ def test_processors_and_scores(workshop: Workshop, heads_folder: Path, name: str
     assert len(result.logprobs[0]) == len(known[0]) - len(prompt[0])
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter around a drafter, outside the target's graph, that notes what is proposed behind which text."""
 
     def __init__(self, inner: MedusaDrafter) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
+from paceline.heads.features import cut, read_features
+from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.medusa import checkpoint, search, train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import fresh
 from paceline.medusa.train import MedusaTrainer
-from paceline.training.features import Windows, cut, read_features
-from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 CONFIG = MedusaConfig(heads=2, layers=1, hidden_size=32, vocab_size=VOCABULARY, tied=True)
@@ -66,7 +66,7 @@ def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, stat
     kept = read_features(states / "measure")
     assert sum(map(len, kept)) == PLAN.eval_samples
     for part in kept:
-        choices = (part.states.float() @ target.output.T).argmax(-1)
+        choices = (part.last.float() @ target.output.T).argmax(-1)
         agreed = choices[:, PLAN.prompt - 1 : -1] == part.tokens[:, PLAN.prompt :]
         assert float(agreed.float().mean()) > 0.95  # kept in bfloat16, which flips a near-tie now and then
 
@@ -108,7 +108,7 @@ def test_losses_of_frequent_ids_alone_teach_those_ids(
     assert few.backward(batch)[0] < heads[0].backward(batch)[0]  # of 8 ids instead of all
 
     # By hand: the first head, whose blocks do nothing yet.
-    (tokens, hidden, _), counts = batch, torch.zeros(VOCABULARY, dtype=torch.int64)
+    tokens, hidden, counts = batch.tokens, batch.last.float(), torch.zeros(VOCABULARY, dtype=torch.int64)
     for part in read_features(states / "train"):
         counts += part.tokens.flatten().bincount(minlength=VOCABULARY)
     ids = counts.argsort(descending=True, stable=True)[:8].sort().values
@@ -163,14 +163,14 @@ def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tm
     options = MedusaTraining(epochs=4, batch_size=2, learning_rate=1e36)
     with pytest.raises(ConfigurationError, match="has diverged"):
         train.train(
-            target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
+            target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, prompt=PLAN.prompt, report=quiet
         )
     assert not (tmp_path / "model.safetensors").exists()
     heads = fresh(CONFIG, target.output)
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.fill_(torch.nan)
-    found = search.measure(heads, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    found = search.measure(heads, read_features(states / "measure", prompt=PLAN.prompt), target.output.detach())
     assert found.top() == [[0.0] * search.TOP] * 2
 
 
@@ -194,11 +194,11 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.normal_(std=0.3)
-    part = read_features(states / "measure", first=PLAN.prompt - 1)[0]
+    part = read_features(states / "measure", prompt=PLAN.prompt)[0]
     expected = []
-    for tokens, states in zip(part.tokens, part.states.float(), strict=True):
+    for tokens, states in zip(part.tokens, part.last.float(), strict=True):
         choices = (states @ target.output.T).argmax(-1).tolist()
-        for t in range(part.first, len(tokens) - 3):
+        for t in range(PLAN.prompt - 1, len(tokens) - 3):
             if any(choices[t + i] != int(tokens[t + i + 1]) for i in range(2)):
                 continue
             logits = heads(states[t : t + 1], torch.nn.functional.linear)[0]
@@ -214,13 +214,13 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
 def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = MedusaTraining(epochs=4, batch_size=4, learning_rate=3e-3)
     found = train.train(
-        target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
+        target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, prompt=PLAN.prompt, report=quiet
     )
     assert found is not None
     table = json.loads((tmp_path / "accuracy.json").read_text())
     assert table["places"] == found.places > 0
     again = checkpoint.heads(tmp_path, target.output, torch.float32)
-    measured = search.measure(again, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    measured = search.measure(again, read_features(states / "measure", prompt=PLAN.prompt), target.output.detach())
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
@@ -246,12 +246,13 @@ def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTar
             texts.check(replace(CONFIG, heads=heads), sizes)
     with pytest.raises(ConfigurationError, match="give more"):
         cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
-    short = [Windows(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, 32))]
+    states = torch.zeros(1, 3, 32)
+    short = [Texts(torch.zeros(1, 3, dtype=torch.int64), states, states)]
     with pytest.raises(ConfigurationError, match="too short"):
         MedusaTrainer(
             fresh(CONFIG, target.output), short, MedusaTraining(), output=target.output, folder=tmp_path, data="short"
         )
     with pytest.raises(ConfigurationError, match="no text was long enough"):
-        search.measure(fresh(CONFIG, target.output), [Windows(short[0].tokens, short[0].states, 2)], target.output)
+        search.measure(fresh(CONFIG, target.output), short, target.output)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         FrozenTarget(tmp_path)

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from paceline.decoder.backends.neuron import backend, noise_record
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
+from paceline.neuron import backend, noise_record
+from paceline.neuron import sdk as neuron_sdk
 
 NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla", "nki", "nkilib")
 DOUBLE = Path(__file__).parent / "double"
@@ -23,6 +23,13 @@ SDK = {
 }
 
 Install = Callable[..., ModuleType | None]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder belongs to `make test-full`."""
+    for item in items:
+        if item.path.is_relative_to(DOUBLE.parent):
+            item.add_marker("full")
 
 
 def forget() -> None:

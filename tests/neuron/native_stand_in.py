@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 from paceline.decoder import environment
-from paceline.decoder.backends.neuron_native import NativeMember, Runtime
 from paceline.decoder.parallel.collectives import GlooGroup, join, leave
+from paceline.neuron.native import NativeMember, Runtime
 
 VERSIONS = ("2.13.3.0", "2.28.7631.0")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.decoder import steps
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.backends.neuron import backend
 from paceline.decoder.graph_key import GraphKey
+from paceline.neuron import backend
 from tests.decoder.tiny import Workshop, fresh
 from tests.neuron.conftest import SDK, forget
 

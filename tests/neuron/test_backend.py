@@ -14,16 +14,17 @@ import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
-from paceline.decoder.backends.neuron import backend as neuron
+from paceline.core.types import Commit
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.tree import Chain
-from paceline.engine.rounds import FusedRound
+from paceline.engine.rounds import RoundPlan, Rounds
+from paceline.neuron import backend as neuron
 from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
-from tests.decoder.test_hlo_proto import BREAKING, proto
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
+from tests.neuron.test_hlo_proto import BREAKING, proto
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
@@ -58,19 +59,19 @@ class Traffic:
 def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
     """Of every fused round on the stand-in from here on."""
     found: list[Traffic] = []
-    original = FusedRound.__call__
+    original = Rounds.run
 
-    def watched(self: FusedRound, *given: Any) -> Any:
-        if "torch_neuronx" not in sys.modules:  # a round of eager
-            return original(self, *given)
+    def watched(self: Rounds, plan: RoundPlan, commit: Commit, **given: Any) -> Any:
+        if "torch_neuronx" not in sys.modules or not plan.fused:  # a round of eager
+            return original(self, plan, commit, **given)
         seen, graphs = runtime(), len(neuron.chip().graphs)
         calls, fetched = len(seen.calls), len(seen.fetched)
-        made = original(self, *given)
+        made = original(self, plan, commit, **given)
         sizes = [size for _, size in seen.fetched[fetched:]] if len(neuron.chip().graphs) == graphs else []
         found.append(Traffic(seen.calls[calls:], sum(sizes)))
         return made
 
-    monkeypatch.setattr(FusedRound, "__call__", watched)
+    monkeypatch.setattr(Rounds, "run", watched)
     return found
 
 

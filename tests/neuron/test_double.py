@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.backends.neuron.sdk import Chip, Sdk
+from paceline.neuron.chips import Chip
+from paceline.neuron.sdk import Sdk
 from tests.neuron.conftest import DOUBLE
 
 FLAGS = "--target=inf2"

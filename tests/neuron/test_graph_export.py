@@ -11,7 +11,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.diagnostics import compile_graphs
+from paceline.neuron import compile_graphs
 from tests.neuron.test_round_cost import fields
 
 COMPILER = """

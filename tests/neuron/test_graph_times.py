@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.diagnostics import selftest
-from paceline.placement.planning.instances import instance
+from paceline.neuron import round_cost
 from tests.decoder.tiny import Workshop, fresh
 
 
@@ -19,14 +19,12 @@ def test_each_graph_is_timed_and_expected(workshop: Workshop, install: Any, monk
     decoder.sample([[3, 1, 4]], max_new_tokens=1)
     monkeypatch.setattr(selftest, "CALLS", 3)
     ticks = count()
-    found = selftest.graph_times(decoder, instance("inf2.48xlarge"), clock=lambda: 0.001 * next(ticks))
+    assert round_cost.expected_here() is None
+    monkeypatch.setattr(round_cost, "instance_family", lambda: "inf2.xlarge")
+    found = selftest.graph_times(decoder, round_cost.expected_here(), clock=lambda: 0.001 * next(ticks))
     assert [one.name for one in found] == [graph.name for graph, _ in decoder.graphs()] and found
     for one in found:
         assert one.seconds == pytest.approx(0.001) and one.expected is not None
         assert 437e-6 < one.expected < 0.01, "the host's call, and a tiny model"
     assert str(found[0]).endswith("by arithmetic)") and " 1.00 ms (" in str(found[0])
     assert [one.expected for one in selftest.graph_times(decoder, None)] == [None] * len(found)
-    assert selftest.this_instance() is None
-    monkeypatch.setattr(selftest, "instance_family", lambda: "inf2.xlarge")
-    chip = selftest.this_instance()
-    assert chip is not None and chip.name == "inf2.xlarge"

@@ -14,9 +14,9 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.decoder.backends import base
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.backends.neuron import backend as neuron
-from paceline.decoder.backends.neuron import chip
 from paceline.decoder.graph_key import GraphKey
+from paceline.neuron import backend as neuron
+from paceline.neuron import chip
 from tests.decoder.tiny import Workshop
 from tests.neuron.test_backend import PROMPTS, pair
 

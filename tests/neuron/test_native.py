@@ -16,18 +16,18 @@ from torch._dynamo.utils import counters
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import BackendError, SamplingError
-from paceline.decoder.backends import neuron_native
 from paceline.decoder.backends.base import make
-from paceline.decoder.backends.neuron_native import Runtime, in_place
-from paceline.decoder.compile.lowering import lower, state_of
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.diagnostics import selftest
+from paceline.neuron import native as neuron_native
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import lower, state_of
+from paceline.neuron.native import Runtime, in_place
 from tests.decoder.steps import STEPS, fused, inputs
 from tests.decoder.tiny import Workshop, fresh
 from tests.neuron.native_stand_in import Recorded

@@ -11,10 +11,10 @@ from torch._dynamo.utils import counters
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import environment
-from paceline.decoder.backends import neuron_native
 from paceline.decoder.backends.base import make
-from paceline.decoder.backends.neuron_native import NeuronNativeRanks
+from paceline.neuron import environment
+from paceline.neuron import native as neuron_native
+from paceline.neuron.native import NeuronNativeRanks
 from tests.decoder.tiny import CHUNK, Workshop
 from tests.neuron.native_stand_in import StandInMember
 from tests.neuron.torch_mlir_operators import takes

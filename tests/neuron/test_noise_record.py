@@ -14,10 +14,10 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import SamplingError, StorageError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.backends.neuron import backend as neuron
-from paceline.decoder.backends.neuron import noise_record
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.diagnostics import doctor, selftest
+from paceline.neuron import backend as neuron
+from paceline.neuron import noise_record
+from paceline.neuron import sdk as neuron_sdk
 from tests.decoder.tiny import Workshop, fresh
 from tests.neuron.conftest import SDK, forget
 

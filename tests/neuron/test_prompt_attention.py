@@ -17,17 +17,17 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import steps
-from paceline.decoder.backends import neuron_native
-from paceline.decoder.backends.neuron import attention_kernel
-from paceline.decoder.backends.neuron.sdk import Chip, Sdk
-from paceline.decoder.backends.neuron_native import Runtime
-from paceline.decoder.compile.step_work import step_work
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels import prompt_attention
-from paceline.decoder.kernels.prompt_attention import KERNEL, Chunk, PromptAttention
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import native as neuron_native
+from paceline.neuron import prompt_attention
+from paceline.neuron.chips import Chip
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.native import Runtime
+from paceline.neuron.prompt_attention import KERNEL, Chunk, PromptAttention
+from paceline.neuron.sdk import Sdk
+from paceline.neuron.step_work import step_work
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import CHUNK, Workshop, fresh
 from tests.neuron.conftest import SDK, Install
@@ -150,7 +150,7 @@ def test_a_fused_round_chooses_what_plain_decoding_chooses(workshop: Workshop, i
 
 def test_the_stand_in_refuses_what_the_page_does_not_allow(install: Install) -> None:
     install(TRN2, target="trn2")
-    call = attention_kernel.through_xla(2)
+    call = prompt_attention.through_xla(2)
     q, k = torch.zeros(4, 16, 8).bfloat16(), torch.zeros(2, 16, 8).bfloat16()
     prior, used = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(1, dtype=torch.int32)
     assert call([q, k, k], [prior, prior, used], 0).shape == (4, 16, 8)
@@ -171,7 +171,7 @@ def test_without_the_library_the_message_says_what_to_do(install: Install) -> No
     with pytest.raises(
         BackendError, match=r"No module named 'nki'.*install nki and nkilib .*PACELINE_NEURON_PROMPTS=plain"
     ):
-        attention_kernel.through_xla(2)([q, q, q], [], 0)
+        prompt_attention.through_xla(2)([q, q, q], [], 0)
 
 
 def _torch_neuronx() -> ModuleType:
@@ -200,7 +200,7 @@ def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
     home = Runtime(torch.device("cpu"), recorded.compiler, VERSIONS)
     monkeypatch.setattr(neuron_native, "runtime", lambda: home)
     monkeypatch.setitem(sys.modules, "torch_neuronx", _torch_neuronx())
-    attention_kernel.native.cache_clear()
+    prompt_attention.native.cache_clear()
     torch._dynamo.reset()
     events: list[str] = []
     kernel = _prefill(workshop, events, backend="neuron-native")
@@ -211,7 +211,7 @@ def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
     assert {call["grid"] for call in calls} == {2} and calls[0]["tp_k"] is True
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "plain")
     torch.testing.assert_close(kernel, _prefill(workshop, events, backend="neuron-native"), rtol=0.05, atol=0.1)
-    attention_kernel.native.cache_clear()
+    prompt_attention.native.cache_clear()
     torch._dynamo.reset()
 
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
-from paceline.decoder.backends.neuron import noise_record
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
+from paceline.neuron import noise_record
+from paceline.neuron import sdk as neuron_sdk
 from tests.decoder.tiny import CHUNK, Workshop
 
 SOURCE = os.environ.get("PACELINE_NXD_SOURCE")

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
-from paceline.diagnostics import round_cost, round_graphs
-from paceline.diagnostics.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
 from paceline.eagle import train
 from paceline.eagle.config import EagleConfig
+from paceline.neuron import round_cost, round_graphs
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
 from paceline.placement.planning.instances import instance
 
 SHAPES = {

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder.backends.neuron import backend
-from paceline.decoder.backends.neuron import sdk as neuron_sdk
-from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, Sdk
+from paceline.neuron import backend
+from paceline.neuron import sdk as neuron_sdk
+from paceline.neuron.chips import CAPABILITIES, Chip
+from paceline.neuron.sdk import Sdk
 from paceline.placement.planning.instances import INSTANCES
 from tests.neuron.conftest import SDK
 

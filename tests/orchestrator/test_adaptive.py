@@ -12,7 +12,8 @@ from paceline import DRAFT_LENGTHS, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine.adaptive import ControllersByFill, DraftLengthController, fitted
+from paceline.engine.adaptive import ControllersByFill, DraftLengthController
+from paceline.engine.rounds import fitted
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, rebuild, table
 

@@ -68,7 +68,8 @@ def test_a_network_that_drafts_for_itself_is_always_accepted(
 def test_a_draft_gives_bitwise_the_tokens_of_plain_decoding_at_that_width(
     folders: tuple[Path, Path], asked: dict[str, object]
 ) -> None:
-    wanted = load(folders[0]).sample(PROMPTS[:1], max_new_tokens=40, verify_width=5, **asked)
+    wide = SpeculativeGenerator(None, load(folders[0]), k=0, verify_width=5)
+    wanted = wide.sample(PROMPTS[:1], max_new_tokens=40, **asked)
     for source in (load(folders[1]), NgramDrafter(4), "ngram"):
         done = run(SpeculativeGenerator(source, load(folders[0]), k=4), PROMPTS[:1], max_new_tokens=40, **asked)
         assert torch.equal(done.sequences, wanted)  # type: ignore[arg-type]

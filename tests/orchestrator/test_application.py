@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_an_application_goes_on_from_what_compile_left(folder: Path, tmp_path: P
     application.close()
     texts = []
     for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):
-        quantized = DecoderApplication(path, config.model_copy(update={"quantization": quantization}), backend="eager")
+        quantized = DecoderApplication(path, replace(config, quantization=quantization), backend="eager")
         quantized.load()
         texts.append(quantized.generator().sample([text], max_new_tokens=8))
         quantized.close()

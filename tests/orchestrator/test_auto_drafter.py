@@ -97,7 +97,7 @@ def test_a_draft_model_is_loaded_with_the_options_of_the_target(workshop: Worksh
     assert decoder.options == target.options
     assert decoder.backend.name == target.backend.name
     _, (other,) = make_drafter(SpeculativeConfig(draft={"path": str(folder), "amp": "bf16", "n_positions": 64}), target)
-    assert (other.options.amp, other.n_positions, other.batch_size) == ("bf16", 64, 2)
+    assert (other.options.load.amp, other.n_positions, other.batch_size) == ("bf16", 64, 2)
 
 
 def test_heads_are_loaded_from_their_folders(workshop: Workshop, heads: dict[str, str]) -> None:

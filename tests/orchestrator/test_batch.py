@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundResult
+from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundReport, RoundResult
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker, Stopping
@@ -59,16 +59,15 @@ def test_limits(data: st.DataObject) -> None:
         limits = [
             min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.multi_round.remaining, strict=True)
         ]
-        assert bounds.max_accept.tolist() == limits
+        assert bounds.max_accept == limits
         assert bounds.multi_round.end_ids == (frozenset([0]) if batch.active else frozenset())
         assert bounds.max_rows == max((len(slot.checker.text) for slot in batch.slots if slot), default=1)
-        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept.tolist()]
+        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
-        batch.apply(
-            RoundResult.single(Commit(tokens, count, batch.commit.first_row + batch.commit.count), [0] * size),
-        )
+        commit = Commit(tokens, count, batch.commit.first_row + batch.commit.count)
+        batch.apply(RoundResult(commit, [RoundReport(drawn, [0] * size, 0.0)]))
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))

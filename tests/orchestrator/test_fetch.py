@@ -21,9 +21,9 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import DownloadError, FetchError, MissingWeightsError, StorageError
 from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, checkpoint_path, models_folder
 from paceline.fetch import fetch_model, fetch_row
+from paceline.heads.frozen_model import transformers_model
 from paceline.placement.planning.model_specs import models_of
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.frozen_model import transformers_model
 from tests.cli.calling import call, last
 from tests.decoder.gguf_files import network, write
 from tests.full_disk import full_disk

@@ -12,10 +12,6 @@ import pytest
 
 from paceline import NeuronConfig
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
-from paceline.decoder.options import AMP
-from paceline.decoder.parallel.sharding import GQA
-from paceline.decoder.weights.formats import WeightFormat
 from paceline.neuron_config_keys import CHOICES, LISTS, NUMBERS, OBJECTS, REFUSED, TEXTS, WITHOUT_EFFECT
 
 FUSED: dict[str, Any] = {
@@ -50,7 +46,7 @@ def test_the_file_of_an_application_of_nxd(tmp_path: Path, caplog: pytest.LogCap
         config = NeuronConfig.from_neuron_config(tmp_path)
     assert config == NeuronConfig.from_neuron_config(file) == NeuronConfig.from_neuron_config(file.read_text())
     assert (config.batch_size, config.n_positions, config.tp_degree, config.amp) == (2, 2048, 32, "bf16")
-    assert config.context_length_estimate == [128, 256, 512, 1024]
+    assert config.context_length_estimate == (128, 256, 512, 1024)
     assert (config.k, config.fused, config.draft_model_path) == (4, True, "some/draft")
     params = config.sampling_params
     assert (params.do_sample, params.top_k, params.top_p, params.temperature) == (True, 40, 0.9, 0.7)
@@ -62,13 +58,13 @@ def test_the_file_of_an_application_of_nxd(tmp_path: Path, caplog: pytest.LogCap
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"n_positions": None, "context_length_estimate": None, "amp": "bf16", "k": None, "quantization": None}),
-    ({"n_positions": [256, 128]}, {"n_positions": [128, 256]}),
+    ({"n_positions": [256, 128]}, {"n_positions": (128, 256)}),
     ({"context_length_estimate": 64}, {"context_length_estimate": 64}),
     ({"n_positions": 512, "amp": "f32"}, {"n_positions": 512, "amp": "f32"}),
-    ({"seq_len": 512, "enable_bucketing": False}, {"n_positions": [512], "context_length_estimate": 512}),
-    ({"seq_len": 512, "token_generation_buckets": [64, 256]}, {"n_positions": [64, 256, 512]}),
+    ({"seq_len": 512, "enable_bucketing": False}, {"n_positions": (512,), "context_length_estimate": 512}),
+    ({"seq_len": 512, "token_generation_buckets": [64, 256]}, {"n_positions": (64, 256, 512)}),
     ({"seq_len": 512, "buckets": [512]}, {"n_positions": 512}),
-    ({"seq_len": 512, "context_encoding_buckets": [32, 128]}, {"context_length_estimate": [32, 128]}),
+    ({"seq_len": 512, "context_encoding_buckets": [32, 128]}, {"context_length_estimate": (32, 128)}),
     ({"torch_dtype": "torch.float16"}, {"amp": "f16"}),
     ({"quantized": True, "quantization_type": "per_channel_symmetric"}, {"quantization": "int8"}),
     ({"quantized": True, "quantization_type": "per_tensor_symmetric"}, {"quantization": "int8_per_tensor"}),
@@ -85,9 +81,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"quantized": True, "modules_to_not_convert": ["lm_head"]},
-        {"quantization": "int8_per_tensor", "modules_to_not_convert": ["lm_head"]},
+        {"quantization": "int8_per_tensor", "modules_to_not_convert": ("lm_head",)},
     ),
-    ({"quantized": False, "modules_to_not_convert": ["lm_head"]}, {"modules_to_not_convert": []}),
+    ({"quantized": False, "modules_to_not_convert": ["lm_head"]}, {"modules_to_not_convert": ()}),
     ({"quant": {"quant_dtype": "f8e4m3fn", "quantize_attn": True}}, {"quantization": "fp8_e4m3"}),
     ({"enable_fused_speculation": False}, {"fused": None}),  # of a file without speculation
     ({"enable_fused_speculation": False, "speculation_length": 4}, {"fused": False, "k": 3}),
@@ -147,9 +143,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seq_len": 12.5}, "seq_len=12.5 must be a number"),
     ({"buckets": [128, "256"]}, "buckets=.* must be a list of numbers"),
     ({"context_length_estimate": "64"}, "context_length_estimate='64' must be a list of numbers"),
-    ({"tp_degree": "2"}, "tp_degree='2'"),
+    ({"tp_degree": "2"}, "tp_degree must be a number of ranks, 1 or more, not '2'"),
     ({"pp_degree": True}, "pp_degree=True cannot be followed"),
-    ({"group_query_attention": "zzz"}, "group_query_attention='zzz': input should be 'shard-over-heads'"),
+    ({"group_query_attention": "zzz"}, "group_query_attention='zzz' is unknown; use one of 'shard-over-heads'"),
     ({"torch_dtype": "int8"}, "torch_dtype='int8' is unknown"),
     ({"on_device_sampling_config": {"top_q": 1}}, "no option 'top_q'"),
     ({"on_device_sampling_config": {"temperature": 0}}, "temperature"),
@@ -163,12 +159,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ("given", "slots"),
     [
         ({"batch_size": 8}, 8),
-        ({"tkg_batch_size": 8, "token_generation_batches": [4, 1]}, [1, 4, 8]),
-        ({"token_generation_batches": [2, 4]}, [2, 4]),
-        ({"batch_size": [1, 8]}, [1, 8]),
+        ({"tkg_batch_size": 8, "token_generation_batches": [4, 1]}, (1, 4, 8)),
+        ({"token_generation_batches": [2, 4]}, (2, 4)),
+        ({"batch_size": [1, 8]}, (1, 8)),
     ],
 )
-def test_batches_of_graphs(given: dict[str, Any], slots: int | list[int]) -> None:
+def test_batches_of_graphs(given: dict[str, Any], slots: int | tuple[int, ...]) -> None:
     assert read(**given).batch_size == slots
 
 
@@ -192,31 +188,20 @@ def test_what_is_no_configuration_raises(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "choices"),
     [
-        ("amp", "x", "'bf16', 'f16' or 'f32'"),
-        ("quantization", "nope", "'int8', .*'q4_1' or 'gguf'"),
-        ("kv_cache_dtype", "int4", "'int8', 'fp8_e4m3' or 'fp8_e5m2'"),
-        ("group_query_attention", "zzz", "'shard-over-heads', .* or 'shard-over-batch'"),
-        ("fused", "maybe", "valid boolean"),
-        ("batch_size", "2", "valid integer"),
-        ("n_positions", "64", "valid integer"),
-        ("modules_to_not_convert", "lm_head", "valid list"),
+        ("amp", "x", "bf16, f16, f32"),
+        ("quantization", "nope", "int8, .*q4_1, or gguf"),
+        ("kv_cache_dtype", "int4", "int8, fp8_e4m3, fp8_e5m2"),
+        ("group_query_attention", "zzz", "'shard-over-heads', .*'shard-over-batch'"),
+        ("fused", "maybe", "true or false"),
+        ("k", "2", "a number"),
+        ("batch_size", "2", "a positive number"),
+        ("n_positions", "64", "a positive number"),
+        ("modules_to_not_convert", "lm_head", "a list of names"),
     ],
 )
 def test_every_option_has_a_type(name: str, value: object, choices: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}='{value}': .*{choices}"):
+    with pytest.raises(ConfigurationError, match=rf"{name}.*{choices}"):
         NeuronConfig(**{name: value})
-
-
-def test_formats_and_layouts_are_those_of_the_decoder() -> None:
-    options = NeuronConfig.model_json_schema()["properties"]
-    for name, known in (
-        ("amp", AMP),
-        ("quantization", [*(form.value for form in WeightFormat), "gguf"]),
-        ("kv_cache_dtype", CACHE_DTYPES),
-        ("group_query_attention", [layout.value for layout in GQA]),
-    ):
-        (choices,) = (one["enum"] for one in options[name].get("anyOf", [options[name]]) if "enum" in one)
-        assert choices == list(known)
 
 
 def test_every_key_has_one_meaning() -> None:

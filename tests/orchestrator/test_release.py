@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
+from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.engine.rounds import MixedRound, RowRound
+from paceline.engine.rounds import Rounds
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableDecoder, near, table
 
@@ -20,7 +21,7 @@ TARGET = table(V, seed=3, spread=2.0)
 PROMPTS = [[1, 2, 1], [4], [5, 6], [7, 7, 8], [2, 2, 2, 2]]
 
 
-class Register:
+class Register(Drafter):
     """A drafter that proposes nothing and knows who is seated; strict about the order of calls."""
 
     draft_shape = DraftShape.chain(2)
@@ -114,7 +115,8 @@ def test_the_host_verifier_forgets_texts_and_scores() -> None:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
     one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    rounds = one.engine.variant().round
-    assert isinstance(rounds, MixedRound) and isinstance(rounds._on_host, RowRound)
-    assert isinstance(rounds._on_host.verifier, HostVerifier)
-    assert rounds._on_host.verifier.take_scores() == [] and one.engine._slots == [None, None]
+    rounds = one.engine.rounds
+    assert isinstance(rounds, Rounds)
+    plan = rounds.plan_for("on_host")
+    assert plan is not None and isinstance(plan.verifier, HostVerifier)
+    assert plan.verifier.scores is None and one.engine.slots == [None, None]

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     RequestError,
     SamplingError,
 )
+from paceline.core.types import DraftShape
 from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
@@ -289,18 +290,31 @@ def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
     assert ("two graphs" in caplog.text) == said
 
 
+def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
+    class Old:
+        """As drafters were written before there was a base class."""
+
+        draft_shape, reads, max_positions = DraftShape.chain(2), None, None
+
+        def propose(self, *given: object) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="Old has the methods of a drafter and not its base class; derive it"):
+        SpeculativeGenerator(Old(), TableDecoder(TARGET))
+
+
 def test_a_depth_of_numpy_is_a_depth() -> None:
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=np.int64(3))  # type: ignore[arg-type]
     assert made.drafter.draft_shape.num_draft_tokens == 3
 
 
 def test_a_width_below_the_proposal_is_refused() -> None:
+    draft, target = TableDecoder(TARGET), TableDecoder(TARGET)
     with pytest.raises(ConfigurationError, match="width must be an integer or None, not '5'"):
-        generator().sample([[1]], verify_width="5")  # type: ignore[arg-type]
+        SpeculativeGenerator(draft, target, k=2, verify_width="5")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="verify_width=2 is too small for 2 drafted tokens"):
-        generator().sample([[1]], verify_width=2)
+        SpeculativeGenerator(draft, target, k=2, verify_width=2)
     with pytest.raises(ConfigurationError, match="verify_width=0 is too small for 0 drafted"):
-        TableDecoder(TARGET).sample([[1]], verify_width=0)
+        SpeculativeGenerator(None, target, k=0, verify_width=0)
 
 
 def test_a_pair_of_different_batch_sizes_is_refused() -> None:

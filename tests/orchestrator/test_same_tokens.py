@@ -127,10 +127,11 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
 def test_a_wider_window_than_the_proposal_changes_nothing(exact: bool, scores: bool, acceptor: str) -> None:
     """The n-gram drafter proposes nothing at first and two tokens later: both must fit the graph of eight rows."""
-    asked = {"max_new_tokens": 30, "verify_width": 8, "output_scores": scores}
+    asked = {"max_new_tokens": 30, "output_scores": scores}
     prompt = [[3, 1, 4] * 4]
     for source in (NgramDrafter(2), target(logits=DRAFT)):
-        done = run(SpeculativeGenerator(source, target(), k=2, acceptor=acceptor, exact=exact), prompt, **asked)
+        made = SpeculativeGenerator(source, target(), k=2, acceptor=acceptor, exact=exact, verify_width=8)
+        done = run(made, prompt, **asked)
         assert texts(done) == plain(prompt, max_new_tokens=30)
 
 

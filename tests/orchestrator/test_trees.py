@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core import tree
+from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder, table
@@ -19,7 +20,7 @@ TREE = (-1, -1, 0, 0, 1, 2, 5, 4)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7], [9]]
 
 
-class Orchard:
+class Orchard(Drafter):
     """Knows the texts and plants the right tokens on a random way down, junk or nothing elsewhere.
 
     ``grown``: every proposal brings parents of its own. Checks the features it is given: as many as tokens.

@@ -44,7 +44,7 @@ def working_ahead(slots: int, k: int, logits: torch.Tensor = DRAFT) -> Lookahead
     return LookaheadDrafter(made, SecondChoices(made.decoder, made.vocabulary))
 
 
-class Faulty:
+class Faulty(Drafter):
     """A model drafter that makes one of the faults now and then. ``slow``: seconds, more than a deadline."""
 
     def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 from benchmarks.undivided import MAKERS
-from paceline import AutoDecoder
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.outputs import GenerationResult
 from paceline.placement import INSTANCES, Deployment, Plan, plan
 from paceline.placement.cluster.fault_policy import FaultPolicy
@@ -38,7 +38,8 @@ def planned(*entries: dict[str, object]) -> Plan:
 def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
     """What the target says in this process, plainly."""
     decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
-    result = decoder.sample(prompts, verify_width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    plain = SpeculativeGenerator(None, decoder, k=0, verify_width=5)
+    result = plain.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
     assert isinstance(result, GenerationResult)
     return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 

@@ -121,7 +121,7 @@ class Texts:
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         commit = Commit(tokens, count, torch.tensor(self.ends, dtype=torch.int32))
         self.ends = [end + len(row) if end else 0 for end, row in zip(self.ends, rows, strict=True)]
-        bounds = RoundLimits(torch.full((self._slots,), K, dtype=torch.int32), max(1, *self.ends))
+        bounds = RoundLimits([K] * self._slots, max(1, *self.ends))
         for one in (self.plain, self.ahead):
             one.update(commit)
         here, there = (d.propose(commit, sampling, bounds).tokens for d in (self.plain, self.ahead))
@@ -156,7 +156,7 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
     for slot, text in enumerate(texts):
         steps.prefill(decoder, slot, text)
     model = ModelDrafter(decoder, K, vocabulary=vocabulary)
-    drafts = model.propose(commit, sampling, RoundLimits(commit.count, 12)).tokens
+    drafts = model.propose(commit, sampling, RoundLimits(commit.count.tolist(), 12)).tokens
     seconds, gaps = SecondChoices(decoder, vocabulary).seconds(commit, drafts, sampling, rows=12)
     for slot, text in enumerate(texts):
         text += [*commit.tokens[slot, : commit.count[slot]].tolist(), *drafts[slot].tolist()]

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import PlanError
+from paceline.decoder.options import LoadOptions
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.placement import INSTANCES, Instance, Plan, plan
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
-from paceline.placement.planning.footprint import Shape, footprint, product_weights
+from paceline.placement.planning.footprint import footprint, product_weights
 from paceline.placement.planning.instances import instance
 from paceline.placement.planning.planner import cpus_of, degree_of
 from tests.placement.wishes import config, model
@@ -155,24 +156,28 @@ def test_auto_takes_the_smallest_degree_that_fits() -> None:
     large = config(heads=64, layers=80, hidden=8192, vocab=32000, kv=8)
     big = model("big", None, of=large)
     degree = degree_of(big, machine)
-    assert footprint(large, big.shape, degree).total <= machine.memory
+    assert footprint(large, big.options, degree).total <= machine.memory
     below = max(d for d in machine.degrees if d < degree)
-    assert footprint(large, big.shape, below).total > machine.memory
+    assert footprint(large, big.options, below).total > machine.memory
     assert degree_of(model("small", None), machine) == 1
 
 
 def test_a_footprint_counts_what_there_is() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
     assert product_weights(Shard(one)) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
-    whole = footprint(one, Shape("bf16", None, 1, 128), 1)
+    whole = footprint(one, LoadOptions(n_positions=128), 1)
     assert whole.weights == 2 * (product_weights(Shard(one)) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
-    assert footprint(one, Shape("f32", None, 1, 128), 1).weights == 2 * whole.weights
-    assert footprint(one, Shape("bf16", None, 3, 128), 1).cache == 3 * whole.cache
+    assert footprint(one, LoadOptions(amp="f32", n_positions=128), 1).weights == 2 * whole.weights
+    assert footprint(one, LoadOptions(batch_size=3, n_positions=128), 1).cache == 3 * whole.cache
     matrices = product_weights(Shard(one)) + 2 * 64 * 96
-    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == ceil(1.01 * matrices + 2 * (2 * 2 + 1) * 96)
-    assert footprint(one, Shape("bf16", "q4_0", 1, 128), 1).weights == ceil(18 / 32 * matrices + 2 * (2 * 2 + 1) * 96)
-    halves = [footprint(one, Shape("bf16", None, 1, 128), d).cache for d in (1, 2, 4)]
+    assert footprint(one, LoadOptions(quantization="int8", n_positions=128), 1).weights == ceil(
+        1.01 * matrices + 2 * (2 * 2 + 1) * 96
+    )
+    assert footprint(one, LoadOptions(quantization="q4_0", n_positions=128), 1).weights == ceil(
+        18 / 32 * matrices + 2 * (2 * 2 + 1) * 96
+    )
+    halves = [footprint(one, LoadOptions(n_positions=128), d).cache for d in (1, 2, 4)]
     assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
 
 
@@ -180,7 +185,8 @@ def test_a_footprint_counts_what_there_is() -> None:
 def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) -> None:
     """40 query heads share 10 K/V heads: four ranks cannot have whole ones, and each query head gets its own copy."""
     odd = config(heads=40, layers=2, hidden=320, vocab=64, kv=10)
-    whole, four = (footprint(odd, Shape("bf16", None, 1, 128), degree, gqa=gqa) for degree in (1, 4))
+    asked = LoadOptions(n_positions=128, group_query_attention=gqa)
+    whole, four = (footprint(odd, asked, degree) for degree in (1, 4))
     shards = [Shard(odd, layout(odd, 4, gqa), rank) for rank in range(4)]
     assert max(len(shard.key_heads) for shard in shards) == 10 and four.cache == whole.cache
     read = odd.num_layers * odd.hidden_size * 2 * (2 * shards[0].key_part)  # of keys and values, bytes
@@ -211,7 +217,7 @@ def test_a_refusal_tells_fragmentation_from_fullness() -> None:
 
 
 def test_a_cache_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row() -> None:
-    shape, sizes = Shape("bf16", None, 2, 1024), config()
+    shape, sizes = LoadOptions(batch_size=2, n_positions=1024), config()
     wide, narrow = (footprint(sizes, replace(shape, kv_cache_dtype=form), 1) for form in (None, "int8"))
     assert narrow.cache * 2 * sizes.head_dim == wide.cache * (sizes.head_dim + 4)
     assert narrow.weights == wide.weights and narrow.scratch == wide.scratch

@@ -16,11 +16,11 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, CoresBusyError, WorkerError
+from paceline.decoder.options import LoadOptions
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks, held
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.process import LocalProcess, ProcessSpec
@@ -90,7 +90,7 @@ def test_makers_are_found_by_name() -> None:
 
 
 def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> ProcessSpec:
-    shape = asdict(Shape("f32", None, slots, 128))
+    shape = asdict(LoadOptions(amp="f32", batch_size=slots, n_positions=128))
     settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "draft_ahead": ahead}
     settings |= {"tp_degree": degree, "group_query_attention": "replicated-heads" if degree > 1 else None}
     env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))
@@ -105,7 +105,7 @@ def test_a_model_in_a_process_of_its_own(
 ) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)
     asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
-    expected = target.sample(PROMPTS, verify_width=5, **asked).tolist()  # type: ignore[arg-type]
+    expected = SpeculativeGenerator(None, target, k=0, verify_width=5).sample(PROMPTS, **asked).tolist()  # type: ignore[arg-type]
     spec = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
     with ExitStack() as stack:
         process = stack.enter_context(LocalProcess(spec))

@@ -218,3 +218,74 @@ def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Wor
         assert found == expected
         assert pid_on(models.cores()["chat"]) is not None, "it is here now"
         assert models.sample("chat", PROMPTS, **ASKED) == expected
+
+
+@pytest.mark.ray
+def test_ray_chooses_no_core_for_ours(cluster: Cluster) -> None:
+    """Another program's actor holds the first cores; ours sees what was planned, and what asks for none sees none.
+
+    What travels stands here: its processes import nothing of ours.
+    """
+
+    class Seen:
+        def cores(self, name: str) -> str | None:
+            return os.environ.get(name)
+
+    def seen(cores: int, **variables: str) -> str | None:
+        options = {"num_cpus": 0, "resources": {nodes.RESOURCE: cores}, "runtime_env": {"env_vars": variables}}
+        actors.append(ray.remote(Seen).options(**options).remote())  # type: ignore[arg-type]
+        return ray.get(actors[-1].cores.remote(environment.CORES), timeout=60)  # type: ignore[no-any-return]
+
+    actors: list[ray.actor.ActorHandle] = []
+    machine, planned_on = INSTANCES["inf2.48xlarge"], CoreRange(0, 1)
+    env = environment.planned(machine, planned_on, label="chat", threads=1, timeout=60)
+    try:
+        assert seen(2) == "0,1", "Ray gives the first ids that are free to who asks in no other way"
+        assert seen(2, **environment.for_actor(env)) == str(planned_on)
+        assert seen(2, **{environment.NOSET: "1"}) is None, "with this switch it gives none"
+        assert seen(0) is None, "without any the runtime takes all cores"
+        assert seen(0, **environment.without_cores()) == ""
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@pytest.mark.ray
+def test_two_processes_never_share_a_core_whatever_their_variables_say(cluster: Cluster) -> None:
+    """A user's variables put both on the same cores, and Ray counts them as two on different ones."""
+
+    class Holder:
+        def take(self, node: str) -> str:
+            from paceline.core.errors import CoresBusyError
+            from paceline.placement.host.core_locks import CoreLocks
+            from paceline.placement.planning.core_range import CoreRange
+
+            self.locks = CoreLocks(CoreRange(0, 1), node=node)
+            try:
+                self.locks.acquire()
+            except CoresBusyError:
+                return "busy"
+            return os.environ["NEURON_RT_VISIBLE_CORES"]
+
+    node = ray.get_runtime_context().get_node_id()
+    options = {"num_cpus": 0, "resources": {nodes.RESOURCE: 2}, "runtime_env": {"env_vars": {environment.CORES: "0-1"}}}
+    holders = [ray.remote(Holder).options(**options).remote() for _ in range(2)]
+    try:
+        assert ray.get(holders[0].take.remote(node), timeout=60) == "0-1"
+        assert ray.get(holders[1].take.remote(node), timeout=60) == "busy"
+    finally:
+        for holder in holders:
+            ray.kill(holder)
+
+
+@pytest.mark.ray
+def test_a_restarted_target_holds_the_cores_it_says(cluster: Cluster, workshop: Workshop) -> None:
+    """Ray would give it the lowest free ids; its range comes from the allocator, though there is a hole below."""
+    with launch(planned(entry(workshop, "a"), entry(workshop, "b")), fault_policy=POLICY) as models:
+        assert models.cores() == {"a": CoreRange(0, 1), "b": CoreRange(2, 3)}
+        pid = pid_on(CoreRange(2, 3))
+        assert pid is not None
+        models.stop("a")
+        os.kill(pid, signal.SIGKILL)
+        assert models.sample("b", PROMPTS[:1], max_new_tokens=4) == wanted(workshop, PROMPTS[:1], max_new_tokens=4)
+        assert pid_on(models.cores()["b"]) not in (None, pid)

@@ -117,6 +117,7 @@ def revived(draft: RemoteDrafter) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) -> None:
     """Faults of every kind at random, from inside and from outside; every text is that of plain decoding."""
     dice = random.Random(11)
@@ -214,9 +215,9 @@ def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitS
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
     draft.update(commit)
     for _ in range(1100):
-        assert draft.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, 3)).tokens.tolist() == [
-            [-1] * 4
-        ]
+        assert draft.propose(
+            commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), 3)
+        ).tokens.tolist() == [[-1] * 4]
     assert draft.health.failed == 1100
 
 

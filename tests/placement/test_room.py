@@ -36,7 +36,7 @@ def test_the_draft_goes_before_the_context(home: Path) -> None:
     (group,) = groups(home, *with_draft("a", tp_degree=2))
     assert group.num_cores == (2,) and "a-draft wants 1 cores" in group.undrafted
     (placed,) = group.plan.placements
-    assert placed.model.shape.n_positions == 64
+    assert placed.model.n_positions == 64
     (group,) = groups(home, *with_draft("a", tp_degree=1))
     assert group.num_cores == (1, 1) and not group.undrafted
 

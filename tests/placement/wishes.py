@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.placement.planning.footprint import Shape
+from paceline.decoder.options import LoadOptions
 from paceline.placement.planning.model_specs import ModelSpec
 
 
@@ -23,6 +23,6 @@ def model(
     replicas: int = 1,
     batch: int = 1,
 ) -> ModelSpec:
-    shape = Shape("bf16", None, batch, 128)
+    shape = LoadOptions(batch_size=batch, n_positions=128)
     made = of or config(heads=192)
     return ModelSpec(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.service_processes import processes
-from paceline import AutoDecoder
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
@@ -112,7 +112,7 @@ def said(home: Path, prompt: str, **asked: object) -> str:
     """What the target says in this process."""
     decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
     ids = [ord(letter) - 32 for letter in prompt]
-    (row,) = decoder.sample([ids], verify_width=5, **asked).tolist()  # type: ignore[arg-type]
+    (row,) = SpeculativeGenerator(None, decoder, k=0, verify_width=5).sample([ids], **asked).tolist()  # type: ignore[arg-type]
     return "".join(chr(32 + token) for token in row[len(ids) :])
 
 

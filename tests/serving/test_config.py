@@ -18,6 +18,7 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
+from paceline.placement.host import environment
 from paceline.serving.ray_app import build
 from paceline.serving.replica import model_deployment
 from paceline.workers.config import WorkerConfig
@@ -50,6 +51,9 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     ingress = getattr(import_module(module), name)(application.args)._bound_deployment
     assert ingress.name == "openai"
     model = ingress.init_args[0]["chat"]._bound_deployment
+    for one in (ingress, model):  # until it takes its own, no process sees a core
+        variables = one._replica_config.ray_actor_options["runtime_env"]["env_vars"]
+        assert variables.items() >= environment.without_cores().items()
     group, fault_policy, _ = model.init_args
     assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
     target, draft = group.plan.placements
@@ -126,7 +130,7 @@ def test_a_model_without_a_file_has_every_option_of_a_target(workshop: Workshop)
     line = ["--target", target, "--draft", draft, "--k", "2", "--quantization", "int8", "--kv-cache-dtype", "fp8_e4m3"]
     more = ["--no-exact", "--no-fused", "--confidence-threshold", "0.25", "--vocabulary", "intersection"]
     model = placed(*line, *more, "--max-waiting", "7")
-    assert (model.shape.quantization, model.shape.kv_cache_dtype, model.max_waiting) == ("int8", "fp8_e4m3", 7)
+    assert (model.options.quantization, model.options.kv_cache_dtype, model.max_waiting) == ("int8", "fp8_e4m3", 7)
     asked = model.speculative
     assert (asked.exact, asked.fused, asked.confidence_threshold, asked.vocabulary) == (
         False,
@@ -135,15 +139,15 @@ def test_a_model_without_a_file_has_every_option_of_a_target(workshop: Workshop)
         "intersection",
     )
     usual = placed("--target", target)
-    assert usual.max_waiting == 1024 and usual.speculative.exact and usual.shape.quantization is None
+    assert usual.max_waiting == 1024 and usual.speculative.exact and usual.options.quantization is None
 
 
 def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: Path) -> None:
     file = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q4_0)
     model = placed("--target", str(file), "--quantization", "gguf")
-    assert model.shape.quantization == "gguf" and model.folder == file
+    assert model.options.quantization == "gguf" and model.folder == file
     settings = {"folder": file, "amp": "f32", "batch_size": 1, "n_positions": 64, "backend": "eager"}
-    loaded = WorkerConfig.from_settings({**settings, "quantization": model.shape.quantization}).load()
+    loaded = WorkerConfig.from_settings({**settings, "quantization": model.options.quantization}).load()
     packed = {module.format for module in loaded.body.modules() if isinstance(module, PackedMatrix)}
     assert packed == {WeightFormat.Q4_0}
     line = ["serve", "--target", str(workshop.checkpoint()), "--quantization", "gguf", "--print-serve-config"]

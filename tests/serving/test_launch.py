@@ -14,15 +14,17 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RaySystemError
 
-from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
-from paceline.placement import INSTANCES
+from paceline.core.errors import ConfigurationError, PlanError, WorkerError
+from paceline.placement import INSTANCES, launch
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.jobs import JobWorkers
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
 from paceline.serving.listener import ListeningSocket
 
 ENDS = [signal.SIGINT, signal.SIGTERM]
+_NOTHING = Plan(INSTANCES["inf2.48xlarge"], ())
 
 
 class Played:
@@ -70,7 +72,8 @@ def serve(
     def end(what: str) -> Callable[[], None]:
         return lambda: played.calls.append(what)
 
-    monkeypatch.setattr(module, "ray", SimpleNamespace(init=played.init, shutdown=end("ray.shutdown")))
+    monkeypatch.setattr(module, "ray", SimpleNamespace(shutdown=end("ray.shutdown")))
+    monkeypatch.setattr("paceline.placement.cluster.nodes.ray.init", played.init)
     serving = SimpleNamespace(
         start=played.start, run=played.run, status=played.status, delete=played.delete, shutdown=end("serve.shutdown")
     )
@@ -80,7 +83,7 @@ def serve(
     monkeypatch.setattr(module, "forget_decisions", played.forgotten.append)
     before = [signal.getsignal(number) for number in ENDS]
     try:
-        group = ReplicaGroupPlan("m", 1, Plan(INSTANCES["inf2.48xlarge"], ()))
+        group = ReplicaGroupPlan("m", 1, _NOTHING)
         module.serve_groups([group], FaultPolicy(), host="127.0.0.1", port=port, address=address, ready=ready)
     finally:
         assert [signal.getsignal(number) for number in ENDS] == before
@@ -143,6 +146,18 @@ def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     assert not played.calls
 
 
+def test_cores_of_the_command_itself_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would say that its raylet has fewer of them, since it reads no range."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    remedy = r"NEURON_RT_VISIBLE_CORES=0-1 is set.*unset it for this command \(env -u NEURON_RT_VISIBLE_CORES"
+    for start in (lambda: serve(Played(), monkeypatch, ready=never, port=0, address=None), lambda: launch(_NOTHING)):
+        with pytest.raises(PlanError, match=remedy):
+            start()
+    with pytest.raises(PlanError, match=remedy):
+        JobWorkers(lambda: str, address="local", degree=1, count=1)
+    assert "run paceline" in serve(Played(), monkeypatch, ready=lambda: tell(signal.SIGINT))
+
+
 @pytest.mark.parametrize("listens", [8000, None])
 def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve was there before, or came with this application and has others since."""
@@ -177,7 +192,7 @@ def test_what_does_not_start_has_a_name_and_is_taken_down(monkeypatch: pytest.Mo
 
     played = Played()
     played.connects = nobody
-    with pytest.raises(PlacementError, match="at joined: nobody answers"):
+    with pytest.raises(PlanError, match="at joined: nobody answers"):
         serve(played, monkeypatch, ready=never)
     assert played.calls == ["init"]
 

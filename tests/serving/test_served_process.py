@@ -119,6 +119,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_every_drafter_is_served_with_the_tokens_of_plain_decoding_and_sigterm_drains(home: Path) -> None:
     sampled = {"do_sample": True, "temperature": 0.8, "seed": 5}
     greedy, drawn = said(home, PROMPT, max_new_tokens=60), said(home, PROMPT, max_new_tokens=60, **sampled)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
+import pytest
 
 import paceline
 from paceline.serving.api import create_app
@@ -40,6 +41,7 @@ SLOTS = 4  # each of which may hold what it had last
 KEPT_BYTES = 32_768  # that 98 requests may leave, such as the tickets of those that were given up early
 
 
+@pytest.mark.full
 def test_nothing_of_a_request_stays() -> None:
     made = generator()
     engine = SharedEngine(made)

@@ -55,7 +55,12 @@ def drafts() -> dict[str, dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+FEW = ("eagle3, dynamic tree", "suffix, draft")
+"""What `make test` asks."""
+CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_drafter_changes_no_token_and_drafts_as_published(
     target: SamplingDecoder,
     rows: list[list[int]],

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.core.errors import ConfigurationError
-from paceline.training.frozen_model import FrozenTarget
+from paceline.heads.frozen_model import FrozenTarget
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "recipe"
 MODULES = ("gpu_decoder", "conversations")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.draft.heads import DraftHead, HeadDrafter
 from paceline.eagle.head import LastPair
 from paceline.eagle.tree import DynamicTree, StaticTree
@@ -22,7 +22,7 @@ class TableHead(DraftHead):
     """
 
     def __init__(self, logits: Tensor, slots: int) -> None:
-        super().__init__(TorchKernels(), DecoderOptions(slots, (24,), (8, 16), "f32"))
+        super().__init__(TorchKernels(), DecoderOptions(LoadOptions(batch_size=slots, amp="f32"), (24,), (8, 16)))
         self.register_buffer("table", logits)
         self.ids = torch.arange(len(logits), dtype=torch.int32)
 

@@ -7,12 +7,12 @@ import pytest
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.protocols import Drafter, Round, Shortens
+from paceline.core.protocols import Drafter, Round
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
-from paceline.engine.adaptive import AdaptiveRound, DraftLengthController, Stage
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
 from tests.target.three_tokens import PROMPT, TARGET, K, model, one_depth, three_tokens
@@ -31,18 +31,16 @@ class Dice(DraftLengthController):
 
 def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
     """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
-    assert isinstance(source, Shortens)
     rungs = {
-        depth: Stage(
-            TwoGraphRound(
-                source.shortened(depth) if depth else source,
-                CompiledVerifier(target, DraftShape.chain(depth), rule=rule, wide=False),
-            ),
+        depth: RoundPlan(
+            source.shortened(depth) if depth else source,
+            CompiledVerifier(target, DraftShape.chain(depth), rule=rule, wide=False),
             depth + 1,
+            drafts=depth > 0,
         )
         for depth in (0, 1, 2, K)
     }
-    return AdaptiveRound(rungs, Dice((0, 1, 2, K)), drafter=source)
+    return Rounds(source, rungs, pace=Pace(Dice((0, 1, 2, K))))
 
 
 class Letters:

@@ -25,7 +25,7 @@ from paceline.core.protocols import Drafter, Round
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.eagle.tree import DynamicTree, StaticTree, TreeStep
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, misfit
 from tests.target.table_head import TableHead, TableTreeDrafter
@@ -152,7 +152,8 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[], Drafter]]] = {
 
 
 def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
-    return TwoGraphRound(drafter, CompiledVerifier(target, drafter.draft_shape, rule=rule, wide=True))
+    verifier = CompiledVerifier(target, drafter.draft_shape, rule=rule, wide=True)
+    return Rounds(drafter, {K: RoundPlan(drafter, verifier, K + 1)})
 
 
 @pytest.mark.parametrize("mode", ROUNDS)

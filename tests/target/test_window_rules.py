@@ -61,7 +61,7 @@ def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[OWN, PAD, PAD, PAD]], dtype=torch.int32), one, one)
     proposal = Proposal(torch.full((1, 3), LIKELY, dtype=torch.int32))
-    made = verifier(commit, proposal, greedy, RoundLimits(3 * one, 2))
+    made = verifier(commit, proposal, greedy, RoundLimits([3], 2))
     assert made.tokens[0, : int(made.count)].tolist() == wanted
     if isinstance(rule, Match):  # what is behind the first disagreement is never looked at
         assert penalise.seen == [[], *([OWN, *wanted[:size]] for size in range(len(wanted)))]

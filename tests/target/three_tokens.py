@@ -20,7 +20,7 @@ from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTe
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import LogitsRules
-from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 from paceline.text.row_processing import RowProcessing
 from tests.fakes import TableDecoder, WatchedRound, near, table
@@ -28,7 +28,7 @@ from tests.fakes import TableDecoder, WatchedRound, near, table
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 CHAIN = DraftShape.chain(K)
-Rounds = Callable[[Drafter, TableDecoder, AcceptanceRule], Round]
+RoundsOf = Callable[[Drafter, TableDecoder, AcceptanceRule], Round]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
@@ -48,6 +48,10 @@ class SlotText:
         self.text, self.num_logprobs, self.output_scores = list(text), None, False
         self.processing = None if processor is None else RowProcessing(LogitsRules(processor), len(text))
 
+    @property
+    def prompt_length(self) -> int:
+        return len(PROMPT)
+
     def append(self, token: int) -> bool:
         self.text.append(token)
         return False
@@ -63,7 +67,7 @@ def seeds() -> Tensor:
 
 
 def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
-    return TwoGraphRound(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True))
+    return Rounds(source, {K: RoundPlan(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True), K + 1)})
 
 
 def three_tokens(
@@ -72,7 +76,7 @@ def three_tokens(
     *,
     params: Sampling,
     slots: int = SLOTS,
-    rounds_of: Rounds = one_depth,
+    rounds_of: RoundsOf = one_depth,
     by_itself: bool = False,
     logits: Tensor = TARGET,
     prompt: Sequence[int] = PROMPT,
@@ -102,6 +106,6 @@ def three_tokens(
     while int(rounds.truth.length.min()) < len(prompt) + 3:
         rows = int(rounds.truth.length.max())
         limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.draft_shape.num_draft_tokens
-        commit = rounds(commit, sampling, RoundLimits(limit.to(torch.int32), rows)).commit
+        commit = rounds(commit, sampling, RoundLimits(limit.tolist(), rows)).commit
         counts.append(float(commit.count.double().mean()))
     return rounds.truth.text[:, len(prompt) : len(prompt) + 3].numpy(), sum(counts) / len(counts)

@@ -16,9 +16,9 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.decoder.backends.eager import EagerBackend
+from paceline.decoder.options import LoadOptions
 from paceline.draft.model import ModelDrafter
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
 from paceline.placement.remote.messages import Handshake
@@ -31,7 +31,7 @@ from tests.placement.served import serving
 
 
 def pool(workshop: Workshop, clients: int) -> DraftPool:
-    shape = asdict(Shape("f32", None, 1, 128))
+    shape = asdict(LoadOptions(amp="f32", n_positions=128))
     more = {"backend": "eager", "k": 4, "max_targets": clients, "targets": [str(workshop.checkpoint())]}
     return make_drafters({**shape, **more, "folder": str(workshop.checkpoint("draft"))})
 
@@ -52,7 +52,11 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
 
 def test_auto_drafts_the_lengths_of_the_drafts_own_backend(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerBackend, "draft_lengths", (0, 1, 3))
-    settings = {**asdict(Shape("f32", None, 1, 128)), "backend": "eager", "folder": str(workshop.checkpoint("draft"))}
+    settings = {
+        **asdict(LoadOptions(amp="f32", n_positions=128)),
+        "backend": "eager",
+        "folder": str(workshop.checkpoint("draft")),
+    }
     for asked, drafts in (("auto", 3), (5, 5)):
         drafter = make_drafters({**settings, "k": asked}).acquire(Handshake(0, "a", 1, VOCABULARY))
         assert drafter.draft_shape.num_draft_tokens == drafts
@@ -63,7 +67,7 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     save_pair(tmp_path)
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 300}))
-    shape = asdict(Shape("f32", None, 1, 300))
+    shape = asdict(LoadOptions(amp="f32", n_positions=300))
     more = {"backend": "eager", "k": 4, "draft_ahead": ahead, "targets": [str(tmp_path / "target")]}
     made = make_drafters({**shape, **more, "folder": str(tmp_path / "draft")})
     (decoder,) = made._free
@@ -75,7 +79,7 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
         model.add_request(0, [3] * length)
         commit = Commit(torch.tensor([[7, -1, -1, -1, -1]], dtype=torch.int32), one, length * one)
         model.update(commit)
-        model.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, length + 1))
+        model.propose(commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), length + 1))
         while isinstance(model, LookaheadDrafter) and not model.idle:
             model.work()
     assert decoder._steps == before

@@ -12,12 +12,13 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, PromptError, SamplingError
+from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.options import LoadOptions
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
-from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.messages import Handshake
 from paceline.workers.draft import make_drafters
 from paceline.workers.shared_engine import SharedEngine
@@ -34,7 +35,7 @@ DRAFT = near(TARGET, seed=1, spread=0.8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7]]
 
 
-class Gate:
+class Gate(Drafter):
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
@@ -226,17 +227,22 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, p
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
     """Real checkpoints, in the thread that a worker has for its rounds."""
-    shape = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "k": 4, "draft_ahead": False}
+    shape = {
+        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
+        "backend": "eager",
+        "k": 4,
+        "draft_ahead": False,
+    }
     inner = None
     if drafts:
         drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})
         inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
     host = make_target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
-    plain = fresh(workshop.checkpoint(), batch_size=2)
+    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=5)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
-        plain.sample([p], verify_width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        plain.sample([p], **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
         for p, a in zip(PROMPTS[:4], asks, strict=True)
     ]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
+from paceline.decoder.options import LoadOptions
 from paceline.engine.request import SamplingParams
-from paceline.engine.rounds import FusedRound, MixedRound, TwoGraphRound
-from paceline.placement.planning.footprint import Shape
+from paceline.engine.rounds import Rounds
 from paceline.registry import DRAFTERS
 from paceline.text.stop_strings import StopStrings
 from paceline.workers.calls import call_params
@@ -30,7 +31,12 @@ ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"]
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
-    return {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(folder), **more}
+    return {
+        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
+        "backend": "eager",
+        "folder": str(folder),
+        **more,
+    }
 
 
 def test_every_row_that_a_file_can_name_is_served() -> None:
@@ -44,8 +50,8 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
     host = make_target(settings(workshop.checkpoint(), draft=draft), None)
     width = host._generator.drafter.draft_shape.num_draft_tokens + 1
-    plain = fresh(workshop.checkpoint(), batch_size=2)
-    expected = plain.sample([list(p) for p in PROMPTS], verify_width=width, return_dict=True, **SAMPLED).sequences
+    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=width)
+    expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
     texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
     for output in asked(host, "t", PROMPTS, SamplingParams(**SAMPLED)):  # type: ignore[arg-type]
         texts[output.index] += output.tokens
@@ -61,13 +67,13 @@ def test_it_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch
     assert [thread.is_alive() for thread in threads] == [False]
 
 
-@pytest.mark.parametrize(("fused", "kind"), [(None, FusedRound), (False, TwoGraphRound)])
+@pytest.mark.parametrize("fused", [None, False])
 def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
-    workshop: Workshop, fused: bool | None, kind: type
+    workshop: Workshop, fused: bool | None
 ) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
-    mixed = host._generator.engine.variant().round
-    assert isinstance(mixed, MixedRound) and type(mixed.fast) is kind
+    rounds = host._generator.engine.rounds
+    assert isinstance(rounds, Rounds) and [plan.fused for plan in rounds.plans.values()] == [fused is None]
 
 
 def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop) -> None:

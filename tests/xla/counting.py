@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paceline.decoder.compile import hlo_lint
+from paceline.neuron import hlo_lint
 
 
 def census(text: str) -> Counter[str]:

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.compile import hlo_lint
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import hlo_lint, xla
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
 from tests.xla.counting import census

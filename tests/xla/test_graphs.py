@@ -8,10 +8,9 @@ import pytest
 from torch import nn
 
 from paceline import AutoDecoder
-from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.compile import hlo_lint
 from paceline.decoder.graph_key import GraphKey
+from paceline.neuron import hlo_lint, xla
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
 from tests.xla.counting import census

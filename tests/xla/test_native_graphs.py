@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.backends import neuron_native, xla
-from paceline.decoder.backends.neuron_native import in_place
-from paceline.decoder.compile import hlo_lint
-from paceline.decoder.compile.lowering import lower, state_of
+from paceline.neuron import hlo_lint, xla
+from paceline.neuron import native as neuron_native
+from paceline.neuron.lowering import lower, state_of
+from paceline.neuron.native import in_place
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
 from tests.xla.test_graphs import BUDGETS

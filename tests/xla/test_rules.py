@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.backends import xla
-from paceline.decoder.compile import hlo_lint
+from paceline.neuron import hlo_lint, xla
 
 FLOATS, WHOLE, ONE = torch.ones(4, 8), torch.ones(4, 4, dtype=torch.int32), torch.tensor(1, dtype=torch.int32)
 

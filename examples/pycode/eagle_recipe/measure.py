@@ -17,9 +17,9 @@ from paceline.decoder.token_files import read_tokens
 from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.train import MEASURED, DraftVocab, acceptance
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget
-from paceline.training.options import CachedTextOptions
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget
+from paceline.heads.options import CachedTextOptions
 
 DEPTH = 5
 

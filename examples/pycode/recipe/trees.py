@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from paceline.heads.features import read_features
+from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import checkpoint, search
-from paceline.training.features import read_features
-from paceline.training.frozen_model import FrozenTarget
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     target = FrozenTarget(args.target)
     heads = checkpoint.heads(args.medusa, target.output, torch.float32)
-    measured = search.measure(heads, read_features(args.states, first=args.prompt - 1), target.output.detach())
+    measured = search.measure(heads, read_features(args.states, prompt=args.prompt), target.output.detach())
     children = search.by_places(measured.ranks, top=search.TOP)
     taus = {}
     for nodes in args.nodes:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.training.frozen_model import FrozenTarget, Texts
-from paceline.training.options import TEXTS_PER_FILE
+from paceline.heads.frozen_model import FrozenTarget, Texts
+from paceline.heads.options import TEXTS_PER_FILE
 
 _POOL = 64  # batches among which texts are sorted by length
 _STEP = 32  # lengths of batches are multiples of it

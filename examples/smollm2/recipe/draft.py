@@ -28,10 +28,10 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.eagle.config import default_layers
 from paceline.eagle.train import Corpus, DraftVocab, muon, target_probs, text_part
-from paceline.training.features import FeatureCache
-from paceline.training.frozen_model import FrozenTarget, Texts, products
-from paceline.training.options import TEXTS_PER_FILE, CachedTextOptions, TrainingOptions
-from paceline.training.trainer import LOG_STEPS, Trainer
+from paceline.heads.features import FeatureCache
+from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions, TrainingOptions
+from paceline.heads.trainer import LOG_STEPS, Trainer
 
 LAYERS = (0, -1)  # of the target, which the draft begins with
 DISTANCE = 0.5  # weight of the total variation distance
@@ -44,7 +44,7 @@ class DraftTraining(TrainingOptions):
     tokens: int = field(default=2_000_000)
 
 
-class DraftTrainer(Trainer[Texts]):
+class DraftTrainer(Trainer):
     """Trains ``model`` in place. ``output`` [V, H] is the target's output layer."""
 
     def __init__(

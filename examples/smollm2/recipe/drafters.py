@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,20 +27,19 @@ from paceline.decoder.token_files import read_tokens
 from paceline.eagle import train
 from paceline.eagle.config import EagleTraining, default_layers
 from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, write
+from paceline.heads.frozen_model import FrozenTarget
+from paceline.heads.trainer import LOG_STEPS, Trainer
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTraining
 from paceline.medusa.network import fresh
 from paceline.medusa.train import MedusaTrainer
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.features import Windows
-from paceline.training.frozen_model import FrozenTarget
-from paceline.training.trainer import LOG_STEPS, Trainer
 
 ENDLESS = 10**15  # tokens; the time ends the training
 DEPTH = 5  # of the chains that are measured
 
 
-class ByTime(Trainer[Any]):
+class ByTime(Trainer):
     """A training whose learning rate follows the clock: a short rise, then a cosine to a fiftieth."""
 
     minutes: float
@@ -144,10 +142,8 @@ def medusa(given: argparse.Namespace, target: FrozenTarget, corpus: Conversation
     sizes = ModelConfig.from_pretrained(given.target)
     config = MedusaConfig(3, 1, sizes.hidden_size, sizes.vocab_size, True, base="SmolLM2-135M-Instruct")
     made = (corpus.batch(number) for number in range(min(corpus.batches, given.medusa_batches)))
-    kept = [texts.to("cpu") for texts in made]
-    windows = [Windows(texts.tokens, texts.last, counted=texts.counted) for texts in kept]
-    texts = corpus.eval_texts()
-    measured = [Windows(texts.tokens, texts.last, counted=texts.counted)]
+    windows = [texts.to("cpu") for texts in made]
+    measured = [corpus.eval_texts()]
     heads, output = fresh(config, target.output).to(given.device), target.output.detach()
     options = MedusaTraining(
         batch_size=given.batch_size,

@@ -24,9 +24,9 @@ from instructions import WORDS
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import write_tokens
+from paceline.heads.frozen_model import transformers_model
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.frozen_model import transformers_model
 
 ROOM, LONGEST_PROMPT = 512, 288
 TEMPERATURES = (0.0, 0.7, 1.0)

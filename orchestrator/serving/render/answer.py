@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from paceline.outputs import RequestOutput
-from paceline.serving.parsers.base import Delta, Parser
+from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
 
@@ -53,13 +53,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of an answer. ``cached_tokens``: of the prompts, those that were not read again; None: without
-    prefix caching.
+    """Tokens of an answer.
+
+    cached_tokens     of the prompts, those that were not read again; None: without prefix caching
+    reasoning_tokens  of the answer, those up to the end of its reasoning
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
+    reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """As in completions and chat completions."""
@@ -70,37 +73,67 @@ class Usage:
         }
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
 
 
-@dataclass(slots=True)
-class ToolCall:
-    """A whole call."""
+PartKind = Literal["reasoning", "message", "function_call"]
 
-    name: str
-    arguments: str = ""
+
+@dataclass(slots=True)
+class Part:
+    """Reasoning, text, or a call of the function ``name`` with the arguments ``text``."""
+
+    kind: PartKind
+    text: str = ""
+    name: str = ""
 
 
 @dataclass(slots=True)
 class ChoiceText:
-    """A whole choice, as it adds up."""
+    """A whole choice, as it adds up. ``parts``: in the order in which they were written."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     pieces: list[TokenPiece] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, step: Step) -> None:
         """One step more."""
-        self.content += step.delta.content
-        self.reasoning += step.delta.reasoning
+        self.write("reasoning", step.delta.reasoning)
+        self.write("message", step.delta.content)
         for call in step.delta.tool_calls:
-            if call.name is not None:
-                self.tool_calls.append(ToolCall(call.name))
-            self.tool_calls[call.index].arguments += call.arguments
+            self.call(call)
         self.pieces += step.pieces
         self.finish_reason = step.finish_reason or self.finish_reason
+
+    def write(self, kind: PartKind, text: str) -> None:
+        """More reasoning or text."""
+        if text:
+            if not self.parts or self.parts[-1].kind != kind:
+                self.parts.append(Part(kind))
+            self.parts[-1].text += text
+
+    def call(self, call: ToolCallDelta) -> None:
+        """What a call gained."""
+        if call.name is not None:
+            self.parts.append(Part("function_call", name=call.name))
+        self.tool_calls[call.index].text += call.arguments
+
+    @property
+    def content(self) -> str:
+        """All text for the reader."""
+        return "".join(part.text for part in self.parts if part.kind == "message")
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(part.text for part in self.parts if part.kind == "reasoning")
+
+    @property
+    def tool_calls(self) -> list[Part]:
+        """The calls."""
+        return [part for part in self.parts if part.kind == "function_call"]
 
     @property
     def mean_logprob(self) -> float:
@@ -192,6 +225,7 @@ class ChoiceRenderer:
     skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
     ended    whether its last step was handed out; tokens that come later are not part of the answer
+    reasoning_tokens  those up to the last one with which reasoning became certain
     """
 
     def __init__(
@@ -199,7 +233,7 @@ class ChoiceRenderer:
     ) -> None:
         self._index, self._text, self._parser = index, text, parser
         self._skip, self._by_token = skip, by_token
-        self.tokens = 0
+        self.tokens = self.reasoning_tokens = 0
         self.called = self.ended = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
@@ -216,9 +250,9 @@ class ChoiceRenderer:
         delta, first = Delta(), not self.tokens
         for place, token in enumerate(output.tokens):
             text = self._text.push(token)
-            delta += self._parser.push(text) if text else Delta()
             pieces.append(_piece(output, place, text))
             self.tokens += 1
+            delta += self._parsed(self._parser.push(text)) if text else Delta()
             if self._parser.ended:
                 self.ended = True
                 yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
@@ -231,7 +265,7 @@ class ChoiceRenderer:
         if reason is not None:
             self.ended = True
             rest = self._text.flush()
-            delta += (self._parser.push(rest) if rest else Delta()) + self._parser.flush()
+            delta += self._parsed((self._parser.push(rest) if rest else Delta()) + self._parser.flush())
             if rest and pieces:
                 last_piece = pieces[-1]
                 pieces[-1] = TokenPiece(
@@ -240,6 +274,11 @@ class ChoiceRenderer:
         step = self._step(delta, pieces, first=first, reason=reason)
         # Who was sent the last token was sent the reason with it.
         yield step, self.tokens > self._skip or not output.tokens
+
+    def _parsed(self, delta: Delta) -> Delta:
+        if delta.reasoning:
+            self.reasoning_tokens = self.tokens
+        return delta
 
     def _step(self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None) -> Step:
         self.called = self.called or bool(delta.tool_calls)
@@ -345,7 +384,8 @@ class Answer:
 
     @property
     def _usage(self) -> Usage:
-        return Usage(self._plan.prompt_tokens, sum(self._sent), self._cached)
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return Usage(self._plan.prompt_tokens, sum(self._sent), self._cached, reasoning)
 
 
 class TokenAnswer:

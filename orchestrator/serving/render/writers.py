@@ -7,9 +7,9 @@ from itertools import count
 
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.responses import NamedFunction, ResponsesRequest
 from paceline.serving.parsers.base import ToolCallDelta
-from paceline.serving.render.answer import DONE, ChoiceText, Step, TokenPiece, Usage, event
+from paceline.serving.render.answer import DONE, ChoiceText, Part, PartKind, Step, TokenPiece, Usage, event
 
 TokenText = Callable[[int], str]
 """The text of one token by itself."""
@@ -132,7 +132,7 @@ class ChatWriter:
                     {
                         "id": self._call_id(index, number),
                         "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
+                        "function": {"name": call.name, "arguments": call.text},
                     }
                     for number, call in enumerate(choice.tool_calls)
                 ]
@@ -211,7 +211,11 @@ _Item = dict[str, object]
 
 
 class ResponsesWriter:
-    """Writes the answer to one request. ``id_``: of the answer, without a prefix; ``created``: seconds since 1970."""
+    """Writes the answer to one request. ``id_``: of the answer, without a prefix; ``created``: seconds since 1970.
+
+    Streamed or not, an answer has the same items, one for each part that was written. Where its length cut it, the last
+    one is incomplete: a call that clients must not execute.
+    """
 
     by_token = True
 
@@ -219,88 +223,84 @@ class ResponsesWriter:
         self._request, self._id, self._created = request, id_, created
         self._numbers = count()
         self._text = ChoiceText()
-        self._open: str | None = None  # kind of the item that grows
-        self._done: list[_Item] = []
-        self._item: _Item = {}
-        self._grown = ""
+        self._is_open = False  # whether the last part still grows
 
     # ---- streamed
 
     def step(self, step: Step, usage: Usage) -> bytes:
-        self._text.add(step)
-        parts = []
+        events = b""
         if step.first:
-            parts += [self._event(name, response=self._response("in_progress")) for name in _BEGINNING]
-        if step.delta.reasoning:
-            parts.append(self._grow("reasoning", step.delta.reasoning))
-        if step.delta.content:
-            parts.append(self._grow("message", step.delta.content))
-        parts += [self._grow_call(call) for call in step.delta.tool_calls]
+            events = b"".join(self._event(name, response=self._response("in_progress")) for name in _BEGINNING)
+        events += self._grow("reasoning", step.delta.reasoning) + self._grow("message", step.delta.content)
+        for call in step.delta.tool_calls:
+            events += self._grow_call(call)
         if step.finish_reason is not None:
-            parts.append(self._close())
-        return b"".join(parts)
+            self._text.finish_reason = step.finish_reason
+            events += self._close(_status(step.finish_reason))
+        return events
 
     def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
-        status = "incomplete" if self._text.finish_reason == "length" else "completed"
-        response = self._response(status, output=self._done, usage=usage)
-        if metrics is not None:
-            response["metrics"] = metrics
-        return self._event(f"response.{status}", response=response)
+        response = self._whole(self._text, usage, metrics)
+        return self._event(f"response.{response['status']}", response=response)
 
-    def _grow(self, kind: str, text: str) -> bytes:
-        before = b""
-        if self._open != kind:
-            before = self._close()
-            self._open, self._grown = kind, ""
-            self._item = self._new_item(kind)
-            before += self._event("response.output_item.added", output_index=self._index, item=self._item)
+    def _grow(self, kind: PartKind, text: str) -> bytes:
+        if not text:
+            return b""
+        parts, events = self._text.parts, b""
+        if not self._is_open or parts[-1].kind != kind:
+            events = self._close()
+            self._text.write(kind, text)
+            events += self._added()
             if kind == "message":
-                before += self._in_part("response.content_part.added", part=_output_text(""))
-        self._grown += text
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        extra: dict[str, object] = {"logprobs": []} if kind == "message" else {}
-        return before + self._in_part(name, delta=text, **extra)
+                events += self._in_part("response.content_part.added", part=_output_text(""))
+        else:
+            self._text.write(kind, text)
+        if kind == "message":
+            return events + self._in_part("response.output_text.delta", delta=text, logprobs=[])
+        return events + self._in_part("response.reasoning_text.delta", delta=text)
 
     def _grow_call(self, call: ToolCallDelta) -> bytes:
-        before = b""
+        events = b""
         if call.name is not None:
-            before = self._close()
-            self._open, self._grown = "function_call", ""
-            self._item = {**self._new_item("function_call"), "name": call.name}
-            before += self._event("response.output_item.added", output_index=self._index, item=self._item)
-        if not call.arguments:
-            return before
-        self._grown += call.arguments
-        return before + self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-
-    def _close(self) -> bytes:
-        """The end of the item that grows."""
-        kind, self._open = self._open, None
-        if kind is None:
-            return b""
-        item = {**self._item, "status": "completed"}
-        if kind == "message":
-            part = _output_text(self._grown)
-            events = self._in_part("response.output_text.done", text=self._grown, logprobs=[])
-            events += self._in_part("response.content_part.done", part=part)
-            item["content"] = [part]
-        elif kind == "reasoning":
-            events = self._in_part("response.reasoning_text.done", text=self._grown)
-            item["content"] = [{"type": "reasoning_text", "text": self._grown}]
+            events = self._close()
+            self._text.call(call)
+            events += self._added()
         else:
-            name = "response.function_call_arguments.done"
-            events = self._of_item(name, arguments=self._grown, name=self._item["name"])
-            item["arguments"] = self._grown
-        events += self._event("response.output_item.done", output_index=self._index, item=item)
-        self._done.append(item)
+            self._text.call(call)
+        if call.arguments:
+            events += self._of_item("response.function_call_arguments.delta", delta=call.arguments)
         return events
+
+    def _added(self) -> bytes:
+        """The beginning of the last part's item."""
+        self._is_open = True
+        begun = Part(self._text.parts[-1].kind, name=self._text.parts[-1].name)
+        item = self._item(self._index, begun, "in_progress")
+        return self._event("response.output_item.added", output_index=self._index, item=item)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """The end of the item that grows."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        part = self._text.parts[-1]
+        if part.kind == "message":
+            events = self._in_part("response.output_text.done", text=part.text, logprobs=[])
+            events += self._in_part("response.content_part.done", part=_output_text(part.text))
+        elif part.kind == "reasoning":
+            events = self._in_part("response.reasoning_text.done", text=part.text)
+        else:
+            events = self._of_item("response.function_call_arguments.done", arguments=part.text, name=part.name)
+        item = self._item(self._index, part, status)
+        return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
     @property
     def _index(self) -> int:
-        return len(self._done)
+        return len(self._text.parts) - 1
 
     def _of_item(self, type_: str, **fields: object) -> bytes:
-        return self._event(type_, item_id=self._item["id"], output_index=self._index, **fields)
+        id_ = self._item_id(self._index, self._text.parts[-1].kind)
+        return self._event(type_, item_id=id_, output_index=self._index, **fields)
 
     def _in_part(self, type_: str, **fields: object) -> bytes:
         return self._of_item(type_, content_index=0, **fields)
@@ -314,27 +314,26 @@ class ResponsesWriter:
         self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
     ) -> Mapping[str, object]:
         (choice,) = choices
-        if choice.reasoning:
-            part: _Item = {"type": "reasoning_text", "text": choice.reasoning}
-            self._done.append({**self._new_item("reasoning"), "status": "completed", "content": [part]})
-        if choice.content or not choice.tool_calls:
-            part = _output_text(choice.content)
-            self._done.append({**self._new_item("message"), "status": "completed", "content": [part]})
-        for call in choice.tool_calls:
-            fields = {"name": call.name, "arguments": call.arguments, "status": "completed"}
-            self._done.append({**self._new_item("function_call"), **fields})
-        status = "incomplete" if choice.finish_reason == "length" else "completed"
-        response = self._response(status, output=self._done, usage=usage)
-        return response if metrics is None else {**response, "metrics": metrics}
+        return self._whole(choice, usage, metrics)
 
-    def _new_item(self, kind: str) -> _Item:
-        id_ = f"{_PREFIXES[kind]}_{self._id}_{self._index}"
-        item: _Item = {"id": id_, "type": kind, "status": "in_progress"}
-        if kind == "message":
-            return {**item, "role": "assistant", "content": []}
-        if kind == "reasoning":
-            return {**item, "summary": [], "content": []}
-        return {**item, "call_id": f"call_{self._id}_{self._index}", "name": "", "arguments": ""}
+    def _whole(self, choice: ChoiceText, usage: Usage, metrics: Mapping[str, object] | None) -> dict[str, object]:
+        status, last = _status(choice.finish_reason), len(choice.parts) - 1
+        output = [
+            self._item(index, part, status if index == last else "completed") for index, part in enumerate(choice.parts)
+        ]
+        return {**self._response(status, output=output, usage=usage), **_metrics(metrics)}
+
+    def _item_id(self, index: int, kind: PartKind) -> str:
+        return f"{_PREFIXES[kind]}_{self._id}_{index}"
+
+    def _item(self, index: int, part: Part, status: str) -> _Item:
+        item: _Item = {"id": self._item_id(index, part.kind), "type": part.kind, "status": status}
+        if part.kind == "function_call":
+            return {**item, "call_id": f"call_{self._id}_{index}", "name": part.name, "arguments": part.text}
+        if part.kind == "message":
+            return {**item, "role": "assistant", "content": [_output_text(part.text)] if part.text else []}
+        content = [{"type": "reasoning_text", "text": part.text}] if part.text else []
+        return {**item, "summary": [], "content": content}
 
     def _response(self, status: str, output: Sequence[_Item] = (), usage: Usage | None = None) -> dict[str, object]:
         request = self._request
@@ -342,12 +341,12 @@ class ResponsesWriter:
         if usage is not None:
             counts = {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        cut, choice = {"reason": "max_output_tokens"} if status == "incomplete" else None, request.tool_choice
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -364,7 +363,7 @@ class ResponsesWriter:
             "store": False,
             "temperature": request.temperature,
             "text": request.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
             "tools": [tool.model_dump() for tool in request.tools],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
@@ -374,8 +373,13 @@ class ResponsesWriter:
 
 
 _BEGINNING = ("response.created", "response.in_progress")
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES: Mapping[PartKind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def _output_text(text: str) -> _Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _status(finish_reason: str | None) -> str:
+    """Of an answer, and of its last item."""
+    return "incomplete" if finish_reason == "length" else "completed"

@@ -1,1 +1,0 @@
-"""The AWS Neuron backend, written against the documented SDK; it has not run on hardware."""

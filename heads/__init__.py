@@ -1,0 +1,1 @@
+"""What Medusa and EAGLE heads share: folders of checkpoints, the frozen target, data, features, the trainer."""

@@ -1,0 +1,85 @@
+"""Folders of heads of any kind: read, checked tensor by tensor, and written. Not here: what tensors and keys mean.
+
+Pickles are read by torch's restricted unpickler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError, MissingWeightsError, WeightShapeError
+from paceline.decoder.weights.files import check_finite, open_weight_file, write_weight_file
+from paceline.decoder.weights.folder import find_weight_files
+from paceline.heads.layouts import CONFIG, write_json
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Generic[Config]):
+    """Heads as they were found.
+
+    weights    by our names, in the type they are stored in
+    embedding  [V, H] of their own, or None: then they borrow the target's
+    """
+
+    config: Config
+    weights: dict[str, Tensor]
+    embedding: Tensor | None = None
+
+
+def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of some files, or of all of a checkpoint, whose names are wanted; copies, since files may change.
+
+    Raises:
+        CheckpointError: there is no such folder, or what it holds cannot be used.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that holds the heads")
+    tensors: dict[str, Tensor] = {}
+    for file in files or find_weight_files(folder):
+        with open_weight_file(file) as source:
+            for name in source.infos():
+                if wanted is not None and not wanted(name):
+                    continue
+                if name in tensors:
+                    raise CheckpointError(f"{name} is in two files of {folder}; fetch the checkpoint again")
+                tensors[name] = source.read(name).clone()
+    return tensors
+
+
+def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every tensor is there, no other, with its shape and sound numbers.
+
+    Raises:
+        MissingWeightsError, WeightShapeError, WeightValueError, CheckpointError: one is not.
+    """
+    if missing := sorted(set(shapes) - set(weights)):
+        raise MissingWeightsError(f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own {CONFIG}")
+    if surplus := sorted(set(weights) - set(shapes)):
+        raise CheckpointError(
+            f"{folder} holds tensors that a head with this {CONFIG} does not use: {', '.join(surplus[:4])}"
+        )
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise WeightShapeError(
+                f"{folder}: {name} has shape {list(weights[name].shape)}, but its {CONFIG} and the target ask for "
+                f"{list(shape)}; use the {CONFIG} and the target that belong to it"
+            )
+        check_finite(name, weights[name], weights[name].dtype, where=folder)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
+    """Write a file of weights, and a config.json beside it. -> the file
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_weight_file(path, {name: x.detach().clone().contiguous() for name, x in tensors.items()})
+    write_json(path.parent / CONFIG, config, indent=2)
+    return path

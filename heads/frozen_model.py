@@ -1,0 +1,197 @@
+"""The target as a plain float32 forward through transformers, for what learns from it: its states and its own text.
+
+Only training uses it; decoding is `paceline.decoder.decoder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.decoder.gguf.checkpoint import read_config
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.hub import checkpoint_path
+
+
+def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
+    """The causal language model of a folder, a GGUF file or a fetched model, for inference.
+
+    GGUF files are read by Paceline: transformers passes over rope scaling in them.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    place = checkpoint_path(path)
+    if not is_gguf(place):
+        try:
+            return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True).eval()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place} is not a checkpoint that transformers can load ({error})") from error
+    weights = load_weights(place, ModelConfig.from_pretrained(place), dtype)
+    keys: dict[str, Any] = read_config(place)
+    config = AutoConfig.for_model(**keys)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+
+
+_FORWARD = 8  # texts in one forward
+
+PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def products(precision: str, device: str = "cpu") -> torch.autocast:
+    """A block in which matrices are multiplied in "f32" or "bf16" (autocast: weights and sums of losses stay float32).
+
+    bf16 is two to three times as fast on a CPU with instructions for it (avx512_bf16, AMX), and slower on others; on a
+    GPU it is many times as fast.
+
+    Raises:
+        ConfigurationError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigurationError unless heads can be trained on this device of PyTorch, here."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in {"cpu", "cuda"}:
+        raise ConfigurationError(f"device={device!r} is unknown; use cpu, cuda or cuda:N")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device={device!r}: PyTorch sees {torch.cuda.device_count()} GPUs here; use cpu, or a build of PyTorch "
+            "and a driver that see the GPU"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] as a head reads them.
+
+    ``last[:, t]`` predicts ``tokens[:, t + 1]``.
+
+    ``counted`` [n, S] bool: the places whose prediction a head is to learn, and is measured on; None = all. In a
+    conversation these are the answers: a head never drafts what a user says.
+    """
+
+    tokens: Tensor
+    last: Tensor
+    streams: Tensor
+    counted: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def after(self, prompt: int) -> Texts:
+        """The same, of which only what follows a prompt of so many tokens counts."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return replace(self, counted=(places >= prompt).expand(self.tokens.shape))
+
+    def part(self, places: slice) -> Texts:
+        """Some of the texts."""
+        counted = None if self.counted is None else self.counted[places]
+        return Texts(self.tokens[places], self.last[places], self.streams[places], counted)
+
+    def to(self, device: str) -> Texts:
+        """The same on another device."""
+        counted = None if self.counted is None else self.counted.to(device)
+        return Texts(self.tokens.to(device), self.last.to(device), self.streams.to(device), counted)
+
+
+class FrozenTarget:
+    """A checkpoint that transformers can load, without gradients.
+
+    layers     the residual streams that `read` gives; empty = the last hidden state
+    precision  of the matrix products of `read` and `states`, as `products` takes it
+    device     where it is, and what it gives; it takes tokens from anywhere
+    output     [V, H], the output layer
+    embedding  [V, H]
+    norm       [H], the weight of the final norm
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+
+    def __init__(
+        self, folder: Path, layers: tuple[int, ...] = (), *, precision: str = "f32", device: str = "cpu"
+    ) -> None:
+        check_device(device)
+        model = transformers_model(folder, torch.float32).to(device)
+        model.requires_grad_(False)
+        self._model: Any = model
+        self.layers, self.precision, self.device = layers, precision, device
+        self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
+        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
+        self.norm: Tensor = model.get_decoder().norm.weight.detach()
+
+    def fingerprint(self) -> str:
+        """Tells these states from those of another model or precision, wherever the model's files are."""
+        config = {name: value for name, value in self._model.config.to_dict().items() if name != "_name_or_path"}
+        sums = {name: float(x.cpu().sum(dtype=torch.float64)) for name, x in self._model.named_parameters()}
+        facts = [config, sums] if self.precision == "f32" else [config, sums, self.precision]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def block(self, index: int) -> dict[str, Tensor]:
+        """Weights of one layer, by their short names."""
+        weights: dict[str, Tensor] = self._model.get_decoder().layers[index].state_dict()
+        return weights
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor) -> Tensor:
+        """tokens [n, S] -> [n, S, H] float32, after the final norm."""
+        with products(self.precision, self.device):
+            states: Tensor = self._model.get_decoder()(tokens.to(self.device), use_cache=False).last_hidden_state
+        return states
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Texts:
+        """tokens [n, S] -> the same with their states, in bfloat16."""
+        tokens, decoder = tokens.to(self.device), self._model.get_decoder()
+        before_norm: list[Tensor] = []
+        # transformers hands out the last stream only after the norm; a hook sees it before.
+        hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+        try:
+            with products(self.precision, self.device):
+                parts = [
+                    decoder(part, output_hidden_states=True, use_cache=False).hidden_states
+                    for part in tokens.split(_FORWARD if self.device == "cpu" else len(tokens))
+                ]
+        finally:
+            hook.remove()
+        last = torch.cat([part[-1] for part in parts]).bfloat16()
+        if not self.layers:
+            return Texts(tokens, last, last)
+        depth = len(decoder.layers)
+        streams = [torch.cat([part[i] for part in parts] if i < depth else before_norm) for i in self.layers]
+        return Texts(tokens, last, torch.cat(streams, -1).bfloat16())
+
+    @torch.no_grad()
+    def continued(self, prompts: Tensor, length: int, *, temperature: float = 0.0) -> Tensor:
+        """prompts [n, S] -> [n, S + length], written by the model itself, greedily at temperature 0."""
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
+        prompts = prompts.to(self.device)
+        tokens: Tensor = self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=length,
+            max_new_tokens=length,
+            pad_token_id=0,
+            **{"do_sample": False, **sampled},
+        )
+        return tokens

@@ -1,0 +1,107 @@
+"""Options of every training of heads, and of the texts that they learn from. Not here: those of one kind of heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from paceline.core.errors import ConfigurationError
+
+TEXTS_PER_FILE = 64
+"""Texts whose states are kept in one file."""
+
+_GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How heads are trained.
+
+    batch_size     texts in a step
+    learning_rate  the largest; it rises over the first steps and falls along a cosine
+    precision      of matrix products, "f32" or "bf16"
+    device         of PyTorch where heads learn: "cpu", "cuda" or "cuda:N"
+    max_minutes    stop after so long, to resume later; None = run to the end
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    batch_size: int = field(default=8, metadata={"help": "Texts in a step."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Largest learning rate."})
+    precision: str = field(
+        default="f32",
+        metadata={"help": "Of matrix products: f32, or bf16, which is faster on a CPU with instructions for it."},
+    )
+    device: str = field(default="cpu", metadata={"help": "Where heads learn: cpu, cuda or cuda:N."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; run again to resume."})
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or not 0 < self.learning_rate < math.inf:
+            raise ConfigurationError("batch_size and learning_rate of a training must be positive")
+        if self.max_minutes is not None and not self.max_minutes >= 0:
+            raise ConfigurationError(
+                f"max_minutes={self.max_minutes} is not a time; give 0 or more, or None to train to the end"
+            )
+        from paceline.heads.frozen_model import check_device, products  # loads PyTorch
+
+        products(self.precision)
+        check_device(self.device)
+
+    def resume_key(self) -> dict[str, object]:
+        """What must be the same when a run is resumed. It may go on with another device."""
+        return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How texts are made.
+
+    length        tokens of a text
+    prompt        of them, how many come from the data where the target goes on; None = a quarter
+    eval_samples  texts, written by the target greedily, that are measured on and not trained on
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    length: int = field(default=256, metadata={"help": "Tokens of a text."})
+    prompt: int | None = field(default=None, metadata={"help": "Of them, those the target goes on from; a quarter."})
+    eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
+            raise ConfigurationError("prompt must be at least 1 and shorter than length, and eval_samples positive")
+
+    @property
+    def prompt_length(self) -> int:
+        """``prompt`` as a number."""
+        return self.length // 4 if self.prompt is None else self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTextOptions(TextOptions):
+    """How texts are made, and how many of their states are kept.
+
+    feature_cache_gb  how many gigabytes may be kept on disk; what goes beyond is computed anew whenever it is needed
+    seed              of the order of the data
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    eval_samples: int = field(default=32, metadata={"help": "Texts to measure on; they are not trained on."})
+    feature_cache_gb: float = field(default=2.0, metadata={"help": "GB of states to keep on disk; 0 = none."})
+    seed: int = field(default=0, metadata={"help": "Of the order of the data."})
+
+    def __post_init__(self) -> None:
+        TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if not 0 <= self.feature_cache_bytes < math.inf:
+            raise ConfigurationError(
+                f"feature_cache_gb={self.feature_cache_gb} is not a size; give gigabytes, or 0 to keep nothing"
+            )
+
+    @property
+    def feature_cache_bytes(self) -> float:
+        """``feature_cache_gb`` in bytes."""
+        return self.feature_cache_gb * _GIGABYTE

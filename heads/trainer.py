@@ -1,0 +1,223 @@
+"""The loop of a training run: steps, learning rate, a log, and a state that the run resumes from.
+
+A run can be interrupted at any time. `RunState` says what must be the same when it is resumed. Not here: what is
+learned, which a subclass says (`paceline.medusa.train`, `paceline.eagle.train`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.atomic_write import atomic_write, save_pickle
+from paceline.heads.frozen_model import Texts
+from paceline.heads.options import TrainingOptions
+
+_SECONDS = 30.0  # between two saves
+_SHARE = 0.05  # of the time may go into saving, where a state is large
+
+
+def _check_loss(loss: float, step: int) -> None:
+    """Raise ConfigurationError if a loss is no number any more: a model made of NaN is no result."""
+    if not math.isfinite(loss):
+        raise ConfigurationError(
+            f"the loss of step {step} is {loss}: the run has diverged; begin again with a lower rate, in another work "
+            "folder"
+        )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and requests to end are heard behind it: a change takes a good part of a step, and would be lost."""
+    if threading.current_thread() is not threading.main_thread():  # where Python hears signals
+        yield
+        return
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:
+        signal.raise_signal(heard[0])
+
+
+class RunState:
+    """The file of a run.
+
+    It is written whole or not at all, now and then and when the run ends for whatever reason, and it says what the
+    run depends on: a run of anything else is refused and not silently continued.
+
+    facts  what must be the same when the run is taken up again: names and plain values
+    state  gives what is to be kept: plain values and tensors
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, object], state: Callable[[], dict[str, object]]) -> None:
+        self._path, self._facts, self._state = path, dict(facts), state
+        self._whole = True
+        self._due = perf_counter() + _SECONDS
+
+    def restore(self) -> dict[str, Any] | None:
+        """What was kept, if anything was.
+
+        Raises:
+            ConfigurationError: it is of a run with other facts.
+        """
+        if not self._path.is_file():
+            return None
+        saved = torch.load(self._path, map_location="cpu", weights_only=True)
+        before: dict[str, object] = saved["facts"]
+        for name in [*self._facts, *(name for name in before if name not in self._facts)]:
+            if before.get(name) != self._facts.get(name):
+                raise ConfigurationError(
+                    f"{self._path} is of a run with another {name} ({before.get(name)}, now {self._facts.get(name)}); "
+                    "repeat that run's options and data to go on with it, or give another work folder"
+                )
+        state: dict[str, Any] = saved["state"]
+        return state
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the run: saves at its end, after an error, Ctrl-C or a `SystemExit` too."""
+        try:
+            yield
+        finally:
+            if self._whole:
+                self._save()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around a change that must be kept whole: if it fails, what was saved before stands."""
+        with _undisturbed():
+            self._whole = False
+            yield
+            self._whole = True
+        if perf_counter() > self._due:
+            self._save()
+
+    def _save(self) -> None:
+        began = perf_counter()
+        save_pickle(self._path, {"facts": self._facts, "state": self._state()})
+        now = perf_counter()
+        self._due = now + max(_SECONDS, (now - began) / _SHARE)
+
+
+Progress = Callable[[int, int, float], None]
+"""(steps done, steps in all, loss)"""
+
+LOG_STEPS = 20
+"""Steps from one line of the log to the next."""
+
+
+class Trainer(ABC):
+    """One run. ``folder/state.pt`` is its state, ``folder/log.jsonl`` its log.
+
+    parameters  what learns, by name
+    optimizers  of these, in a fixed order
+    steps       in all
+    key         what tells this run from others besides its options: heads, data
+
+    Raises:
+        ConfigurationError: the folder holds the state of a run with other options or another key.
+    """
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+        steps: int,
+        folder: Path,
+        key: Mapping[str, object],
+    ) -> None:
+        self.step, self.steps, self.loss = 0, steps, math.nan
+        self._options, self._parameters, self._optimizers, self._folder = options, parameters, optimizers, folder
+        with atomic_write(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._saved = RunState(folder / "state.pt", {**key, **options.resume_key()}, self._state)
+        self._resume()
+
+    @abstractmethod
+    def batches(self) -> Iterator[Texts]:
+        """Batches from the step that the run is at, one for every step that is left."""
+
+    @abstractmethod
+    def backward(self, batch: Texts) -> list[float]:
+        """Add the gradients of a batch. Returns its losses; their mean is the loss of the step."""
+
+    @abstractmethod
+    def rate(self) -> float:
+        """The learning rate of the next step, in terms of the largest one."""
+
+    def log_row(self, losses: Sequence[float]) -> dict[str, object]:
+        """What the log says of a step besides its number."""
+        return {"loss": [round(loss, 4) for loss in losses]}
+
+    def run(self, progress: Progress) -> bool:
+        """Train to the end, or until the minutes are over (at least one step). Returns whether it is the end."""
+        began, minutes = perf_counter(), self._options.max_minutes
+        with self._saved.saving():
+            for batch in self.batches():
+                losses = self.backward(batch)
+                for loss in losses:
+                    _check_loss(loss, self.step)
+                torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
+                self._update(sum(losses) / len(losses))
+                progress(self.step, self.steps, self.loss)
+                if self.step % LOG_STEPS == 0 or self.step == self.steps:
+                    self._log(losses)
+                if minutes is not None and perf_counter() - began > 60 * minutes:
+                    break
+        return self.step >= self.steps
+
+    def _update(self, loss: float) -> None:
+        rate = self._options.learning_rate * self.rate()
+        with self._saved.changing():
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
+
+    def _log(self, losses: Sequence[float]) -> None:
+        row = {"step": self.step, "of": self.steps, **self.log_row(losses)}
+        log = self._folder / "log.jsonl"
+        with atomic_write(log), log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _state(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "weights": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        state = self._saved.restore()
+        if state is None:
+            return
+        self.step, self.loss = state["step"], state["loss"]
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state["weights"][name])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)

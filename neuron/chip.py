@@ -1,0 +1,535 @@
+"""This process's part of the accelerator: every graph of its decoders over one set of weights and states.
+
+Graphs are made first, in parallel where several are asked for at once, and weights go to the device once. A graph that
+comes later is initialised alone, beside the others. One that fails is dropped, and the others stay usable. Written
+against the source of neuronx_distributed (`NxDModel`, April 2026): `add` and `SPMDModel.initialize` are what its
+`to_neuron` does for each graph. A lowered step gets the form that the SDK's tracer takes (`Stateful`).
+
+One process drives all cores of a divided model: it traces a step once, with rank 0's part, and gives every core its own
+weights and states under the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.core import reduce
+from paceline.core.errors import BackendError, ConfigurationError
+from paceline.decoder.backends.base import Graph
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.ranks import parts_of
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import environment
+from paceline.neuron import sdk as neuron_sdk
+from paceline.neuron.graph_product import xla_product
+from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of
+
+
+class Cores:
+    """What the collectives of a step become while the SDK traces it: its own, for its tensor-parallel group."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._mappings: Any = importlib.import_module("neuronx_distributed.parallel_layers.mappings")
+
+    def reduce(self, x: Tensor) -> Tensor:
+        total: Tensor = self._mappings.reduce_from_tensor_model_parallel_region(
+            x.clone()
+        )  # it writes into its argument
+        return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        gathered: Tensor = self._mappings.gather_from_tensor_model_parallel_region(x.reshape(-1))
+        return gathered.reshape(self.degree, *x.shape)
+
+
+def tracing(degree: int) -> AbstractContextManager[Any]:
+    """The SDK's group of so many ranks, which a single process stands for while it traces."""
+    if degree == 1:
+        return nullcontext()
+    context: Any = importlib.import_module("neuronx_distributed.trace.parallel_context")
+    parallel_state: AbstractContextManager[Any] = context.NxDParallelState(
+        world_size=degree, tensor_model_parallel_size=degree
+    )
+    return parallel_state
+
+
+def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
+    """The bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every divided tensor once."""
+    config, options, bodies = first.config, first.options, []
+    for rank in range(1, options.layout.degree):
+        weights = load_weights(
+            path,
+            config,
+            options.dtype,
+            shard=Shard(config, options.layout, rank),
+            quantization=options.load.quantization,
+            modules_to_not_convert=options.load.modules_to_not_convert,
+        )
+        body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
+        bodies.append(body.eval())
+    return bodies
+
+
+MAX_INPUTS = 16
+_TOPK_MULTIPLE = 8
+
+
+class Stateful(nn.Module):
+    """A lowered step as the tracer wants it: weights and states of its own, and states replaced, never written into.
+
+    Its inputs are named and optional behind the first, the same for all graphs: one `NxDModel` holds only graphs of one
+    signature. ``tensors`` are the host's, by the names that all graphs of the process share.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        tensors: dict[str, tuple[str, Tensor]],
+        ranks: Collectives | None = None,
+        *,
+        attention: Attention | None = None,
+    ) -> None:
+        super().__init__()
+        self._lowered, self._ranks, self._attention = lowered, ranks, attention
+        self.shared = {inner: name for inner, (name, _) in tensors.items()}
+        for inner, (name, tensor) in tensors.items():
+            if hasattr(self, name):
+                continue
+            if inner in lowered.changed or not isinstance(tensor, nn.Parameter):
+                self.register_buffer(name, tensor)
+            else:
+                # A parameter of its own, over the same numbers: the tracer moves parameters to its device in place.
+                self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+
+    def step(self, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
+        present = [x for x in inputs if x is not None]
+        state = {inner: getattr(self, name) for inner, name in self.shared.items()}
+        changed, outputs = self._lowered.run(
+            state, present, ranks=self._ranks, topk=device_topk, product=xla_product, attention=self._attention
+        )
+        for inner, value in changed.items():
+            setattr(self, self.shared[inner], value)
+        return tuple(outputs)
+
+
+def input_names() -> list[str]:
+    """Names of a traced graph's inputs, in order."""
+    return [f"x{place}" for place in range(MAX_INPUTS)]
+
+
+def _forward() -> Callable[..., tuple[Tensor, ...]]:
+    """The method that the tracer reads the inputs from: one parameter each, all but the first optional.
+
+    It is generated, so that its own signature is the one that is declared: the tracer refuses ``**inputs``.
+    """
+    first, *more = input_names()
+    parameters = ", ".join([first, *(f"{name}=None" for name in more)])
+    namespace: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+    text = f"def forward(self, {parameters}):\n    return self.step([{', '.join([first, *more])}])\n"
+    exec(compile(text, "<inputs of a traced graph>", "exec"), namespace)  # names of this file alone
+    return namespace["forward"]
+
+
+Stateful.forward = _forward()
+
+
+def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.parallel.vocab_part.topk`.
+
+    It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
+    depends on it.
+    """
+    operators = importlib.import_module("torch_neuronx.xla_impl.ops")
+    width, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+    if missing := -width % _TOPK_MULTIPLE:
+        rows = nn.functional.pad(rows, (0, missing), value=2 * reduce.NEGATIVE)
+    values, places = operators.TopK.apply(rows, count, dim=1)
+    shape = (*x.shape[:-1], count)
+    return values.reshape(shape), places.to(torch.int32).clamp(max=width - 1).reshape(shape)
+
+
+NEFF = "graph.neff"
+_MAX_COMPILERS = 8  # each is a process of several GB
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A traced graph.
+
+    traced    the SDK's record of it
+    folder    its place in the cache; filled by the function if it is not there
+    announce  tells who asked for it how far it is
+    """
+
+    key: GraphKey
+    traced: Any
+    flags: str
+    folder: Callable[[Callable[[Path], None]], Path]
+    announce: Callable[[str], None]
+
+
+class Names:
+    """From tensors of the host to the names they have on the device.
+
+    The SDK shares by name, and two steps may reach one tensor by two paths, or two tensors by the same one. A
+    tensor gets one name for as long as the process lives.
+    """
+
+    def __init__(self) -> None:
+        self._names = WeakTensorKeyDictionary()
+        self._changed: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] = {}
+        self._bodies: list[str] = []  # what each model that was registered is called
+        self._parts = WeakTensorKeyDictionary()  # from rank 0's tensors to those of the other ranks, in order
+
+    def register(self, body: nn.Module, called: str) -> None:
+        """Name a model's tensors by where they are in it, whichever graph is traced first, in whichever process.
+
+        A second model of that ``called`` has its number in the names.
+        """
+        number = self._bodies.count(called)
+        self._bodies.append(called)
+        for path, tensor in (*body.named_parameters(), *body.named_buffers()):
+            if tensor not in self._names:
+                self._names[tensor] = f"m{called}_{number}_{path.replace('.', '_')}"
+
+    def of(self, module: nn.Module, lowered: Lowered) -> dict[str, tuple[str, Tensor]]:
+        """For every state of a lowered step: its name on the device, and the tensor."""
+        constants = constants_of(lowered)
+        named: dict[str, tuple[str, Tensor]] = {}
+        for inner, tensor in state_of(module, lowered).items():
+            if inner in constants:
+                tensor = self._same(tensor)
+            if tensor not in self._names:
+                self._names[tensor] = f"t{len(self._names)}"
+            name: str = self._names[tensor]
+            named[inner] = (name, tensor)
+            here, elsewhere = self._changed, self._fixed
+            if inner not in lowered.changed:
+                here, elsewhere = elsewhere, here
+            # To the SDK a tensor that a graph only reads is a weight, and a weight is no state of another graph.
+            assert name not in elsewhere, f"{inner} is changed by one graph and only read by another"
+            here[name] = tensor
+        return named
+
+    def find(self, tensor: Tensor) -> str:
+        """The name of a tensor that some graph has; nothing if none has it."""
+        name: str = self._names.get(tensor, "")
+        return name
+
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """Know what the other ranks have in the place of rank 0's weights and states: modules of the same names."""
+        for tensor, parts in parts_of(first, others):
+            self._parts[tensor] = parts
+
+    def states(self, ranks: int = 1) -> list[dict[str, Tensor]]:
+        """Tensors that some graph changes, by name, for every rank. What is not divided, each rank has a copy of."""
+        for tensor in self._changed.values():
+            if tensor not in self._parts:
+                self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
+        return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
+
+    def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
+        """Tensors that no graph changes, by name, for every rank. What is not divided, all ranks share."""
+        return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
+
+    def _of(self, tensor: Tensor, rank: int) -> Tensor:
+        if not rank or tensor not in self._parts:
+            return tensor
+        part: Tensor = self._parts[tensor][rank - 1]
+        return part
+
+    def _same(self, constant: Tensor) -> Tensor:
+        """A constant of tracing that is already known, if there is one: each trace makes its own copy."""
+        for known in self._fixed.values():
+            if known in self._parts:
+                continue  # the other ranks have something else in its place
+            if known.shape == constant.shape and known.dtype == constant.dtype and bool((known == constant).all()):
+                return known
+        return constant
+
+
+Ranks = list[dict[str, Tensor]]
+"""Tensors by their names, for every rank."""
+
+
+class Resident:
+    """One `NxDModel`, to which weights, states and graphs may be added while it is on the device.
+
+    states  names of the states that are there
+    keys    of the graphs that are there
+    """
+
+    def __init__(self, degree: int) -> None:
+        self._base: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.base_nxd_model")
+        models: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.nxd_model")
+        self._parts: Any = importlib.import_module("neuronx_distributed.trace.model_builder_utils")
+        self._degree = degree
+        self._model: Any = models.NxDModel(world_size=degree, state_initializer=self._zeros({}))
+        self._weights: set[str] = set()
+        self.states: set[str] = set()
+        self.keys: set[str] = set()
+
+    def add_weights(self, weights: Ranks) -> None:
+        """Bring those that are not there yet.
+
+        Raises:
+            BackendError: the device refuses them.
+        """
+        new = [{name: x for name, x in rank.items() if name not in self._weights} for rank in weights]
+        if not new[0] and self._model.loaded_on_neuron:
+            return
+        try:
+            if not self._model.loaded_on_neuron:
+                self._model.set_weights(new)
+                self._model.to_neuron()  # without graphs: it makes the states and opens the cores
+            else:  # what `set_weights` does, which refuses once the model is loaded
+                for rank, held in enumerate(torch.ops.neuron._parallel_load(new)):
+                    self._model.weights[rank].update(held)
+        except RuntimeError as error:
+            raise BackendError(f"the device does not take {_size(new)}: {error}") from error
+        self._weights |= set(new[0])
+
+    def add_states(self, states: Ranks) -> None:
+        """Make those that are not there yet, with the values that the host has.
+
+        Raises:
+            BackendError: the device has no room for them.
+        """
+        new = [{name: x for name, x in rank.items() if name not in self.states} for rank in states]
+        if not new[0]:
+            return
+        try:
+            for rank, zeros in enumerate(self._zeros(new[0])()):
+                self._model.states[rank].update(zeros)
+        except RuntimeError as error:
+            raise BackendError(f"the device does not take states of {_size(new)}: {error}") from error
+        for rank, held in enumerate(new):
+            for name, tensor in held.items():
+                self._model.write_to_neuron_buffer(tensor, name, rank)
+        self.states |= set(new[0])
+
+    def add_graph(self, key: str, traced: Any, folder: Path) -> None:
+        """Initialise one graph over the weights and states that are there. Its error leaves the others as they are."""
+        try:
+            self._model.add(key, traced, self._parts.CompilationArtifacts(str(folder / NEFF)))
+            self._model.spmd_models[key].initialize(self._model.states, self._model.weights, self._model.start_rank)
+        except Exception:
+            self._model.spmd_models.pop(key, None)
+            raise
+        self.keys.add(key)
+
+    def run(self, key: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Execute one graph."""
+        # Graphs are made for inputs in the order of their shape; what an earlier graph gave may have another.
+        out = self._model(*(x.contiguous() for x in inputs), model_name=key)
+        return [out] if isinstance(out, Tensor) else list(out)
+
+    def read(self, name: str) -> Tensor:
+        """Rank 0's state of that name, as it is now."""
+        state: Tensor = self._model.read_from_neuron_buffer(name, 0)
+        return state
+
+    def _zeros(self, states: dict[str, Tensor]) -> Any:
+        shapes = {name: list(x.shape) for name, x in states.items()}
+        return self._base.StateInitializer(shapes, {name: x.dtype for name, x in states.items()}, self._degree)
+
+
+def _size(ranks: Ranks) -> str:
+    most = max(sum(x.numel() * x.element_size() for x in rank.values()) for rank in ranks)
+    return f"{len(ranks[0])} tensors of {most / 2**30:.2f} GiB a core"
+
+
+class Chip:
+    """One `NxDModel` of every graph, on the process's cores from 0 on."""
+
+    def __init__(self) -> None:
+        self.sdk = neuron_sdk.find()
+        environment.neuron_defaults()
+        try:
+            importlib.import_module("torch_neuronx")
+            self._functions: Any = importlib.import_module("neuronx_distributed.trace.functions")
+        except ImportError as error:
+            raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
+        self.names = Names()
+        self.graphs: dict[str, Entry] = {}  # that are compiled, and loaded unless nothing is
+        self.failed: dict[str, BackendError] = {}
+        self.resident: Resident | None = None
+        self._made = 0
+        self._pool: ThreadPoolExecutor | None = None  # while graphs are prepared
+        self._waiting: dict[Future[object], str] = {}
+        self.degree = 0  # of every decoder here; 0 = there is none yet
+        self.ranks: Collectives | None = None
+
+    def claim(self, degree: int) -> None:
+        """Use so many cores.
+
+        Raises:
+            BackendError: the chip does not take this degree.
+            ConfigurationError: a decoder of this process uses another number of cores.
+        """
+        self.sdk.check_degree(degree)
+        if self.degree not in (0, degree):
+            raise ConfigurationError(
+                f"a decoder of this process has tp_degree={self.degree}, and all its graphs run on the same cores; "
+                f"load this one with tp_degree={self.degree} too, or in another process"
+            )
+        if degree > 1 and not self.degree:
+            self.ranks = Cores(degree)
+        self.degree = degree
+
+    def trace(self, module: Stateful, graph: Graph) -> Any:
+        """The SDK's traced form of a step."""
+        if len(graph.example) > MAX_INPUTS:
+            raise BackendError(f"{graph.name} has {len(graph.example)} inputs; a graph takes {MAX_INPUTS}")
+        inputs = dict(zip(input_names(), graph.example, strict=False))
+        try:
+            with torch.no_grad(), tracing(self.degree):
+                return self._functions.trace(module, args=None, kwargs=inputs, spmd=True, preserve_parameters=True)
+        except Exception as error:
+            raise BackendError(f"tracing {graph.name} for Neuron failed: {error}") from error
+
+    @property
+    def preparing(self) -> bool:
+        """Whether graphs are being made ahead of their first use, and none is run."""
+        return self._pool is not None
+
+    @contextmanager
+    def prepare(self) -> Iterator[None]:
+        """Graphs that are added inside are compiled in parallel, and all together are loaded at the end.
+
+        Raises:
+            BackendError: some do not compile or load. The others are there all the same.
+        """
+        if self._pool is not None:  # another decoder's preparation, around this one
+            yield
+            return
+        before = set(self.failed)
+        with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+            self._pool = pool
+            try:
+                yield
+                self._wait()
+            finally:
+                self._pool = None
+                self._waiting.clear()
+                pool.shutdown(cancel_futures=True)
+        if self.graphs:
+            self._load()
+        if new := [str(error) for key, error in self.failed.items() if key not in before]:
+            raise BackendError(
+                f"{len(new)} of {len(new) + len(self.graphs)} graphs cannot be used; the others are ready. "
+                + "; ".join(new)
+            )
+
+    def add(self, entry: Entry) -> str:
+        """Take a graph in, compiled; it is loaded at its first call, or at the end of `prepare`. -> its key
+
+        Raises:
+            BackendError: the compiler refuses it. While graphs are prepared, `prepare` says so at its end.
+        """
+        key, self._made = f"g{self._made}", self._made + 1
+        if self._pool is None:
+            self._compiled(entry)
+        else:
+            self._waiting[self._pool.submit(self._compiled, entry)] = key
+        self.graphs[key] = entry
+        return key
+
+    def run(self, key: str, *inputs: Tensor) -> list[Tensor]:
+        """Execute one graph. Inputs and outputs are the host's.
+
+        Raises:
+            BackendError: this graph, or the weights of all, did not go to the device.
+        """
+        if self.resident is None or (key in self.graphs and key not in self.resident.keys):
+            self._load()
+        if key in self.failed:
+            raise self.failed[key]
+        assert self.resident is not None
+        return self.resident.run(key, inputs)
+
+    def value(self, state: Tensor) -> Tensor:
+        """What rank 0's state is now; it is here, or on the device."""
+        name = self.names.find(state)
+        if self.resident is None or name not in self.resident.states:
+            return state.clone()
+        return self.resident.read(name)
+
+    def _compiled(self, entry: Entry) -> Path:
+        """The folder of a graph in the cache, into which it is compiled unless it is there."""
+        return entry.folder(partial(self._compile, entry))
+
+    def _compile(self, entry: Entry, folder: Path) -> None:
+        """Into a folder of the cache: the SDK itself caches nothing on this way."""
+        work, traced = folder / "work", entry.traced
+        try:
+            compiled = self._functions.compile(traced.hlo, traced.metaneff, str(work), entry.flags, "graph")
+            shutil.copyfile(compiled.neff_filepath, folder / NEFF)
+        except Exception as error:
+            raise BackendError(f"neuronx-cc refused {entry.key} ({entry.flags}): {error}") from error
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _wait(self) -> None:
+        """For the compilers, telling who asked for a graph when it is there; what fails is dropped."""
+        total = len(self._waiting)
+        for done, future in enumerate(as_completed(self._waiting), start=1):
+            key = self._waiting[future]
+            error = future.exception()
+            if isinstance(error, BackendError):
+                self.graphs[key].announce(f"{done} of {total} graphs done; the compiler refused {self.graphs[key].key}")
+                self._drop(key, error)
+            elif error is not None:
+                raise error
+            else:
+                self.graphs[key].announce(f"{done} of {total} graphs done: {self.graphs[key].key}")
+
+    def _load(self) -> None:
+        """Bring what is not on the device there."""
+        if self.resident is None:
+            self.resident = Resident(self.degree)
+        self.resident.add_weights(self.names.weights(self.degree))
+        self.resident.add_states(self.names.states(self.degree))
+        for key, entry in [*self.graphs.items()]:
+            if key not in self.resident.keys:
+                try:
+                    self.resident.add_graph(key, entry.traced, self._compiled(entry))
+                except BackendError as error:  # of a preparation that was broken off
+                    self._drop(key, error)
+                except Exception as error:
+                    refused = BackendError(f"{entry.key} is compiled, and the device refuses it: {error}")
+                    refused.__cause__ = error
+                    self._drop(key, refused)
+
+    def _drop(self, key: str, error: BackendError) -> None:
+        self.graphs.pop(key)
+        self.failed[key] = error
+
+
+@lru_cache(maxsize=1)
+def chip() -> Chip:
+    """The one of this process: its cores and its runtime cannot be given back before it ends.
+
+    Raises:
+        BackendError: the SDK is missing or does not fit the chip.
+    """
+    return Chip()

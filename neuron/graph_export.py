@@ -1,0 +1,120 @@
+"""Writes the graphs of a pair at real size into a folder, for a compiler on another machine: no weights, no chip.
+
+Where torch_xla can be imported they are HLO modules, which neuronx-cc takes (`paceline.neuron.compile_graphs` is
+copied beside them); elsewhere the lowered graphs as text, for people. Not here: which graphs a round has at which
+lengths and buckets: one of each kind is written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.steps import PrefillStep
+from paceline.neuron import chips, compile_graphs
+from paceline.neuron.chips import CAPABILITIES, Chip
+from paceline.neuron.lowering import Lowered, lower
+from paceline.neuron.round_cost import counted, expected_seconds
+from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round
+from paceline.neuron.sdk import Sdk
+from paceline.placement.planning.instances import Instance
+
+MANIFEST = "manifest.json"
+
+
+def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int | None = None) -> dict[str, object]:
+    """Write the graphs, a manifest and the script. -> the manifest.
+
+    ``layers``: of the target at most (a draft model has at most as many); None: all.
+
+    Raises:
+        ConfigurationError: the instance has no Neuron chip with a compiler target.
+    """
+    target = compiler_target(instance)
+    flags = Sdk(target, CAPABILITIES[target].first, (), CAPABILITIES[target].logical[0]).flags
+    folder.mkdir(parents=True, exist_ok=True)
+    with_xla = importlib.util.find_spec("torch_xla") is not None
+    graphs: list[dict[str, object]] = []
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        made_of = _graphs(setup, layers)
+    for name, module, example in made_of:
+        with mode:
+            lowered = lower(name, module, example)
+        work = counted(setup, module, example)
+        known = target in chips.CORE_V2
+        file = _write(folder, name, lowered, degree=setup.degree, with_xla=with_xla)
+        graphs.append(
+            {
+                "name": name,
+                "file": file.name,
+                "format": "hlo" if with_xla else "fx",
+                "flags": flags(prompt=name.startswith("prefill")),
+                "operations": int(work.operations),
+                "instructions": int(work.tiles),
+                "bytes_read": int(work.read),
+                "expected_ms": round(expected_seconds(work, instance) * 1e3, 3) if known else None,
+                "state": dict(zip(lowered.state, _shapes(lowered), strict=False)),
+                "changed": list(lowered.changed),
+            }
+        )
+    made: dict[str, object] = {
+        "paceline": metadata.version("paceline"),
+        "torch": torch.__version__,
+        "instance": instance.name,
+        "tp_degree": setup.degree,
+        "k": setup.k,
+        "sampling": setup.kind,
+        "layers": layers or setup.target.num_layers,
+        "graphs": graphs,
+    }
+    (folder / MANIFEST).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(compile_graphs.__file__, folder / "compile_graphs.py")
+    return made
+
+
+def compiler_target(instance: Instance) -> Chip:
+    """The chip that graphs for an instance are compiled for."""
+    if chip := chips.chip_of(instance.name):
+        return chip
+    known = ", ".join(chip.value for chip in Chip)
+    raise ConfigurationError(f"graphs are not exported for {instance.name}; use an instance of {known}")
+
+
+def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
+    """Name, step and inputs of a prompt's chunk and of a round."""
+    depth = min(layers or setup.target.num_layers, setup.target.num_layers)
+    drafted = min(layers or setup.draft.layers, setup.draft.layers)
+    body = body_of(setup.target, depth, setup)
+    one = torch.ones(1, dtype=torch.int32)
+    prompt = torch.ones(1, body.options.chunks[-1], dtype=torch.int32)
+    step, example = fused_round(setup, depth, drafted)
+    return [
+        ("prefill", PrefillStep(body, setup.rows, setup.draft.features), (prompt, one, one, one)),
+        ("round", step, example),
+    ]
+
+
+def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: bool) -> Path:
+    if not with_xla:
+        file = folder / f"{name}.fx.txt"
+        file.write_text(str(lowered.graph.print_readable(print_output=False)), encoding="utf-8")
+        return file
+    from paceline.neuron import xla
+
+    file = folder / f"{name}.hlo.pb"
+    file.write_bytes(xla.hlo_module(lowered, degree=degree))
+    return file
+
+
+def _shapes(lowered: Lowered) -> list[str]:
+    values = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
+    return [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values]

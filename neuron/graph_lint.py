@@ -1,0 +1,127 @@
+"""What a lowered step must be before any compiler sees it: a fast check of the exported graph.
+
+It needs neither torch_xla nor a device, so it runs in every test run, and before every Neuron compilation, which may
+take an hour. What only shows in HLO is looked for in `paceline.neuron.hlo_lint`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from paceline.neuron import prompt_attention
+from paceline.neuron.hlo_lint import Finding
+from paceline.neuron.lowering import Lowered, constants_of, operator
+
+_LOWERS = """
+    __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
+    bitwise_right_shift cat clamp clone convert_element_type detach div embedding eq exp expand flip full full_like
+    ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg new_zeros ones_like
+    pad permute pow product reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum tanh transpose
+    unsqueeze view where zeros zeros_like
+"""
+LOWERS = frozenset(_LOWERS.split())
+"""Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
+"""PyTorch's own, in whose place a backend of several ranks puts its device's."""
+
+KERNELS = frozenset({prompt_attention.NAME})
+"""In whose place a backend puts a kernel of its device's library: one custom call (AwsNeuronCustomNativeKernel)."""
+
+PRODUCTS = frozenset({"bmm", "linear", "matmul", "mm", "product"})
+_MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "select", "slice", "squeeze", "transpose"})
+_MOVES |= {"unsqueeze", "view", "_unsafe_view", "_to_copy", "convert_element_type"}
+
+WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
+
+
+def lint(lowered: Lowered) -> list[Finding]:
+    """Every finding in a lowered step."""
+    findings = [*_aliases(lowered), *_constants(lowered)]
+    for node in lowered.graph.graph.nodes:
+        if node.op == "call_function":
+            findings += _operator(node)
+        findings += _value(node)
+    return findings
+
+
+def _operator(node: fx.Node) -> Iterator[Finding]:
+    name = operator(node.target)
+    if name not in LOWERS | COLLECTIVES | KERNELS:
+        yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
+    if name in PRODUCTS and _first(node).dtype in _INTEGERS:
+        yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
+    if name in PRODUCTS:
+        for side in node.args[:2]:
+            if isinstance(side, fx.Node) and (state := _widened(side)):
+                yield Finding("widened weight", f"{node.name} multiplies {state}, which every step widens to float32")
+    if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
+        yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
+    for number in _numbers([*node.args, *node.kwargs.values()]):
+        if not math.isfinite(number):
+            yield Finding("infinite constant", f"{node.name}: {number}")
+
+
+def _widened(node: fx.Node) -> str:
+    """The 16-bit weight or cache behind a side of a product, if it is made float32 on the way; nothing if it is not."""
+    wide = False
+    while node.op == "call_function" and operator(node.target) in _MOVES and isinstance(node.args[0], fx.Node):
+        before = node.args[0]
+        narrow = before.meta["val"].dtype in {torch.bfloat16, torch.float16}
+        wide = wide or (narrow and node.meta["val"].dtype == torch.float32)
+        node = before
+    is_state = node.op == "placeholder" or operator(node.target) == "index_put"
+    return node.name if wide and is_state else ""
+
+
+def _value(node: fx.Node) -> Iterator[Finding]:
+    values = node.meta.get("val")
+    for value in values if isinstance(values, (list, tuple)) else [values]:
+        if not isinstance(value, Tensor):
+            continue
+        if value.dtype in WIDE:
+            yield Finding("64 bits", f"{node.name} is {value.dtype}")
+        if not all(type(size) is int for size in value.shape):
+            yield Finding("dynamic dimension", f"{node.name} has the shape {tuple(value.shape)}")
+
+
+def _aliases(lowered: Lowered) -> Iterator[Finding]:
+    """Every changed state comes back with the shape and the type it went in with."""
+    nodes = list(lowered.graph.graph.nodes)
+    placeholders = dict(zip(lowered.state, nodes, strict=False))
+    results = nodes[-1].args[0]
+    for name, result in zip(lowered.changed, results, strict=False):
+        before, after = placeholders[name].meta["val"], result.meta["val"]
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            yield Finding("alias", f"{name}: {tuple(before.shape)} {before.dtype} comes back as {tuple(after.shape)}")
+        if result is placeholders[name]:
+            yield Finding("alias", f"{name} comes back as it was, so nothing can be aliased to it")
+
+
+def _constants(lowered: Lowered) -> Iterator[Finding]:
+    """Tensors made while tracing are weights to a device: finite, and of 32 bits."""
+    for name, tensor in constants_of(lowered).items():
+        if tensor.dtype in WIDE:
+            yield Finding("64 bits", f"constant {name} is {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            yield Finding("infinite constant", f"constant {name}")
+
+
+def _first(node: fx.Node) -> Tensor:
+    first = node.args[0]
+    assert isinstance(first, fx.Node), f"{node.name} multiplies nothing"
+    value: Tensor = first.meta["val"]
+    return value
+
+
+def _numbers(arguments: list[object]) -> Iterator[float]:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            yield from _numbers(list(argument))
+        elif isinstance(argument, float):
+            yield argument

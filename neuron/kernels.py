@@ -1,0 +1,183 @@
+"""The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
+
+The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, but that both sides of a product have the
+type of the weights or of the cache (sums, norms, softmax and logits are float32), and without its freedoms: nothing
+looks at a value, caches are written by one scatter of whole rows and read without a copy where the lines of a call are
+all slots in order, ids are int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is
+the native kernels' part.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.core import noise, probs, reduce
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.cache_rows import flat, store
+from paceline.decoder.kernels.plain import PlainOperations
+from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
+from paceline.decoder.kernels.torch_kernels import distances, within
+from paceline.decoder.parallel.vocab_part import VocabPart
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
+from paceline.neuron import graph_product, graph_sampling, prompt_attention
+from paceline.neuron.prompt_attention import Chunk, PromptAttention
+
+
+class TraceableKernels(PlainOperations):
+    """Plain operations of static shape.
+
+    ``prompts`` says which chunks of prompts are attended to by a kernel of the device's library; None: it has none.
+    """
+
+    batch_invariant = False  # a compiler may order a row's sums by the number of rows
+    skips_padding = False
+    sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
+    layers = None
+    mixture = None  # every expert computes every row: which are chosen is a value
+
+    def __init__(self, prompts: PromptAttention | None = None) -> None:
+        self._prompts = prompts
+
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
+        """As `Kernels.linear`; padding is computed like everything else.
+
+        Numbers of 8 bits are exact in bfloat16, in which they are multiplied; their scales apply to the sums.
+        """
+        if isinstance(weight, PackedMatrix):
+            if weight.scales is None:
+                raise ConfigurationError(
+                    f"graphs for xla and neuron hold no {weight.format.value} blocks; load the model with "
+                    "quantization='int8', or on the backend native or eager"
+                )
+            return graph_product.linear(x, weight.data.to(torch.bfloat16)) * weight.scales
+        return graph_product.linear(x, weight)
+
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        place: CachePosition,
+        *,
+        rule: AttentionRule = PLAIN_ATTENTION,
+    ) -> Tensor:
+        """As `Kernels.attend`.
+
+        Raises:
+            ConfigurationError: the cache has more rows than can be numbered exactly.
+        """
+        q, k, v = qkv
+        lines, window, heads, width = q.shape
+        groups, share = k.shape[2], heads // k.shape[2]
+        rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
+        if self._prompts is not None and place.padded and place.tree is None and lines == 1:
+            chunk = Chunk(window, place.bucket - window, heads, groups, width, cache[0].dtype)
+            if self._prompts.takes(chunk, rule):
+                return read_prompt(qkv, cache, place, before=chunk.before, window=rule.window)
+        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
+        for part, new in zip(cache, (k, v), strict=True):
+            store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
+        keys, values = (read(part, place.slots, extent, in_order=place.in_order) for part in cache)
+        query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
+        query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
+        scores = graph_product.matmul(query, keys).reshape(lines, groups, window, share, extent)
+        if rule.cap:
+            scores = rule.cap * torch.tanh(scores / rule.cap)
+        if rule.slopes is not None:
+            slopes = rule.slopes.view(groups, 1, share, 1)
+            scores = scores + slopes * distances(place, rows, extent).unsqueeze(1).unsqueeze(3)
+        seen = within(visible(place, rows, extent), place, rows, window=rule.window).unsqueeze(1).unsqueeze(3)
+        weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
+        mixed = graph_product.matmul(weights.reshape(lines, groups, window * share, extent), values.transpose(2, 3))
+        mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
+        return mixed.reshape(lines, window, heads * width)
+
+    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        """As `Kernels.compact_path`."""
+        to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
+        source = torch.where(path < 0, to, row.unsqueeze(1) + path)
+        for part in cache:
+            total, groups, room, width = part.shape
+            taken = part.view(total * groups * room, width).index_select(0, flat(part, slots, source))
+            store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
+
+    def sample_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        stream: int = noise.TARGET,
+        part: VocabPart | None = None,
+    ) -> Tensor:
+        """As `Kernels.sample_tokens`; what it computes follows from the kind of sampling."""
+        part = part or VocabPart.whole(logits)
+        return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
+
+    def rank_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        count: int,
+        part: VocabPart | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Kernels.rank_tokens`."""
+        part = part or VocabPart.whole(logits)
+        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
+
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        """As `Kernels.probabilities`."""
+        return graph_sampling.probabilities(logits, sampling)
+
+    def cuts(self, sampling: SamplingTensors) -> bool:
+        """As `Kernels.cuts`."""
+        return True
+
+
+def read(cache: Tensor, slots: Tensor, extent: int, *, in_order: bool = False) -> Tensor:
+    """The first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
+    near = cache[:, :, :extent]
+    # The first slots, in order, or all of them: nothing needs to be moved.
+    if len(slots) == len(cache):
+        return near
+    return near[: len(slots)] if in_order else near.index_select(0, slots)
+
+
+def read_prompt(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    place: CachePosition,
+    *,
+    before: int,
+    window: int,
+) -> Tensor:
+    """As `Kernels.attend` for one line that is a prompt's chunk, which is behind at most ``before`` rows.
+
+    Keys and values are those of the cache's type; what is there already is read without waiting for them.
+    """
+    q, *new = qkv
+    _, length, heads, width = q.shape
+    query = (q[0].transpose(0, 1) * (1 / math.sqrt(width))).to(cache[0].dtype)
+    keys, values = (x[0].transpose(0, 1).to(part.dtype) for x, part in zip(new, cache, strict=True))
+    prior = [*(read(part, place.slots, before)[0] for part in cache), place.row] if before else []
+    mixed = prompt_attention.attend([query, keys, values], prior, window=window)
+    rows = place.row.unsqueeze(1) + torch.arange(length, dtype=torch.int32, device=q.device)
+    for part, rows_of in zip(cache, (keys, values), strict=True):
+        store(part, rows_of.unsqueeze(0), slots=place.slots, rows=rows)
+    return mixed.float().transpose(0, 1).reshape(1, length, heads * width)
+
+
+def visible(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
+    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.tree is None:
+        return columns <= rows.unsqueeze(-1)
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
+    inside = torch.matmul(place.tree.seen, here) > 0
+    return (columns < place.row.unsqueeze(1)).unsqueeze(1) | inside

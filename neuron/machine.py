@@ -1,0 +1,89 @@
+"""What of this machine's Neuron chips and SDK can be seen without running anything on a chip, for `paceline doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from paceline.core.errors import PacelineError
+from paceline.neuron import noise_record, sdk
+from paceline.placement.planning import instances
+
+Level = Literal["good", "note", "bad"]
+Seen = tuple[str, Level, str]
+"""A subject, how it is, and what was seen, as `paceline.diagnostics.doctor.Line`."""
+
+_SECONDS = 20
+
+
+def examine() -> list[Seen]:
+    """All that was looked at, in the order to read it."""
+    return [*_chips(), *_sdk()]
+
+
+def _chips() -> Iterator[Seen]:
+    family = sdk.instance_family()
+    devices = sorted(Path("/dev").glob("neuron[0-9]*"))
+    if not devices:
+        yield ("Neuron chips", "note", f"none: no /dev/neuron0{f' on this {family}' if family else ''}")
+        return
+    shut = [str(device) for device in devices if not os.access(device, os.R_OK | os.W_OK)]
+    if shut:
+        yield ("Neuron chips", "bad", f"no permission for {', '.join(shut)}; add yourself to the group that owns them")
+    else:
+        yield ("Neuron chips", "good", f"{len(devices)} devices{f' on {family}' if family else ''}")
+    try:
+        yield ("driver", "good", noise_record.DRIVER.read_text(encoding="utf-8").strip())
+    except OSError as error:
+        yield ("driver", "bad", f"the kernel module neuron is not loaded ({error}); install aws-neuronx-dkms")
+    yield from _cores()
+
+
+def _cores() -> Iterator[Seen]:
+    program = instances.tool()
+    if program is None:
+        yield ("neuron-ls", "bad", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
+        return
+    try:
+        done = subprocess.run([str(program), "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)
+        devices = json.loads(done.stdout)
+        cores = sum(int(device["nc_count"]) for device in devices)
+        users = {process["pid"] for device in devices for process in device.get("neuron_processes") or []}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        yield ("neuron-ls", "bad", f"{program} -j failed ({error})")
+        return
+    busy = f"; used by processes {', '.join(map(str, sorted(users)))}" if users else "; none in use"
+    yield ("neuron-ls", "note" if users else "good", f"{len(devices)} devices, {cores} cores{busy}")
+
+
+def _sdk() -> Iterator[Seen]:
+    installed = []
+    for package in sdk.PACKAGES:
+        try:
+            installed.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    if not installed:
+        yield (
+            "Neuron SDK",
+            "note",
+            "not installed, so there is no backend 'neuron'; see docs/neuron.md",
+        )
+        return
+    yield ("Neuron SDK", "good" if len(installed) == len(sdk.PACKAGES) else "bad", ", ".join(installed))
+    try:
+        found = sdk.find()
+    except PacelineError as error:
+        yield ("backend 'neuron'", "bad", str(error))
+    else:
+        degrees = ", ".join(map(str, found.capability.degrees))
+        seen = f"SDK 2.{found.minor} for {found.chip.value}, logical cores of {found.logical}"
+        yield ("backend 'neuron'", "good", f"{seen}, the runtime takes tp {degrees}")
+        refusal = noise_record.refusal(found)
+        level: Level = "good" if refusal is None else "note"
+        yield ("sampling on 'neuron'", level, refusal or "the check of the noise has passed here")

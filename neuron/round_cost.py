@@ -1,0 +1,290 @@
+"""What a round of speculation costs on Neuron at real size, from the graphs it would compile: no weights, no chip.
+
+A round of a pair is counted with one and with two layers of each model, which gives what a layer costs and what is
+left. Times are arithmetic from published figures (`paceline.neuron.chips`); none was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paceline.core.acceptance.match import Match
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import DraftShape
+from paceline.decoder.backends.base import Graph
+from paceline.decoder.parallel import sharding
+from paceline.neuron import chips
+from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, model_memory, round_inputs
+from paceline.neuron.sdk import instance_family
+from paceline.neuron.step_work import Work, step_work
+from paceline.placement.planning.instances import INSTANCES, Instance
+from paceline.target.steps import VerifyStep
+
+REST = "embedding, head and sampler"
+
+
+def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
+    """Figures of a round, as plain values: milliseconds by part and resource, and which limits are passed.
+
+    Raises:
+        ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
+    """
+    _check_instance(setup.degree, instance)
+    parts = _parts(setup)
+    rest = parts[REST]
+    total = Work(rest.rows)
+    for part in parts.values():
+        total = total.plus(part)
+    times = {name: _times_of(work, instance) for name, work in parts.items()}
+    sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
+    busy = sum(sum(part.values()) for part in times.values())
+    collectives = sum(total.collectives.values())
+    expected = busy + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
+    slower = collectives * (chips.COLLECTIVE_SLOW.value - chips.COLLECTIVE.value)
+    memory = model_memory(setup.target, setup) + setup.draft.memory(setup)
+    ideal = sum(max(part["memory"] * chips.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
+    return {
+        "instance": instance.name,
+        "tp_degree": setup.degree,
+        "k": setup.k,
+        "sampling": setup.kind,
+        "batch_size": setup.slots,
+        "computed_slots": setup.lines or setup.slots,
+        "padding": {
+            name: {what: list(both) for what, both in filled.items()}
+            for name, filled in (
+                ("target", sharding.padding(setup.target, setup.degree)),
+                ("draft", setup.draft.padding(setup.degree)),
+            )
+        },
+        "round": {
+            "ideal_ms": round(ideal * 1e3, 3),
+            "expected_ms": round(expected * 1e3, 3),
+            "worst_ms": round((expected + slower) * 1e3, 3),
+            "sampler_share": round(sampler / expected, 4),
+            "largest_gather": int(total.largest),
+            "bytes_read": int(total.read),
+            "bytes_widened": int(total.widened),
+            "operations": int(total.operations),
+            "instructions": int(total.tiles),
+            "products": {name: int(count) for name, count in sorted(total.products.items())},
+            "passes_over_vocabulary": round(rest.rows.passes + rest.rows.reductions, 1),
+            "top_k_over_vocabulary": round(rest.rows.topk, 1),
+            "collectives": _collectives(total),
+            "memory_per_core": memory,
+        },
+        "parts_ms": {
+            name: {kind: round(seconds * 1e3, 3) for kind, seconds in part.items()}
+            for name, part in sorted(times.items(), key=lambda item: -sum(item[1].values()))
+        },
+        "over_limits": _over(total, memory, instance),
+        "sources": {figure.what: figure.source for figure in _FIGURES},
+    }
+
+
+def _check_instance(degree: int, instance: Instance) -> None:
+    """Raise ConfigurationError unless the chip's figures are known and models can be divided like that on it."""
+    if chips.chip_of(instance.name) not in chips.CORE_V2:
+        known = ", ".join(chip.value for chip in chips.CORE_V2)
+        raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
+    if degree not in instance.degrees:
+        degrees = ", ".join(map(str, instance.degrees))
+        raise ConfigurationError(f"tp_degree={degree} is not possible on {instance.name}; use one of {degrees}")
+
+
+_FIGURES = (
+    chips.TENSOR_16,
+    chips.TENSOR_32,
+    chips.VECTOR,
+    chips.SCALAR,
+    chips.GATHERED,
+    chips.COLLECTIVE,
+    chips.COLLECTIVE_SLOW,
+    chips.LAUNCH,
+    chips.BANDWIDTH_SHARE,
+    chips.MAX_INSTRUCTIONS,
+    chips.TILE,
+)
+
+
+def expected_seconds(work: Work, instance: Instance) -> float:
+    """Of one call: engines one after the other, collectives, and the host."""
+    busy = sum(_times_of(work, instance).values())
+    return busy + sum(work.collectives.values()) * chips.COLLECTIVE.value + chips.LAUNCH.value
+
+
+def expected_here() -> Callable[[Graph, int], float] | None:
+    """`expected_seconds` of a graph on this machine; None where it has no chip whose engines have figures."""
+    here = INSTANCES.get(instance_family())
+    if here is None or chips.chip_of(here.name) not in chips.CORE_V2:
+        return None
+
+    def expected(graph: Graph, width: int) -> float:
+        return expected_seconds(_counted(graph.module, graph.example, width), here)
+
+    return expected
+
+
+def _times_of(work: Work, instance: Instance) -> dict[str, float]:
+    """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
+    narrow = sum(count for name, count in work.products.items() if name != "float32")
+    return {
+        "memory": (work.read + 4 * work.widened) / instance.bandwidth / chips.BANDWIDTH_SHARE.value,
+        "tensor": narrow / chips.TENSOR_16.value + work.products["float32"] / chips.TENSOR_32.value,
+        "vector": work.vector / chips.VECTOR.value,
+        "scalar": work.scalar / chips.SCALAR.value,
+        "gather": work.gathered / chips.GATHERED.value,
+    }
+
+
+def _over(work: Work, memory: int, instance: Instance) -> list[str]:
+    found = []
+    if memory > instance.memory:
+        found.append(f"memory: {memory / 2**30:.1f} GiB a core of {instance.memory / 2**30:.0f}")
+    if work.tiles > chips.MAX_INSTRUCTIONS.value:
+        found.append(f"instructions: about {work.tiles:.0f} of {chips.MAX_INSTRUCTIONS.value:.0f}")
+    if work.widened:
+        found.append(f"widened weights: {work.widened:.0f} bytes a round")
+    return found
+
+
+def _collectives(work: Work) -> list[dict[str, object]]:
+    """By name and size, the most frequent first."""
+    return [
+        {"name": name, "bytes": size, "count": int(count)} for (name, size), count in work.collectives.most_common()
+    ]
+
+
+def _parts(setup: RoundSetup) -> dict[str, Work]:
+    """A round by what does it. Layers of one model are alike, so that one and two of them tell what each costs."""
+    base, head = _works(setup, 1, 1)
+    target = _works(setup, 2, 1)[0].plus(base, -1)  # of one layer
+    nothing = base.plus(base, -1)
+    if setup.draft.layers == 1:
+        rest = base.plus(target, -1).plus(head, -1)
+        return {"target layers": nothing.plus(target, setup.target.num_layers), "draft head": head, REST: rest}
+    draft = _works(setup, 1, 2)[0].plus(base, -1)
+    return {
+        "target layers": nothing.plus(target, setup.target.num_layers),
+        "draft layers": nothing.plus(draft, setup.draft.layers),
+        REST: base.plus(target, -1).plus(draft, -1),
+    }
+
+
+def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Work, Work]:
+    """Of a whole round of models of so many layers, and of its drafting alone."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step, given = fused_round(setup, target_layers, draft_layers)
+        features = () if step.carry is None else (step.carry.features,)
+    tokens, count, row, _limit, *sampling = given
+    return counted(setup, step, given), counted(setup, step.draft, (tokens, count, row, *sampling, *features))
+
+
+def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
+    """The work of a step of such a round on one core."""
+    return _counted(step, inputs, -(-setup.target.vocab_size // setup.degree))
+
+
+def _counted(step: nn.Module, inputs: Sequence[Tensor], width: int) -> Work:
+    return step_work(step, inputs, width, tile=int(chips.TILE.value))
+
+
+def to_json(found: Mapping[str, object]) -> str:
+    """One line."""
+    return json.dumps(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """Seconds of one part of a round on the device, without the host's launch.
+
+    ideal     memory or tensor engine alone, at the full bandwidth, and no collective
+    expected  all engines one after the other, with collectives as they are assumed
+    worst     the same with the slowest collectives that published figures allow
+    """
+
+    ideal: float
+    expected: float
+    worst: float
+
+    def plus(self, other: PartTime, times: float = 1.0) -> PartTime:
+        """Both, the other one so many times."""
+        return PartTime(
+            self.ideal + times * other.ideal,
+            self.expected + times * other.expected,
+            self.worst + times * other.worst,
+        )
+
+
+class PartTimes:
+    """Times of one part of a round at one degree: drafting, or verification, by itself.
+
+    For any depth and number of slots: linear between and beyond the corners, so that a grid needs these alone. A part
+    is counted with one and with two layers, as a round is.
+    """
+
+    def __init__(
+        self, setup: RoundSetup, instance: Instance, *, drafts: bool, depths: Sequence[int], slots: int
+    ) -> None:
+        _check_instance(setup.degree, instance)
+        self._depths = (depths[0], max(depths[-1], depths[0] + 1))
+        self._slots = (1, slots) if slots > 1 else (1,)
+        self._corners: Mapping[tuple[int, int], PartTime] = {
+            (k, size): _part(replace(setup, k=k, slots=size), instance, drafts=drafts)
+            for k, size in product(self._depths, self._slots)
+        }
+
+    def at(self, k: int, slots: int) -> PartTime:
+        """At a depth and a number of slots."""
+        low, high = self._depths
+        x, most = (k - low) / (high - low), self._slots[-1]
+        y = (slots - 1) / (most - 1) if most > 1 else 0.0
+        found = PartTime(0.0, 0.0, 0.0)
+        for (depth, size), time in self._corners.items():
+            across = (y if size == most else 1 - y) if most > 1 else 1.0
+            found = found.plus(time, (x if depth == high else 1 - x) * across)
+        return found
+
+
+def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
+    """Whether weights and caches of these models fit on each core."""
+    needed = model_memory(setup.target, setup) if target else 0
+    return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
+
+
+def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
+    one, two = (_work(setup, layers, drafts=drafts) for layers in (1, 2))
+    layers = setup.draft.layers if drafts else setup.target.num_layers
+    total = one.plus(two.plus(one, -1), layers - 1)
+    times, collectives = _times_of(total, instance), sum(total.collectives.values())
+    busy = sum(times.values())
+    return PartTime(
+        max(times["memory"] * chips.BANDWIDTH_SHARE.value, times["tensor"]),
+        busy + collectives * chips.COLLECTIVE.value,
+        busy + collectives * chips.COLLECTIVE_SLOW.value,
+    )
+
+
+def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        body = body_of(setup.target, 1 if drafts else layers, setup)
+        if drafts:
+            step: nn.Module = setup.draft.step(body, setup, layers)
+        else:
+            shape = DraftShape.chain(setup.k)
+            step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)
+    return counted(setup, step, _inputs(setup, drafts=drafts))
+
+
+def _inputs(setup: RoundSetup, *, drafts: bool) -> tuple[Tensor, ...]:
+    tokens, count, row, limit, *sampling = round_inputs(setup)
+    if drafts:
+        return (tokens, count, row, *sampling)
+    drafted = (tokens[:, 1:],) if setup.k else ()
+    return (tokens, count, row, limit, *sampling, *drafted)

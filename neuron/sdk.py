@@ -1,0 +1,191 @@
+"""Which Neuron chip, which SDK and whether they go together: decided by a table, never by whether an import succeeds.
+
+Nothing of the SDK is imported here: versions are read from the installed packages' metadata. Not here: the table
+(`paceline.neuron.chips`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from paceline.core.errors import BackendError
+from paceline.neuron import environment
+from paceline.neuron.chips import CAPABILITIES, Capability, Chip, chip_of
+from paceline.neuron.prompt_attention import PromptAttention
+
+PACKAGES = {
+    "neuronx-cc": "neuronxcc",
+    "torch-neuronx": "torch_neuronx",
+    "neuronx-distributed": "neuronx_distributed",
+    "libneuronxla": "libneuronxla",
+}
+"""Packages of the SDK and the module that each of them installs; the compiler's has a name of its own."""
+
+_BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
+_SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
+
+_OVERLAP = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
+_E4M3 = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+"""Without it the compiler refuses PyTorch's e4m3 for every chip of `Chip` (its error NCC_EVRF051). It takes the bytes
+as they are for those of the chip's own e4m3. That is unsafe above `E4M3_LARGEST` alone, which `check_formats` refuses.
+"""
+
+SETUP = (
+    "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
+    "neuronx_distributed from the AWS Neuron package index (its address is in the SDK's installation guide; what the "
+    "public index has under these names are placeholders); docs/neuron.md has the commands"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sdk:
+    """The SDK found here.
+
+    chip      what graphs are compiled for
+    minor     its line: 28 is SDK 2.28
+    versions  of `PACKAGES`, in their order
+    logical   physical cores of a logical core
+    """
+
+    chip: Chip
+    minor: int
+    versions: tuple[str, ...]
+    logical: int
+
+    @property
+    def backend(self) -> str:
+        """The backend that uses it."""
+        return "neuron"
+
+    @property
+    def described(self) -> str:
+        """The chip and the packages, for people."""
+        packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
+        return f"{instance_family() or self.chip.value} with {packages}"
+
+    @property
+    def capability(self) -> Capability:
+        return CAPABILITIES[self.chip]
+
+    def facts(self) -> dict[str, object]:
+        """What a compiled graph depends on."""
+        named = dict(zip(PACKAGES, self.versions, strict=True))
+        return {**named, "target": self.chip.value, "logical cores": self.logical}
+
+    def flags(self, *, prompt: bool, e4m3: bool = False) -> str:
+        """Compiler flags of a graph: one that reads a prompt, or one of a round; ``e4m3``: whether it holds fp8_e4m3.
+
+        Rounds are worth the longer optimisation; prompts are long graphs. That collectives run beside products, and how
+        prompts are cut into modules, are the choices of NxD Inference (its model wrapper, April 2026).
+        """
+        flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none", _OVERLAP]
+        flags += ["-O1", "--modular-flow-mac-threshold=10"] if prompt else ["-O2"]
+        if self.chip is Chip.TRN2:
+            flags.append(f"--lnc={self.logical}")
+        else:
+            flags.append("--enable-saturate-infinity")
+        if e4m3:
+            flags.append(_E4M3)
+        return " ".join(flags)
+
+    def prompts(self) -> PromptAttention:
+        """How prompts are attended to here.
+
+        Raises:
+            ConfigurationError: the variable that decides it holds something else than it may.
+        """
+        first = self.capability.attention
+        if not environment.neuron_prompt_kernel():
+            return PromptAttention("PACELINE_NEURON_PROMPTS=plain")
+        if first is None or self.minor < first:
+            return PromptAttention(f"SDK 2.{self.minor} has no documented kernel for it on {self.chip.value}")
+        return PromptAttention(cores=self.logical)
+
+    def check_degree(self, degree: int) -> None:
+        """Raise BackendError unless the chip takes this tensor-parallel degree."""
+        if degree not in self.capability.degrees:
+            degrees = ", ".join(map(str, self.capability.degrees))
+            raise BackendError(f"tensor parallelism of {degree} is not possible on {self.chip.value}; use {degrees}")
+
+
+Versions = Callable[[str], str]
+
+
+def find(version: Versions = metadata.version) -> Sdk:
+    """The chip and the SDK of this machine.
+
+    Raises:
+        BackendError: a package is missing or a placeholder, the chip is unknown, or the two do not go together.
+    """
+    versions = tuple(_version(name, module, version) for name, module in PACKAGES.items())
+    minor = _line(versions[0])
+    chip = this_chip()
+    able = CAPABILITIES[chip]
+    if not able.first <= minor <= able.last:
+        span = f"2.{able.first}" if able.first == able.last else f"2.{able.first} to 2.{able.last}"
+        raise BackendError(
+            f"neuronx-cc {versions[0]} belongs to SDK 2.{minor}, but {chip.value} is driven with SDK {span} here; "
+            "install that line, as docs/neuron.md shows"
+            + (", or use backend='neuron-native' with SDK 2.33" if chip is Chip.TRN2 else "")
+        )
+    logical = environment.neuron_logical_cores() or able.logical[0]
+    if logical not in able.logical:
+        raise BackendError(f"NEURON_LOGICAL_NC_CONFIG={logical} is not possible on {chip.value}; unset it")
+    return Sdk(chip, minor, versions, logical)
+
+
+def this_chip() -> Chip:
+    """The chip graphs are compiled for: the one named by the environment, or this machine's.
+
+    Raises:
+        BackendError: there is none, or one without a way to it.
+    """
+    named = environment.neuron_target() or instance_family()
+    if chip := chip_of(named):
+        return chip
+    known = ", ".join(chip.value for chip in Chip)
+    if named.startswith("trn3"):
+        raise BackendError(
+            f"trn3 is driven by TorchNeuron (native) alone, which backend='neuron-native' uses; this one knows {known}"
+        )
+    raise BackendError(
+        "this machine has no Neuron chip"
+        + (f" ({named})" if named else "")
+        + f"; to compile for one elsewhere, set NEURON_PLATFORM_TARGET_OVERRIDE to one of {known}; otherwise use "
+        "backend='native'"
+    )
+
+
+def instance_family() -> str:
+    """What the machine calls itself, as "inf2.48xlarge"; nothing if it does not."""
+    try:
+        return _BOARD.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str, module: str, version: Versions) -> str:
+    try:
+        installed = version(package)
+    except metadata.PackageNotFoundError as error:
+        raise BackendError(f"backend='neuron' needs {package}, which is not installed; {SETUP}") from error
+    # The public index has empty packages of the same names, so that nobody else takes them.
+    if (
+        importlib.util.find_spec(module) is None
+        or not re.match(r"[0-2]\.\d+\.\d", installed)
+        or installed.startswith("0.0")
+    ):
+        raise BackendError(f"{package} {installed} is a placeholder without any code; uninstall it and {SETUP}")
+    return installed
+
+
+def _line(compiler: str) -> int:
+    match = re.match(r"2\.(\d+)\.", compiler)
+    if match is None:
+        raise BackendError(f"neuronx-cc {compiler} belongs to no known SDK; {SETUP}")
+    return int(match.group(1)) + _SDK_OF_COMPILER

@@ -1,0 +1,239 @@
+"""XLA: every step is lowered by torch_xla to one HLO module, compiled once and executed on the PJRT device.
+
+torch_xla is also what the Neuron SDK (up to PyTorch 2.9) traces with, so what lowers here is what the Neuron compiler
+is given. On ``PJRT_DEVICE=CPU`` it shows that the graphs are right; it is no fast way to decode on a CPU. It needs an
+environment of its own, with the versions that the Neuron SDK pins: `make test-xla` builds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.core.errors import BackendError
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.neuron import environment
+from paceline.neuron.graph_product import xla_product
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.lowering import Lowered, TopK, lower, state_of
+
+
+class XlaBackend(LocalBackend):
+    """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
+
+    name = "xla"
+    device_state = True
+
+    def __init__(self) -> None:
+        self._device = device()
+        self.kernels: Kernels = TraceableKernels()
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        announce(f"compiling {graph.name}")
+        return _Executable(graph, self._device)
+
+    def read_state(self, state: Tensor) -> Tensor:
+        return self._device.copy_of(state).cpu()
+
+
+class Device:
+    """The process's one PJRT device, and the copies of weights and caches on it.
+
+    A tensor of the host (weight or cache) has one copy, whichever graph and whichever decoder asks for it, as long as
+    it lives.
+    """
+
+    def __init__(self) -> None:
+        self.library = _library()
+        self.bridge: Any = self.library._XLAC
+        self.torch: torch.device = self.library.device()
+        self._copies = WeakTensorKeyDictionary()
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """The device's copy."""
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.detach().to(self.torch)
+            self.library.sync()
+        device_copy: Tensor = self._copies[tensor]
+        return device_copy
+
+    def update(self, tensor: Tensor, value: Tensor) -> None:
+        """Make ``value`` the device's copy."""
+        self._copies[tensor] = value
+
+    def fallbacks(self) -> set[str]:
+        """Operations that torch_xla ran outside any graph since the last `reset_counters`: none is acceptable."""
+        metrics = importlib.import_module("torch_xla.debug.metrics")
+        return {name for name in metrics.counter_names() if name.startswith("aten::")}
+
+    def reset_counters(self) -> None:
+        """Forget what was counted."""
+        importlib.import_module("torch_xla.debug.metrics").clear_all()
+
+
+@lru_cache(maxsize=1)
+def device() -> Device:
+    """The one of this process: PJRT has one client.
+
+    Raises:
+        BackendError: torch_xla is missing or does not fit.
+    """
+    return Device()
+
+
+class _Executable:
+    """One compiled module: traced once, then run by its hash on whatever the state and the inputs are."""
+
+    def __init__(self, graph: Graph, home: Device) -> None:
+        self._home, self._name = home, graph.name
+        self._lowered = lower(graph.name, graph.module, graph.example)
+        self._host = state_of(graph.module, self._lowered)
+        self._hash, self._sources = self._compile(graph.example)
+
+    def _compile(self, example: tuple[Tensor, ...]) -> tuple[object, list[str | int | Tensor]]:
+        """-> what runs it, and where each parameter of the module comes from: a state, an input, or a constant."""
+        bridge = self._home.bridge
+        state = {name: self._home.copy_of(tensor) for name, tensor in self._host.items()}
+        inputs = [x.to(self._home.torch) for x in example]
+        results = traced(self._home, self._lowered, state, inputs=inputs)
+        origin: dict[int, str | int] = {bridge._xla_get_tensor_id(x): name for name, x in state.items()}
+        origin |= {bridge._xla_get_tensor_id(x): place for place, x in enumerate(inputs)}
+        numbers, values = bridge._get_tensors_xla_device_data_node(results)
+        sources = [origin.get(number, value) for number, value in zip(numbers, values, strict=True)]
+        graph_hash = bridge._get_graph_hash(results)
+        bridge._xla_warm_up_cache(results, [])
+        bridge._clear_pending_irs(str(self._home.torch))
+        return graph_hash, sources
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        home = self._home
+        here = [x.to(home.torch) for x in inputs]
+        tensors = [self._value(source, here) for source in self._sources]
+        results = home.bridge._run_cached_graph(self._hash, tensors)
+        changed = self._lowered.changed
+        for name, value in zip(changed, results, strict=False):
+            home.update(self._host[name], value)
+        return [x.cpu() for x in results[len(changed) :]]
+
+    def _value(self, source: str | int | Tensor, inputs: list[Tensor]) -> Tensor:
+        if isinstance(source, str):
+            return self._home.copy_of(self._host[source])
+        return inputs[source] if isinstance(source, int) else source
+
+
+def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
+    """The HLO of a step as text, before any optimisation: what the Neuron compiler would be given.
+
+    ``ranks`` are what its collectives become, where it is the step of a divided model.
+
+    Raises:
+        BackendError: an operation has no lowering, so the step is not one graph.
+    """
+    home = device()
+    lowered = lower(graph.name, graph.module, graph.example)
+    state = {name: tensor.detach().to(home.torch) for name, tensor in state_of(graph.module, lowered).items()}
+    inputs = [x.to(home.torch) for x in graph.example]
+    home.library.sync()
+    results = traced(home, lowered, state, inputs=inputs, ranks=ranks, topk=partial(_custom_topk, home))
+    text: str = home.bridge._get_xla_tensors_hlo(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    return text
+
+
+def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
+    """A lowered step as the protobuf of its HLO module, before any optimisation; its state and inputs are zeros here.
+
+    ``degree``: replicas among which its collectives go.
+
+    Raises:
+        BackendError: torch_xla is missing, or an operation has no lowering.
+    """
+    home = device()
+    examples = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
+    zeros = [torch.zeros(x.shape, dtype=x.dtype).to(home.torch) for x in examples]
+    home.library.sync()
+    state = dict(zip(lowered.state, zeros, strict=False))
+    ranks = ReplicaGroup(degree) if degree > 1 else None
+    topk = partial(_custom_topk, home)
+    results = traced(home, lowered, state, inputs=zeros[len(lowered.state) :], ranks=ranks, topk=topk)
+    module: bytes = home.bridge._get_xla_tensors_hlo_proto(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    return module
+
+
+class ReplicaGroup:
+    """XLA's collectives among replicas, to be written and not run: as torch_xla lowers NxD's mappings."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._bridge: Any = device().bridge
+        self._groups = [list(range(degree))]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        total: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
+        return total
+
+    def gather(self, x: Tensor) -> Tensor:
+        every: Tensor = self._bridge._xla_all_gather(x.reshape(-1), 0, self.degree, self._groups, False, None, None)
+        return every.reshape(self.degree, *x.shape)
+
+
+def traced(
+    home: Device,
+    lowered: Lowered,
+    state: dict[str, Tensor],
+    *,
+    inputs: list[Tensor],
+    ranks: Collectives | None = None,
+    topk: TopK | None = None,
+) -> list[Tensor]:
+    """Changed state and outputs as lazy tensors, not yet computed.
+
+    Raises:
+        BackendError: torch_xla ran a part of the step by itself.
+    """
+    home.library.sync()
+    home.reset_counters()
+    with torch.no_grad():
+        changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk, product=xla_product)
+    if strange := home.fallbacks():
+        raise BackendError(
+            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in neuron/lowering.py"
+        )
+    return [*changed.values(), *outputs]
+
+
+def _custom_topk(home: Device, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The call that stands for top-k in what the Neuron compiler is given: its own, which nothing here could run."""
+    shape = [*x.shape[:-1], count]
+    outputs = home.bridge._xla_custom_call(
+        [x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {}
+    )
+    values, places = outputs
+    return values, places
+
+
+def _library() -> ModuleType:
+    environment.default_pjrt_device()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch_xla's, about its own future
+            torch_xla = importlib.import_module("torch_xla")
+    except ImportError as error:
+        raise BackendError(
+            f"backend='xla' needs torch_xla, which cannot be imported ({error}); `make test-xla` builds an environment "
+            "with torch==2.9.0 and torch_xla==2.9.0, or use backend='native'"
+        ) from error
+    if not hasattr(torch_xla, "device"):
+        raise BackendError("this torch_xla is too old: install torch_xla==2.9.0 with torch==2.9.0")
+    return torch_xla

@@ -1,0 +1,170 @@
+"""Makes graphs ahead of their first use, by running each once on tokens that mean nothing.
+
+A backend that wants all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from paceline.core.protocols import Verifier, finish
+from paceline.core.sampling import COMPILED_KINDS
+from paceline.core.types import (
+    Commit,
+    DeviceFeatures,
+    Proposal,
+    RoundLimits,
+    SamplingKind,
+    SamplingTensors,
+)
+from paceline.decoder import steps
+from paceline.decoder.backends import base as backends
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.engine.batch import Batch, RoundShape
+from paceline.engine.engine import Engine
+from paceline.engine.rounds import RoundPlan, Rounds, fitted
+from paceline.outputs import Statistics
+from paceline.target.host_verifier import HostVerifier
+from paceline.target.verifier import CompiledVerifier
+
+
+def compile_graphs(
+    engine: Engine,
+    decoders: Sequence[CompiledDecoder],
+    *,
+    kinds: Sequence[SamplingKind] = COMPILED_KINDS,
+) -> None:
+    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
+
+    decoders  the target first
+    kinds     of sampling that rounds get graphs for
+    """
+    rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
+    assert isinstance(rounds, Rounds), "as `build` made them"
+    slots, width = len(engine.slots), shape.width
+    with ExitStack() as stack:
+        for decoder in decoders:
+            stack.enter_context(decoder.held_by(holder))
+            stack.enter_context(backends.prepare(decoder.backend))
+        for decoder in decoders[1:]:
+            for start, size in gaps(decoder):
+                steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
+        batch = Batch([None] * slots, replace(shape, max_accept=0), Statistics())
+        commit = batch.commit
+        sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
+        for start, size in chunks(target):
+            # Through the round, which knows what the drafter reads of the target.
+            features = finish(rounds.start(0, [0] * (start + size), sampling)).features
+            if features is not None:
+                commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
+            rounds.finish_request(0)
+        if engine.kept is not None and not target.on_host:
+            for rows in target.kv_buckets:
+                steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
+        if len(target.batch_buckets) > 1 and engine.kept is None and rounds.movable:
+            for rows in target.kv_buckets:
+                rounds.move_request(slots - 1, 0, rows)
+            rounds.finish_request(0)
+        for plan, lengths_of in _plans(rounds, shape):
+            own = fitted(commit, plan.width)[1]
+            for used, kind, rows in product(fills(decoders), distinct_kinds(decoders, kinds), lengths(target)):
+                for length in lengths_of:
+                    most = RoundLimits([length] * slots, rows, used_slots=used)
+                    _run(rounds, plan, own, sampling=replace(batch.sampling, kind=kind), limits=most)
+        if not backends.compiles(target.backend):
+            # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
+            for used, rows in product(fills(decoders), lengths(target)):
+                most = RoundLimits([shape.max_accept] * slots, rows, used_slots=used)
+                for seldom in (rounds.plan_for("on_host"), rounds.plan_for("predicted")):
+                    if seldom is not None:
+                        rounds.run(seldom, commit, sampling=batch.sampling, limits=most)
+                        _verify_both(seldom.verifier, commit, sampling=batch.sampling, limits=most)
+            for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
+                for bucket in draft.kv_buckets:
+                    steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
+
+
+def distinct_kinds(
+    decoders: Sequence[CompiledDecoder], kinds: Sequence[SamplingKind] = COMPILED_KINDS
+) -> list[SamplingKind]:
+    """Those that have graphs of their own on some of the decoders."""
+    return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in kinds}.values())
+
+
+def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
+    """Numbers of slots that have graphs of their own on some of the decoders, the whole batch first."""
+    return sorted({lines for one in decoders for lines in one.batch_buckets}, reverse=True)
+
+
+def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[int]]]:
+    """Every plan, and limits that lead to all of its graphs."""
+    lowest = min(rounds.plans)  # of all lengths, the one that is taken where nothing can be accepted
+    for length, plan in rounds.plans.items():
+        yield plan, [length] if length != lowest else [0, length] if length else [0]
+    if rounds.rest is not None:
+        yield rounds.rest, [shape.max_accept]
+
+
+def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
+    """A round over texts of that length, in slots as the limits say."""
+    result = rounds.run(plan, commit, sampling=sampling, limits=limits)
+    features = result.commit.features
+    if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
+        rounds.run(plan, replace(commit, features=features), sampling=sampling, limits=limits)
+    if any(limits.max_accept) and plan.drafts and not plan.fused:
+        _lengthen(plan, commit, sampling=sampling, limits=limits, drafted=max(result.reports[-1].drafted))
+
+
+def _verify_both(verifier: Verifier, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
+    """Verify with a proposal and without."""
+    assert isinstance(verifier, HostVerifier | CompiledVerifier)
+    shape = verifier.draft_shape
+    tokens = torch.zeros(len(commit.tokens), shape.num_draft_tokens, dtype=torch.int32)
+    below = torch.arange(-1, shape.num_draft_tokens - 1, dtype=torch.int32).expand_as(tokens)
+    for proposal in (None, Proposal(tokens, below if shape.dynamic else shape.parents)):
+        verifier(commit, proposal, sampling, limits)
+
+
+def _lengthen(plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits, drafted: int) -> None:
+    """Verify proposals as long as those that a drafter will make, and has not ``drafted`` after made-up tokens."""
+    reach = plan.drafter.max_positions
+    if not isinstance(plan.verifier, CompiledVerifier) or (reach is not None and limits.max_rows > reach):
+        return
+    for draft_shape in plan.verifier.draft_shapes:
+        if draft_shape.is_chain and draft_shape.num_draft_tokens not in (0, drafted):
+            made_up = torch.zeros(len(commit.tokens), draft_shape.num_draft_tokens, dtype=torch.int32)
+            plan.verifier(commit, Proposal(made_up), sampling, limits)
+
+
+def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """First row and size of a chunk of a prompt, for every chunk size and every bucket it can end in."""
+    sizes, seen = decoder.options.chunks, set()
+    for start in range(0, decoder.n_positions - 1, sizes[-1]):
+        for chunk in sizes:
+            graph = (chunk, decoder.bucket_for(start + chunk))
+            if graph not in seen:
+                seen.add(graph)
+                yield start, min(chunk, decoder.n_positions - 1 - start)
+
+
+def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """The same of a draft, which reads what it missed from any row on."""
+    for reach in draft.kv_buckets:
+        for chunk in draft.options.draft_chunks:
+            if chunk <= reach:
+                yield reach - chunk, chunk
+
+
+def lengths(decoder: CompiledDecoder) -> Iterator[int]:
+    """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
+    before = 0
+    for reach in decoder.kv_buckets:
+        yield before + 1
+        if reach - 1 > before + 1:
+            yield reach - 1
+        before = reach

@@ -1,0 +1,145 @@
+"""What every verifier has: the target, whose slots it reads prompts into. Not here: how a proposal is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core import reduce
+from paceline.core.errors import SamplingError
+from paceline.core.protocols import HostText, Reading, Verifier
+from paceline.core.types import (
+    Commit,
+    FeatureSpec,
+    PrefillResult,
+    RoundLimits,
+    SamplingTensors,
+    TokenLogprobs,
+    TokenScore,
+)
+from paceline.decoder.backends.base import Step
+from paceline.decoder.decoder import CompiledDecoder, first_slots, for_all_slots, idle_tokens
+from paceline.decoder.steps import move_slot, prefill_in_chunks
+
+FindStep = Callable[[int, int, Sequence[Tensor]], Step]
+"""From a bucket of the cache length, lines as in `GraphKey`, and inputs to a step -> tokens, count (and features)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A step, for as long as nothing changes that selects it. ``rows``: of the longest text, before a round."""
+
+    step: Step
+    lines: int
+    rows: range
+
+
+class TargetVerifier(Verifier):
+    """A verifier over a decoder.
+
+    reads  what a drafter reads of the target; prompts and commits have these features
+    width  tokens that a commit has room for
+    slots  the text of every slot, or None; the engine, which adds what is committed, shares that list. () = no text
+           asks for anything that needs the host
+    """
+
+    movable = True
+
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        width: int,
+        *,
+        reads: FeatureSpec | None = None,
+        slots: Sequence[HostText | None] = (),
+    ) -> None:
+        self.decoder, self._width, self._reads, self._slots = decoder, width, reads, slots
+        self._kernels, self._found = decoder.body.kernels, dict[Hashable, _Found]()
+        self._limit: tuple[list[int], Tensor] = ([], torch.empty(0))  # of the last round
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        """Read a prompt and pick the first token; see the protocol."""
+        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
+        text, raw = self._slots[slot] if self._slots else None, logits[0, 0]
+        if text is None:
+            return PrefillResult(self._choose(raw, len(prompt), sampling), features)
+        try:
+            logits = processed(text, text.text, raw)
+            token = self._choose(logits, len(prompt), sampling)
+            return PrefillResult(token, features, scores_of(text, token, raw=raw, processed=logits))
+        except SamplingError as error:
+            text.fail(error)
+            return PrefillResult(0, features)
+
+    def finish_request(self, slot: int) -> None:
+        """The next request's prompt overwrites the cache rows."""
+        self.decoder.read_prompts.finish(slot)
+
+    def move_request(self, slot: int, to: int, rows: int) -> None:
+        """See `paceline.core.protocols.Verifier`."""
+        move_slot(self.decoder, slot, to, rows=rows)
+
+    def _inputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[Tensor]:
+        """What every graph of a round takes first."""
+        most, tensor = self._limit
+        if limits.max_accept != most:  # a new tensor costs more than all the rest
+            tensor = torch.tensor(limits.max_accept, dtype=torch.int32)
+            self._limit = limits.max_accept, tensor
+        return [commit.tokens, commit.count, commit.first_row, tensor, sampling.params, sampling.seeds]
+
+    def _next(
+        self, commit: Commit, inputs: Sequence[Tensor], which: Hashable, *, limits: RoundLimits, find: FindStep
+    ) -> Commit:
+        """The next commit, by the step that ``find`` gives: asked again where ``which``, bucket or lines change."""
+        rows, slots = limits.max_rows, limits.used_slots
+        found = self._found.get((which, slots))
+        if found is None or rows not in found.rows:
+            bucket, lines = self.decoder.bucket_for(rows), self.decoder.lines_for(slots)
+            step = find(bucket, lines, [first_slots(x, lines) for x in inputs])
+            found = self._found[which, slots] = _Found(step, lines, range(rows, bucket + 1))
+        lines = found.lines
+        tokens, count, *features = found.step(*([first_slots(x, lines) for x in inputs] if lines else inputs))
+        if lines:
+            slots = len(commit.count)
+            tokens, count = for_all_slots(tokens, slots, idle_tokens(self._width)), for_all_slots(count, slots, 1)
+            features = [for_all_slots(x, slots) for x in features]
+        return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
+
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
+        """The token at a position, from its logits [V]."""
+        where = torch.tensor([[position]], dtype=torch.int32)
+        return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
+
+
+def processed(text: HostText, ids: list[int], logits: Tensor) -> Tensor:
+    """The logits [V] that follow ``ids``, as the text wants them."""
+    return logits if text.processing is None else text.processing.process(ids, logits)
+
+
+def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> list[TokenScore]:
+    """The score of a token, if the text asks for scores. raw, processed: [V], the model's logits and what became of
+    them.
+
+    Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
+
+    Raises:
+        SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
+    """
+    if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
+        raise SamplingError(
+            f"the logits processors left no token to follow the text of {len(text.text)} tokens; let them allow one, "
+            "such as the eos id, where a text must end"
+        )
+    logprobs = None
+    if text.num_logprobs is not None:
+        of_model = raw.log_softmax(-1)
+        top = of_model.topk(min(text.num_logprobs, len(raw)))
+        best = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        rank = int((of_model > of_model[token]).sum()) + 1
+        logprobs = TokenLogprobs(token, float(of_model[token]), rank, best)
+    elif not text.output_scores:
+        return []
+    return [TokenScore(float(processed.log_softmax(-1)[token]), logprobs)]

@@ -1,0 +1,154 @@
+"""What whole rounds cost over a vocabulary of 128,256 ids, on each core of a model divided by 1 and by 8."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from paceline.core.acceptance.rejection import Reject
+from paceline.core.acceptance.typical import Typical
+from paceline.core.sampling import TOP_K_LIMIT
+from paceline.core.types import SamplingKind
+from paceline.eagle.tree import Chain, DynamicTree
+from paceline.medusa.tree import Choices
+from paceline.neuron.lowering import Lowered, lower, operator
+from paceline.neuron.step_work import RowCost, step_work
+from tests.neuron import large
+from tests.neuron.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
+
+K = 4
+TILE = 128  # of step_work; what is compared here has none
+WIDTH, DEPTH, NODES = 10, 8, 60  # of EAGLE-2's own tree
+BUDGETS: dict[SamplingKind, tuple[float, float, float]] = {
+    "greedy": (6, 2, 0),
+    "top-k": (1, 0.5, 1.2),
+    "full": (60, 10.5, 2.3),
+}
+"""Passes, reductions and calls of top-k for each row that is drafted or verified. More than two passes of the greedy
+kind, and what the kind top-k has besides its top-k, is work on lists of few ids in each of many rows, which together
+are as long as a row.
+"""
+TREE_ROWS = 1 + WIDTH * (DEPTH - 1) + NODES + 1
+RULES: dict[tuple[str, SamplingKind], tuple[float, float, float]] = {
+    ("reject", "greedy"): (16, 7, 0.3),
+    ("reject", "top-k"): (24, 8, 2),
+    ("reject", "full"): (115, 44, 2.5),
+    ("reject", "wide"): (230, 98, 0.3),
+    ("typical", "greedy"): (14, 7, 0),
+    ("typical", "top-k"): (16, 6, 2),
+    ("typical", "full"): (112, 34, 3),
+    ("typical", "wide"): (265, 105, 0),
+    ("match", "wide"): (180, 65, 0),
+}
+"""The same of what needs all probabilities, or searches rows for a border."""
+MAKERS = {"reject": Reject, "typical": Typical}
+
+
+def cost(step: nn.Module, degree: int, *, depth: int = K) -> RowCost:
+    return step_work(step, inputs(step, depth), VOCABULARY // degree, tile=TILE).rows
+
+
+def check(found: RowCost, budget: tuple[float, float, float], rows: int) -> None:
+    passes, reductions, topk = budget
+    each = (found.passes / rows, found.reductions / rows, found.topk / rows)
+    print(f"a row: {each[0]:.1f} passes, {each[1]:.1f} reductions, {each[2]:.2f} top-k; {found}")
+    assert each[0] <= passes and each[1] <= reductions and each[2] <= topk, each
+    assert found.sent <= TOP_K_LIMIT
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_fused_round_of_two_models_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
+    found = cost(pair_round(degree, kind, k=K), degree)
+    check(found, BUDGETS[kind], K + K + 1)
+    assert found.gathered == 0
+    assert (found.sent > 0) == (degree > 1)
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_round_with_tied_medusa_heads_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
+    choices = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
+    passes, reductions, topk = BUDGETS[kind]
+    found = cost(medusa_round(degree, kind, choices), degree, depth=choices.depth)
+    check(found, (passes, reductions, topk + (kind == "greedy")), choices.depth + len(choices) + 1)
+    assert found.gathered == len(choices)  # which choice of which head a node is
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_round_with_the_tree_of_eagle_2_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
+    step = eagle_round(degree, kind, DynamicTree(NODES, depth=DEPTH, width=WIDTH))
+    passes, reductions, topk = BUDGETS[kind]
+    found = cost(step, degree, depth=DEPTH)
+    # A level asks for the best ten of every node, which is a call of top-k in the greedy kind too.
+    check(found, (passes, reductions + (0.1 if kind == "greedy" else 0), topk + (kind == "greedy")), TREE_ROWS)
+    assert found.gathered == 0
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_head_that_drafts_some_ids_looks_up_no_more_than_its_list(kind: SamplingKind) -> None:
+    """EAGLE-3 drafts 32,000 ids under the target's numbers: those are looked up for what is listed of every row."""
+    chain = cost(eagle_round(1, kind, Chain(K), version=3, drafted=32_000), 1)
+    check(chain, BUDGETS[kind], K + K + 1)
+    assert chain.gathered <= TOP_K_LIMIT
+    tree = DynamicTree(NODES, depth=DEPTH, width=WIDTH)
+    assert cost(eagle_round(1, kind, tree, version=3, drafted=32_000), 1, depth=DEPTH).gathered <= TOP_K_LIMIT * WIDTH
+
+
+@pytest.mark.parametrize(("rule", "kind"), RULES)
+def test_what_searches_rows_has_a_budget_of_its_own(rule: str, kind: SamplingKind) -> None:
+    made = MAKERS[rule]() if rule in MAKERS else None
+    found = cost(pair_round(1, kind, k=K, rule=made), 1)
+    check(found, RULES[rule, kind], K + K + 1)
+    assert found.gathered == 0
+
+
+def test_every_kind_has_a_budget() -> None:
+    assert {*BUDGETS, "wide"} == set(get_args(SamplingKind))
+
+
+def lowered_cost(lowered: Lowered, width: int) -> RowCost:
+    """The same counts of what depends on an input or a state in a lowered graph."""
+    cost, dependent = RowCost(width), set[fx.Node]()
+    for node in lowered.graph.graph.nodes:
+        if node.op == "placeholder" or any(one in dependent for one in node.all_input_nodes):
+            dependent.add(node)
+        if node.op == "call_function" and node in dependent:
+            given = fx.node.map_arg(node.args, lambda one: one.meta.get("val"))
+            cost.add(operator(node.target), given, node.meta.get("val"))
+    return cost
+
+
+@pytest.mark.parametrize("make", [partial(pair_round, 8, "greedy", k=2), partial(eagle_round, 8, "top-k", Chain(1))])
+def test_the_lowered_graph_has_the_counts_of_the_step(make: partial[nn.Module]) -> None:
+    step = make()
+    depth = 2 if make.func is pair_round else 1
+    width = VOCABULARY // 8
+    found = lowered_cost(lower("round", step, inputs(step, depth)), width)
+    assert found == step_work(step, inputs(step, depth), width, tile=TILE).rows
+    assert found.sent > 0 and found.passes + found.topk > 0
+
+
+class Gathering(nn.Module):
+    """What budgets forbid: a row gathered by its ids, and a whole row sent; rows of a table are no gather."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.group = what, large.body(8).group
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        if self.what == "sent":
+            return self.group.gather(x)
+        return x.index_select(-1, ids) if self.what == "gathered" else x.index_select(0, ids[:1])
+
+
+@pytest.mark.parametrize("what", ["sent", "gathered", "rows"])
+def test_gathers_and_collectives_are_counted(what: str) -> None:
+    example = torch.zeros(2, 900), torch.zeros(900, dtype=torch.int32)
+    found = step_work(Gathering(what), example, 900, tile=TILE).rows
+    assert (found.sent, found.gathered) == {"sent": (900, 0), "gathered": (0, 1800), "rows": (0, 0)}[what]
