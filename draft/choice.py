@@ -17,7 +17,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError
@@ -28,42 +28,38 @@ from paceline.draft.base import TextDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
+Self = TypeVar("Self", bound="_SeveralDrafters")
 
-class FallbackDrafter(Drafter):
-    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
 
-    Raises:
-        ConfigurationError: there is none, or one proposes trees or reads the target's states.
-    """
+class _SeveralDrafters(Drafter):
+    """Drafters of chains for the same texts."""
 
     draft_lengths: tuple[int, ...] = ()
+    _drafters: tuple[Drafter, ...]
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
-            raise ConfigurationError("a list of drafters needs at least one")
-        for drafter in drafters:
-            if not drafter.draft_shape.is_chain or drafter.reads is not None:
-                raise ConfigurationError(
-                    f"{type(drafter).__name__} cannot be in a list of drafters, because it proposes trees or reads the "
-                    "target's states; use it alone"
-                )
-        # A drafter of no tokens never has anything to propose.
-        self._drafters = tuple(drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens)
-        self.draft_lengths = _lengths_of(self._drafters) or (0,)
+    def _take(self, drafters: Sequence[Drafter]) -> None:
+        """These are the drafters."""
+        self._drafters = tuple(drafters)
+        self.draft_lengths = tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths})) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        self.max_positions = _reach_of(self._drafters)
+        # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
+        ends = [drafter.max_positions for drafter in drafters]
+        self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
 
-    def shortened(self, length: int) -> FallbackDrafter:
-        """See `paceline.core.protocols.Drafter`. Each drafter that proposes more is shortened.
+    def shortened(self: Self, length: int) -> Self:
+        """See `paceline.core.protocols.Drafter`. Each drafter that proposes more is shortened; what is kept of texts is
+        shared.
 
         Raises:
-            ConfigurationError: one of them has one length only.
+            ConfigurationError: one of the drafters has one length only.
         """
-        return FallbackDrafter([shortened_of(drafter, length) for drafter in self._drafters])
+        shorter = copy.copy(self)
+        shorter._take([shortened_of(drafter, length) for drafter in self._drafters])
+        return shorter
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         for drafter in self._drafters:
-            drafter.add_request(slot, prompt)
+            drafter.add_request(slot, prompt, None if drafter.reads is None else features)
 
     def finish_request(self, slot: int) -> None:
         for drafter in self._drafters:
@@ -81,6 +77,26 @@ class FallbackDrafter(Drafter):
         for drafter in self._drafters:
             drafter.update(commit)
 
+
+class FallbackDrafter(_SeveralDrafters):
+    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
+
+    Raises:
+        ConfigurationError: there is none, or one proposes trees or reads the target's states.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ConfigurationError("a list of drafters needs at least one")
+        for drafter in drafters:
+            if not drafter.draft_shape.is_chain or drafter.reads is not None:
+                raise ConfigurationError(
+                    f"{type(drafter).__name__} cannot be in a list of drafters, because it proposes trees or reads the "
+                    "target's states; use it alone"
+                )
+        # A drafter of no tokens never has anything to propose.
+        self._take([drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens])
+
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         rows: list[list[int]] = [[] for _ in limits.max_accept]
         for drafter in self._drafters:
@@ -90,17 +106,6 @@ class FallbackDrafter(Drafter):
                 chains = drafter.chains(commit, sampling, within)
                 rows = [row or chain[:most] for row, chain, most in zip(rows, chains, within.max_accept, strict=True)]
         return Proposal.chains(rows, self.draft_lengths)
-
-
-def _lengths_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
-    """Lengths of their drafts that are worth a graph of their own."""
-    return tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths}))
-
-
-def _reach_of(drafters: Sequence[Drafter]) -> int | None:
-    """`max_positions` of the drafter that follows longest; the others are asked only as far as each of them follows."""
-    ends = [drafter.max_positions for drafter in drafters]
-    return None if None in ends else max((end for end in ends if end is not None), default=None)
 
 
 def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> RoundLimits:
@@ -281,7 +286,7 @@ SHADOW_EVERY = 8
 """Rounds after which a drafter that costs time and is not the best proposes again."""
 
 
-class ChoiceDrafter(Drafter):
+class ChoiceDrafter(_SeveralDrafters):
     """``drafters`` of chains that report no draft probabilities. At most one kind of features may be read.
 
     names         of the drafters, in statistics; default: their classes
@@ -292,8 +297,6 @@ class ChoiceDrafter(Drafter):
     Raises:
         ConfigurationError: there are fewer than two, one proposes trees, or two read different states of the target.
     """
-
-    draft_lengths: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -319,28 +322,11 @@ class ChoiceDrafter(Drafter):
         if any(spec != features[0] for spec in features):
             raise ConfigurationError("drafters of a choice read different states of the target; use one of them")
         self.reads = features[0] if features else None
-        self._drafters = tuple(drafters)
+        self._take(drafters)
         self.names = tuple(_numbered(names or [type(drafter).__name__ for drafter in drafters]))
         self._free = tuple(isinstance(drafter, TextDrafter) for drafter in drafters)
         self._every, self._by = shadow_every, choose_by
         self._scores = ShadowScores(len(drafters))
-        self._set_lengths()
-
-    def _set_lengths(self) -> None:
-        self.draft_lengths = _lengths_of(self._drafters)
-        self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        self.max_positions = _reach_of(self._drafters)
-
-    def shortened(self, length: int) -> ChoiceDrafter:
-        """See `paceline.core.protocols.Drafter`. The two share texts and scores.
-
-        Raises:
-            ConfigurationError: one of the drafters has one length only.
-        """
-        shorter = copy.copy(self)
-        shorter._drafters = tuple(shortened_of(drafter, length) for drafter in self._drafters)
-        shorter._set_lengths()
-        return shorter
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
@@ -348,34 +334,22 @@ class ChoiceDrafter(Drafter):
         return dict(zip(self.names, self._scores.counts, strict=True))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self._scores.begin(slot)
-        for drafter in self._drafters:
-            drafter.add_request(slot, prompt, None if drafter.reads is None else features)
+        super().add_request(slot, prompt, features)
 
     def finish_request(self, slot: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self._scores.end(slot)
-        for drafter in self._drafters:
-            drafter.finish_request(slot)
-
-    @property
-    def movable(self) -> bool:
-        return all(drafter.movable for drafter in self._drafters)
+        super().finish_request(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self._scores.move(slot, to)
-        for drafter in self._drafters:
-            drafter.move_request(slot, to, rows)
+        super().move_request(slot, to, rows)
 
     def update(self, commit: Commit) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self._scores.back()
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             self._scores.wrote(slot, tokens[:count])
-        for drafter in self._drafters:
-            drafter.update(commit)
+        super().update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """See `paceline.core.protocols.Drafter`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
-from paceline.core.types import PAD, DraftShape, FeatureSpec, Proposal, SamplingKind, SamplingTensors
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels, Tree
 
@@ -88,7 +88,7 @@ class VerifyStep(nn.Module):
     ) -> None:
         super().__init__()
         self.body, self._bucket, self._rule, self._reads = body, bucket, rule, reads
-        self.draft_shape, self._kind = draft_shape, kind
+        self.draft_shape, self.kind = draft_shape, kind
         self.window = VerifyMask(draft_shape)
         self._unused = 0 if width is None else width - draft_shape.depth - 1
 
@@ -100,11 +100,16 @@ class VerifyStep(nn.Module):
         rounds of several depths share one shape of commits, or D + 1.
         """
         params, seeds, *proposed = rest
-        sampling = SamplingTensors(params, seeds, self._kind)
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.draft_shape.dynamic else None
-        token, row = root_of(tokens, count, start)
         window = self.window(drafts, parents, limit=limit)
+        return self.decide(window, Commit(tokens, count, start), SamplingTensors(params, seeds, self.kind), *proposed)
+
+    def decide(
+        self, window: _VerifyInputs, commit: Commit, sampling: SamplingTensors, *draft_probs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As `forward`, of a proposal as the target reads it."""
+        token, row = root_of(commit.tokens, commit.count, commit.first_row)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
         hidden, features = self.body.window(
@@ -112,8 +117,8 @@ class VerifyStep(nn.Module):
         )
         positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
         proposal = window.proposal
-        if self._rule.draft_probs and proposed:
-            proposal = replace(proposal, draft_probs=pad_vocabulary(proposed[0], self.body.config.vocab_size))
+        if self._rule.draft_probs and draft_probs:
+            proposal = replace(proposal, draft_probs=pad_vocabulary(draft_probs[0], self.body.config.vocab_size))
         depth, kernels = self.draft_shape.depth, self.body.kernels
         if self._rule.needs == "choices":  # a model divided over ranks need not put its logits together for these
             choices = self.body.sample_tokens(hidden, positions, sampling)
@@ -176,9 +181,10 @@ class FusedStep(nn.Module):
                 nn.functional.pad(x, (0, missing), value=PAD) if x.dim() == 2 else pad_draft_probs(x, missing)
                 for x in proposed
             ]
-        parents = proposed[1] if self.verify.draft_shape.dynamic else None
-        deep = self.verify.window(proposed[0], parents, limit=limit).reached()
-        following, accepted, *features = self.verify(tokens, count, start, limit, params, seeds, *proposed)
+        drafts, *drawn = proposed
+        window = self.verify.window(drafts, drawn.pop(0) if self.verify.draft_shape.dynamic else None, limit=limit)
+        deep, sampling = window.reached(), SamplingTensors(params, seeds, self.verify.kind)
+        following, accepted, *features = self.verify.decide(window, Commit(tokens, count, start), sampling, *drawn)
         if self.carry is not None:
             made = features.pop()
             unused = self.carry.features.shape[1] - made.shape[1]

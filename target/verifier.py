@@ -47,47 +47,20 @@ from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 
 @dataclass(frozen=True, slots=True)
-class _Verify:
-    """What selects a graph that verifies: the proposals, W of the commit before them, and as in `GraphKey`."""
-
-    draft_shape: DraftShape
-    width: int
-    bucket: int
-    kind: SamplingKind
-    drawn: bool = False
-    lines: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """What selects the graph of a fused round, besides buckets of the cache length.
-
-    kept   whether the features it reads are on the device
-    kind   of sampling
-    slots  in use
-    """
-
-    drafter: TraceableDrafter
-    kept: bool
-    kind: SamplingKind
-    slots: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class _FusedRounds:
     """How fused rounds run, for as long as nothing changes that selects their graph.
 
-    which   the rounds; the kind of sampling is that of the batch
-    bucket  that of the target
-    several  whether there may be several in a call
-    rows    of the longest text, before a round: with others, draft or target need another bucket
-    run     runs rounds
+    which    what selects it, besides buckets of the cache length
+    bucket   that of the target
+    rows     of the longest text, before a round: with others, draft or target need another bucket
+    several  whether there may be several rounds in a call
+    run      runs rounds
     """
 
-    which: _Fused
+    which: tuple[TraceableDrafter, bool, SamplingKind, int | None]
     bucket: int
-    several: bool
     rows: range
+    several: bool
     run: _RunRounds
 
 
@@ -118,6 +91,7 @@ class CompiledVerifier(TargetVerifier):
         )
         super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
         self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
+        self._step = partial(VerifyStep, rule=rule, reads=reads, width=self._width)
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -145,7 +119,7 @@ class CompiledVerifier(TargetVerifier):
 
         def find(bucket: int, lines: int, given: Sequence[Tensor]) -> Step:
             kind = self.decoder.sampling_kind(sampling.kind)
-            key = self._key(_Verify(draft_shape, commit.tokens.shape[1], bucket, kind, drawn, lines))
+            key = self._key(draft_shape, bucket, kind, width=commit.tokens.shape[1], drawn=drawn, lines=lines)
             return self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), given)
 
         return self._next(commit, inputs, which, limits=limits, find=find)
@@ -168,7 +142,7 @@ class CompiledVerifier(TargetVerifier):
             carry = self._carry(commit, self._reads, lines)
             kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
             inputs += [commit.states] if not kept and commit.states is not None else []
-        which, fused = _Fused(drafter, kept, sampling.kind, limits.used_slots), self._fused
+        which, fused = (drafter, kept, sampling.kind, limits.used_slots), self._fused
         if fused is None or limits.max_rows not in fused.rows or fused.which != which:
             fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
         further = limits.multi_round
@@ -182,32 +156,34 @@ class CompiledVerifier(TargetVerifier):
         return RoundResult(Commit(outputs[0], outputs[1], outputs[2], features), reports)
 
     def _fused_rounds(
-        self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], rows: int
+        self,
+        which: tuple[TraceableDrafter, bool, SamplingKind, int | None],
+        carry: FeatureBuffer | None,
+        *,
+        inputs: list[Tensor],
+        rows: int,
     ) -> _FusedRounds:
-        """How fused rounds run from texts of so many rows on."""
-        bucket, draft_bucket = self.decoder.bucket_for(rows), which.drafter.bucket(rows)
-        run = self._run_fused(which, carry, inputs=inputs, buckets=(bucket, draft_bucket))
-        same = bisect_right(range(rows, bucket + 1), draft_bucket, key=which.drafter.bucket)
-        return _FusedRounds(which, bucket, not isinstance(run, partial), range(rows, rows + same), run)
-
-    def _run_fused(
-        self, which: _Fused, carry: FeatureBuffer | None, *, inputs: list[Tensor], buckets: tuple[int, int]
-    ) -> _RunRounds:
-        """What runs fused rounds. ``buckets``: target's, drafter's."""
-        drafter, kind, backend = which.drafter, self.decoder.sampling_kind(which.kind), self.decoder.backend
-        lines = self.decoder.lines_for(which.slots)
-        alone = self._key(_Verify(self.draft_shape, self._width, buckets[0], kind, lines=lines))
-        key = replace(alone, kept=which.kept, draft=drafter.step_key(buckets[1]))
+        """How fused rounds run from texts of so many rows on. ``which``: drafter, whether the features it reads are on
+        the device, the kind of sampling of the batch, and slots in use.
+        """
+        drafter, kept, kind, used_slots = which
+        decoder, lean = self.decoder, self.decoder.backend.device_state
+        bucket, draft_bucket = decoder.bucket_for(rows), drafter.bucket(rows)
+        kind, lines = decoder.sampling_kind(kind), decoder.lines_for(used_slots)
+        alone = self._key(self.draft_shape, bucket, kind, width=self._width, lines=lines)
+        key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
-            return FusedStep(drafter.step(buckets[1], kind), verify, carry, lean=backend.device_state)
+            return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=lean)
 
         given = [first_slots(x, lines) for x in inputs]
-        step: Step | MultiRoundStep = self.decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
+        step: Step | MultiRoundStep = decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
+        same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
         if isinstance(step, MultiRoundStep):
-            return step.run_rounds
-        return partial(_one_round, step=step, lean=backend.device_state, lines=lines)
+            return _FusedRounds(which, bucket, range(rows, rows + same), True, step.run_rounds)
+        run = partial(_one_round, step=step, lean=lean, lines=lines)
+        return _FusedRounds(which, bucket, range(rows, rows + same), False, run)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
@@ -227,30 +203,22 @@ class CompiledVerifier(TargetVerifier):
         """What is in it, on the host, with a line for every slot."""
         return for_all_slots(self.decoder.backend.read_state(carry.features), self.decoder.batch_size)
 
-    def _step(self, body: ModelWithCache, bucket: int, *, draft_shape: DraftShape, kind: SamplingKind) -> VerifyStep:
-        return VerifyStep(
-            body,
-            bucket,
-            draft_shape=draft_shape,
-            rule=self._rule,
-            reads=self._reads,
-            width=self._width,
-            kind=kind,
-        )
-
-    def _key(self, which: _Verify) -> GraphKey:
+    def _key(
+        self, shape: DraftShape, bucket: int, kind: SamplingKind, *, width: int, drawn: bool = False, lines: int = 0
+    ) -> GraphKey:
+        """Of a graph that verifies. ``width``: W of the commit before."""
         return GraphKey(
             "verify",
-            which.draft_shape.num_draft_tokens + 1,
-            which.bucket,
-            draft_shape=which.draft_shape,
+            shape.num_draft_tokens + 1,
+            bucket,
+            draft_shape=shape,
             rule=self._rule.cache_key,
-            drawn=which.drawn,
+            drawn=drawn,
             features=None if self._reads is None else self._reads.layers,
-            commit_width=which.width,
+            commit_width=width,
             next_width=self._width,
-            sampling=which.kind,
-            lines=which.lines,
+            sampling=kind,
+            lines=lines,
         )
 
 

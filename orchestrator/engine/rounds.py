@@ -138,22 +138,22 @@ class Rounds:
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or several consecutive ones."""
-        pace = self._pace
-        if self._special is not None or pace is None:
-            plan = self._special or self._usual
-            if isinstance(commit.features, DeviceFeatures) or commit.tokens.shape[1] != plan.width:
-                _, commit = fitted(commit, plan.width, on_device=plan.fused)
-            return self.run(plan, commit, sampling=sampling, limits=limits)
-        length, limits = pace.choose(limits, self._seated)
-        plan = self.plans[length]
-        if length == 0 and self.rest is not None and all(limits.max_accept[slot] for slot in self._seated):
-            plan = self.rest
-        early, commit = fitted(commit, plan.width, on_device=plan.fused)
+        pace, plan = None if self._special is not None else self._pace, self._special or self._usual
+        length, early = 0, None
+        if pace is not None:
+            length, limits = pace.choose(limits, self._seated)
+            plan = self.plans[length]
+            if length == 0 and self.rest is not None and all(limits.max_accept[slot] for slot in self._seated):
+                plan = self.rest
+        if commit.tokens.shape[1] != plan.width or (not plan.fused and isinstance(commit.features, DeviceFeatures)):
+            early, commit = fitted(commit, plan.width, on_device=plan.fused)
         if early is not None:
             self.drafter.update(early)
         result = self.run(plan, commit, sampling=sampling, limits=limits)
+        if pace is None:
+            return result
         pace.learn(length, result, limits, early=early is not None)
-        return replace(result, draft_length=length)
+        return RoundResult(result.commit, result.reports, result.draft_seconds, result.verify_seconds, length)
 
     def run(self, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or several consecutive ones, by a plan."""
