@@ -375,11 +375,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
             f"a head of version 3 drafts 1 to {sizes.vocab_size} ids of this target, and one of version 1 all of them; "
             f"{head.draft_vocab_size} is not possible for version {head.version}"
         )
-    if not texts.prompt_length + head.depth < texts.length <= sizes.max_position_embeddings:
-        raise ConfigurationError(
-            f"texts of {texts.length} tokens do not fit: the target reads {sizes.max_position_embeddings}, and after "
-            f"a prompt of {texts.prompt_length} there must be room for {head.depth} drafts"
-        )
+    texts.check_room(sizes.max_position_embeddings, head.depth)
     if head.version == 3 and not head.layers and head.start is None:
         default_layers(sizes.num_layers)
 

@@ -78,6 +78,14 @@ class TextOptions:
         """``prompt`` as a number."""
         return self.length // 4 if self.prompt is None else self.prompt
 
+    def check_room(self, longest: int, ahead: int) -> None:
+        """Raise ConfigurationError unless a target that reads so many tokens reads them, with so many to be drafted."""
+        if not self.prompt_length + ahead < self.length <= longest:
+            raise ConfigurationError(
+                f"texts of {self.length} tokens do not fit: the target reads {longest}, and after a prompt of "
+                f"{self.prompt_length} there must be room for {ahead} drafts"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class CachedTextOptions(TextOptions):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
-from paceline.decoder.models.config import ModelConfig
 from paceline.heads.layouts import Keys, read_config
 from paceline.heads.options import TextOptions, TrainingOptions
 
@@ -192,11 +191,3 @@ class MedusaTexts(TextOptions):
             raise ConfigurationError("train on at least one text: raise tokens or self_distill_tokens")
         if not self.temperature or not all(0 <= value < math.inf for value in self.temperature):
             raise ConfigurationError("temperature must be 0 (greedy) or more, once or several times")
-
-    def check(self, config: MedusaConfig, sizes: ModelConfig) -> None:
-        """Raise ConfigurationError unless such heads can be trained and measured on such texts of this target."""
-        if not self.prompt_length + config.heads < self.length <= sizes.max_position_embeddings:
-            raise ConfigurationError(
-                f"texts of {self.length} tokens do not fit: the target reads {sizes.max_position_embeddings}, and "
-                f"after a prompt of {self.prompt_length} there must be room for what {config.heads} heads predict"
-            )

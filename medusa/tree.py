@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.heads.layouts import write_json
 
 TOP = 10
 """Tokens of each head that Medusa's index tables have room for."""
@@ -106,8 +106,7 @@ class Choices:
 
     def write(self, path: Path) -> None:
         """Write the list of choices as JSON."""
-        with atomic_write(path):
-            path.write_text(json.dumps([list(choice) for choice in self.paths]) + "\n", encoding="utf-8")
+        write_json(path, [list(choice) for choice in self.paths])
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -77,7 +77,7 @@ def medusa(
         config = MedusaConfig(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
-        texts.check(config, sizes)
+        texts.check_room(sizes.max_position_embeddings, config.heads)
         stream = token_stream(data, target, dtype=data_dtype)
         _results(out)
         work = _results(work_dir or out / "work")

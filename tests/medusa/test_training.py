@@ -240,10 +240,10 @@ def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTar
         with pytest.raises(ConfigurationError):
             MedusaTexts(**plan)  # type: ignore[arg-type]
     sizes = ModelConfig.from_pretrained(workshop.checkpoint("target"))
-    PLAN.check(CONFIG, sizes)
+    PLAN.check_room(sizes.max_position_embeddings, CONFIG.heads)
     for texts, heads in ((replace(PLAN, length=200), 2), (PLAN, 18)):
         with pytest.raises(ConfigurationError, match="do not fit"):
-            texts.check(replace(CONFIG, heads=heads), sizes)
+            texts.check_room(sizes.max_position_embeddings, heads)
     with pytest.raises(ConfigurationError, match="give more"):
         cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
     states = torch.zeros(1, 3, 32)
