@@ -48,7 +48,7 @@ from paceline.decoder.options import LoadOptions
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, cache_bytes, footprint
-from paceline.placement.planning.residency import Residency, ResidencyEntry
+from paceline.placement.planning.residency import Residency
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
 _STORED_BYTES = 2  # of a number in a file of heads, which says nothing of the format it is loaded in
@@ -192,7 +192,7 @@ def _valid_name(name: str) -> str:
     return name
 
 
-class ModelEntry(ResidencyEntry):
+class ModelEntry(Residency):
     """One entry of ``models``, as it is written."""
 
     name: Annotated[str, pydantic.AfterValidator(_valid_name)]

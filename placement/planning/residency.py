@@ -10,7 +10,6 @@ Values only. What has to leave the cores for another model is in `groups`; who l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pydantic
@@ -23,40 +22,13 @@ Load = Literal["eager", "on_demand"]
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0  # Ray Serve's own
 
 
-@dataclass(frozen=True, slots=True)
-class Autoscaling:
+class Autoscaling(pydantic.BaseModel):
     """How many replicas of a model Ray Serve keeps; the names are those of its ``autoscaling_config``.
 
-    target_ongoing_requests  requests of one replica at which the number stays as it is
+    target_ongoing_requests  requests of one replica at which the number stays as it is; None: as many as it has slots
     upscale_delay_s          seconds for which there are more before a replica is added
     downscale_delay_s        seconds for which there are fewer before one goes
     """
-
-    min_replicas: int
-    max_replicas: int
-    target_ongoing_requests: float
-    upscale_delay_s: float = UPSCALE_DELAY_S
-    downscale_delay_s: float = DOWNSCALE_DELAY_S
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """When a model is in memory.
-
-    load         eager: from the start on. on_demand: from its first request on
-    pinned       it is never unloaded to make room, nor by the operator before it is unpinned
-    idle_ttl_s   seconds without a request after which it is unloaded; its next request loads it again. None: never
-    autoscaling  Ray Serve chooses the number of replicas; None: it is fixed
-    """
-
-    load: Load = "eager"
-    pinned: bool = False
-    idle_ttl_s: float | None = None
-    autoscaling: Autoscaling | None = None
-
-
-class AutoscalingEntry(pydantic.BaseModel):
-    """The key ``autoscaling`` of a model."""
 
     model_config = STRICT
 
@@ -66,45 +38,39 @@ class AutoscalingEntry(pydantic.BaseModel):
     upscale_delay_s: Seconds = UPSCALE_DELAY_S
     downscale_delay_s: Seconds = DOWNSCALE_DELAY_S
 
-    def resolve(self, where: str, *, batch_size: int) -> Autoscaling:
-        """By default a replica is full when each of its slots has a request.
 
-        Raises:
-            PlanError: the bounds contradict each other.
-        """
-        if self.min_replicas > self.max_replicas:
-            raise PlanError(
-                f"{where}: autoscaling.min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}"
-            )
-        target = self.target_ongoing_requests or float(batch_size)
-        return Autoscaling(self.min_replicas, self.max_replicas, target, self.upscale_delay_s, self.downscale_delay_s)
+class Residency(pydantic.BaseModel):
+    """When a model is in memory; keys of an entry of ``models``.
 
-
-class ResidencyEntry(pydantic.BaseModel):
-    """The keys of an entry of ``models`` that say when the model is in memory."""
+    load         eager: from the start on. on_demand: from its first request on
+    pinned       it is never unloaded to make room, nor by the operator before it is unpinned
+    idle_ttl_s   seconds without a request after which it is unloaded; its next request loads it again. None: never
+    autoscaling  Ray Serve chooses the number of replicas; None: it is fixed
+    """
 
     model_config = STRICT
 
     load: Load = "eager"
     pinned: bool = False
     idle_ttl_s: Seconds | None = None
-    autoscaling: AutoscalingEntry | None = None
+    autoscaling: Autoscaling | None = None
 
     def residency(self, where: str, *, batch_size: int, is_draft: bool, replicas: int | None) -> Residency:
-        """The value of these keys.
+        """These keys alone, checked and completed.
 
         Raises:
             PlanError: two keys contradict each other, or the model is a draft, which is loaded with its target.
         """
-        names = sorted(self.model_fields_set & set(ResidencyEntry.model_fields))
+        names = sorted(self.model_fields_set & set(Residency.model_fields))
         if is_draft and names:
             raise PlanError(
                 f"{where}: {names[0]} is a key of targets, and a draft is loaded with its target; remove it"
             )
         if self.pinned and (self.load == "on_demand" or self.idle_ttl_s is not None):
             raise PlanError(f"{where}: a pinned model is never unloaded; remove `pinned`, or load and idle_ttl_s")
-        if self.autoscaling is None:
-            return Residency(self.load, self.pinned, self.idle_ttl_s)
+        scaling = self.autoscaling
+        if scaling is None:
+            return Residency(load=self.load, pinned=self.pinned, idle_ttl_s=self.idle_ttl_s)
         if replicas is not None:
             raise PlanError(f"{where}: replicas is a fixed number, and autoscaling chooses it; give one of them")
         if self.pinned or self.load == "on_demand":
@@ -112,7 +78,13 @@ class ResidencyEntry(pydantic.BaseModel):
                 f"{where}: Ray Serve loads and unloads a model with autoscaling; in place of pinned and load, set "
                 "autoscaling.min_replicas to 1 or to 0"
             )
-        scaling = self.autoscaling.resolve(where, batch_size=batch_size)
+        if scaling.min_replicas > scaling.max_replicas:
+            raise PlanError(
+                f"{where}: autoscaling.min_replicas={scaling.min_replicas} is more than "
+                f"max_replicas={scaling.max_replicas}"
+            )
         if self.idle_ttl_s is not None and scaling.min_replicas:
             raise PlanError(f"{where}: idle_ttl_s needs autoscaling.min_replicas: 0, for the last replica to go")
-        return Residency(self.load, idle_ttl_s=self.idle_ttl_s, autoscaling=scaling)
+        target = scaling.target_ongoing_requests or float(batch_size)
+        scaling = scaling.model_copy(update={"target_ongoing_requests": target})
+        return Residency(load=self.load, idle_ttl_s=self.idle_ttl_s, autoscaling=scaling)
