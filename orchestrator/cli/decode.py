@@ -20,6 +20,7 @@ from paceline.cli import console
 from paceline.cli.options import (
     OutputOptions,
     PromptOptions,
+    SamplingKeys,
     SamplingOptions,
     TargetFolder,
     checked,
@@ -66,15 +67,16 @@ def generate(
     config: SpeculativeConfig,
     *,
     sampling: SamplingOptions,
+    keys: SamplingKeys,
     loader: LoadOptions,
     output: OutputOptions,
 ) -> None:
     """Continue a text: plainly, or with any drafter (`paceline list` shows them)."""
     with console.refusals():
         text = prompt.text()
-        if sampling.ignores_filters:
+        if sampling.ignores_filters(keys):
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
-        params, found = sampling.params(), checked(target, loader, config)
+        params, found = sampling.params(keys), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
         ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
         params = replace(params, tokenizer=tokenizer)
@@ -166,12 +168,13 @@ def chat(
     config: SpeculativeConfig,
     *,
     sampling: SamplingOptions,
+    keys: SamplingKeys,
     loader: LoadOptions,
     system: System = None,
 ) -> None:
     """Talk to a chat model: a line is a question, /help lists the commands."""
     with console.refusals():
-        params, found = sampling.params(), checked(target, loader, config)
+        params, found = sampling.params(keys), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
         params = replace(params, tokenizer=tokenizer)
         decoder = load(found)

@@ -2,11 +2,12 @@
 
 A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
 so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
-dataclass field's metadata ``help``). A field annotated with ``typer.Option`` keeps that. Tuples and sequences are
-repeatable options; what typer has no type for is taken as text, which the configuration type parses.
-``Annotated[dict[str, Any], T, ...]`` are the options of several types as they are written, those that are given; what
-another parameter of the command is called is left to it. How a model is loaded is
-`paceline.decoder.options.LoadOptions`, and who drafts `paceline.config.SpeculativeConfig`.
+dataclass field's metadata ``help``; a field with None there is no option). A field annotated with ``typer.Option``
+keeps that. Tuples and sequences are repeatable options; what typer has no type for is taken as text, which the
+configuration type parses. ``Annotated[dict[str, Any], T, ...]`` are the options of several types as they are written,
+those that are given; what another parameter of the command is called is left to it. How a model is loaded is
+`paceline.decoder.options.LoadOptions`, who drafts `paceline.config.SpeculativeConfig`, and how texts are sampled
+`paceline.engine.request.SamplingParams`.
 
 Everything that configurations and options say is checked by `checked`, before PyTorch is imported.
 """
@@ -55,15 +56,14 @@ TargetFolder = Annotated[
 ]
 
 
+SamplingKeys = Annotated[dict[str, Any], SamplingParams]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How one text is sampled and when it ends."""
+    """How one text is sampled and when it ends, in other words than `SamplingParams` or with other defaults."""
 
     temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Sample within so much probability.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest.")] = None
-    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens, whatever the draft.")] = 0
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128
     stop: Annotated[
         tuple[str, ...] | None,
@@ -71,43 +71,20 @@ class SamplingOptions:
     ] = None
     json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer must fit.")] = None
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer must match.")] = None
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: log-probabilities of every token and of so many likeliest, 0 to 20."),
-    ] = None
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2, off the logit of what is in the answer.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2, the same for each time it is there.")] = 0.0
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: divides the logits of what is in prompt or answer.")
-    ] = None
 
-    @property
-    def ignores_filters(self) -> bool:
+    def ignores_filters(self, keys: SamplingKeys) -> bool:
         """Whether there are filters that greedy decoding does not use."""
-        return not self.temperature and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
+        return not self.temperature and not {"top_k", "top_p", "min_p"}.isdisjoint(keys)
 
-    def params(self) -> SamplingParams:
+    def params(self, keys: SamplingKeys) -> SamplingParams:
         """The same as `SamplingParams`, which lacks the tokenizer.
 
         Raises:
             SamplingError: a value is out of range, or the answer is to fit two things.
             PromptError: the schema's file cannot be read.
         """
-        params = SamplingParams(
-            do_sample=self.temperature != 0,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
-            stop_strings=self.stop,
-            structured_outputs=self._structured(),
-            logprobs=self.logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-        )
+        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": self.stop}
+        params = SamplingParams.asked({**keys, **own, "structured_outputs": self._structured()})
         params.check()
         return params
 
@@ -287,6 +264,8 @@ def _options(kind: Any) -> list[_Option]:
     hints = get_type_hints(kind, include_extras=True)
     options = []
     for field in dataclasses.fields(kind):
+        if field.metadata.get("help", "") is None:
+            continue
         default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
         options.append(_option(field.name, hints[field.name], default=default, description=field.metadata.get("help")))
     return options

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -24,8 +25,78 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.generation import logits_process as hf
     from transformers.generation.logits_process import LogitsProcessor
+else:
+    LogitsProcessor = Callable  # for who reads the types of the fields
 
-_IN_PROCESS = {"in_process": True}  # objects that stay in this process
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "True or False": lambda value: isinstance(value, bool),
+    "an integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    "a number": lambda value: not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value),
+    "a string": lambda value: isinstance(value, str),
+    "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
+    "a mapping of ids to numbers": lambda value: (
+        isinstance(value, Mapping)
+        and all(_CHECKS["an integer"](key) and _CHECKS["a number"](value[key]) for key in value)
+    ),
+    "a string or a list of integers": lambda value: (
+        isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(_CHECKS["an integer"], value)))
+    ),
+    "a StructuredOutput": lambda _value: False,  # but for the class that `_Kind.also` names
+}
+_USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
+_MOST_BIAS = 100
+_PLURALS = {"True or False": "truth values", "an integer": "integers", "a string": "strings"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a keyword may be.
+
+    one       a value of it, as messages say it
+    optional  None is possible
+    listed    a list or tuple of such values is possible
+    also      a class whose objects are possible
+    least, most   of a number; None = any
+    """
+
+    one: Literal[
+        "True or False",
+        "an integer",
+        "a number",
+        "a string",
+        "a list of callables",
+        "a mapping of ids to numbers",
+        "a string or a list of integers",
+        "a StructuredOutput",
+    ]
+    optional: bool = False
+    listed: bool = False
+    also: type | None = None
+    least: float | None = None
+    most: float = math.inf
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
+        _check_kinds = _CHECKS[self.one]
+        if self.also is not None and isinstance(value, self.also):
+            return True
+        if self.listed and isinstance(value, (list, tuple)):
+            return all(map(_check_kinds, value))
+        return _check_kinds(value)
+
+    def __str__(self) -> str:
+        more = (f" or a list of {_PLURALS[self.one]}" if self.listed else "") + (" or None" if self.optional else "")
+        return self.one + more
+
+
+def _param(default: Any, kind: _Kind | None, text: str | None = None, *, in_process: bool = False) -> Any:
+    """A field of that kind; None: of any.
+
+    text        what the help of commands and the schema of the HTTP API say of it, which have those that have one, and
+                so have experiments
+    in_process  it holds objects of this process, which cannot be sent to another one
+    """
+    return field(default=default, metadata={"kind": kind, "help": text, "in_process": in_process})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +134,59 @@ class SamplingParams:
         SamplingError: a value has the wrong type or is out of range.
     """
 
-    sequence_length: int | None = None
-    max_new_tokens: int | None = None
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | Sequence[int] = 0
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
-    stop_strings: str | Sequence[str] | StopStrings | None = None
-    tokenizer: Decodes | None = field(default=None, metadata=_IN_PROCESS)
-    stopping_criteria_list: Sequence[Criterion] | None = field(default=None, metadata=_IN_PROCESS)
-    logits_processor: Sequence[LogitsProcessor] | None = field(default=None, metadata=_IN_PROCESS)
-    no_repeat_ngram_size: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    output_scores: bool = False
-    structured_outputs: StructuredOutput | None = None
-    prediction: str | Sequence[int] | None = None
-    use_speculation: bool | Sequence[bool] = True
-    max_draft_tokens: int | None = None
+    sequence_length: int | None = _param(None, _Kind("an integer", optional=True))
+    max_new_tokens: int | None = _param(None, _Kind("an integer", optional=True), "Most new tokens.")
+    do_sample: bool = _param(False, _Kind("True or False"))
+    temperature: float = _param(1.0, _Kind("a number"), "Above 0: sample. 0: greedy.")
+    top_k: int | None = _param(None, _Kind("an integer", optional=True), "Sample among so many tokens.")
+    top_p: float | None = _param(None, _Kind("a number", optional=True), "Sample within so much probability.")
+    min_p: float | None = _param(
+        None, _Kind("a number", optional=True), "Leave out tokens below this share of the likeliest."
+    )
+    seed: int | Sequence[int] = _param(
+        0, _Kind("an integer", listed=True), "The same seed gives the same tokens, whatever the draft."
+    )
+    eos_token_id: int | Sequence[int] | None = _param(None, _Kind("an integer", optional=True, listed=True))
+    pad_token_id: int | None = _param(None, _Kind("an integer", optional=True))
+    stop_strings: str | Sequence[str] | StopStrings | None = _param(  # noqa: RUF009
+        None, _Kind("a string", optional=True, listed=True, also=StopStrings)
+    )
+    tokenizer: Decodes | None = _param(None, None, in_process=True)  # noqa: RUF009  # like the others
+    stopping_criteria_list: Sequence[Criterion] | None = _param(
+        None, _Kind("a list of callables", optional=True), in_process=True
+    )
+    logits_processor: Sequence[LogitsProcessor] | None = _param(
+        None, _Kind("a list of callables", optional=True), in_process=True
+    )
+    no_repeat_ngram_size: int | None = _param(None, _Kind("an integer", optional=True))
+    repetition_penalty: float | None = _param(
+        None, _Kind("a number", optional=True), "Above 1: divides the logits of what is in prompt or answer."
+    )
+    presence_penalty: float = _param(
+        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, off the logit of what is in the answer."
+    )
+    frequency_penalty: float = _param(
+        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, the same for each time it is there."
+    )
+    logit_bias: Mapping[int, float] | None = _param(None, _Kind("a mapping of ids to numbers", optional=True))
+    min_tokens: int = _param(0, _Kind("an integer", least=0), "No end before so many new tokens.")
+    ignore_eos: bool = _param(False, _Kind("True or False"), "No id ends the text.")
+    n: int = _param(1, _Kind("an integer", least=1, most=128))
+    logprobs: int | None = _param(
+        None,
+        _Kind("an integer", optional=True, least=0, most=20),
+        "With --json: log-probabilities of every token and of so many likeliest, 0 to 20.",
+    )
+    output_scores: bool = _param(False, _Kind("True or False"))
+    structured_outputs: StructuredOutput | None = _param(  # noqa: RUF009
+        None, _Kind("a StructuredOutput", optional=True, also=StructuredOutput)
+    )
+    prediction: str | Sequence[int] | None = _param(None, _Kind("a string or a list of integers", optional=True))
+    use_speculation: bool | Sequence[bool] = _param(True, _Kind("True or False", listed=True))
+    max_draft_tokens: int | None = _param(None, _Kind("an integer", optional=True))
 
     def __post_init__(self) -> None:
-        _check_kinds(self, _KINDS)
+        _check_kinds(self)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
@@ -108,6 +201,16 @@ class SamplingParams:
                 "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
                 param="ignore_eos",
             )
+
+    @classmethod
+    def asked(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Of commands and experiments, where a temperature of 0 is greedy decoding."""
+        return cls(do_sample=values.get("temperature", 0) != 0, **values)
+
+    @classmethod
+    def asked_names(cls) -> tuple[str, ...]:
+        """What commands, experiments and HTTP have."""
+        return tuple(one.name for one in fields(cls) if one.metadata["help"] is not None)
 
     def check(self) -> None:
         """Raise SamplingError for a value that no request can be made with, whatever its target."""
@@ -139,7 +242,7 @@ class SamplingParams:
     @classmethod
     def in_process_fields(cls) -> frozenset[str]:
         """Fields that hold objects of this process and cannot be sent to another one."""
-        return frozenset(one.name for one in fields(cls) if one.metadata == _IN_PROCESS)
+        return frozenset(one.name for one in fields(cls) if one.metadata["in_process"])
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
         """How one continuation of a prompt draws. All values are checked, also where it is greedy and uses none."""
@@ -213,102 +316,9 @@ def processor_list(
     return processors
 
 
-_CHECKS: dict[str, Callable[[object], bool]] = {
-    "True or False": lambda value: isinstance(value, bool),
-    "an integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
-    "a number": lambda value: not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value),
-    "a string": lambda value: isinstance(value, str),
-    "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
-    "a mapping of ids to numbers": lambda value: (
-        isinstance(value, Mapping)
-        and all(_CHECKS["an integer"](key) and _CHECKS["a number"](value[key]) for key in value)
-    ),
-    "a string or a list of integers": lambda value: (
-        isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(_CHECKS["an integer"], value)))
-    ),
-    "a StructuredOutput": lambda _value: False,  # but for the class that `_Kind.also` names
-}
-_USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
-_MOST_BIAS = 100
-_PLURALS = {"True or False": "truth values", "an integer": "integers", "a string": "strings"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a keyword may be.
-
-    one       a value of it, as messages say it
-    optional  None is possible
-    listed    a list or tuple of such values is possible
-    also      a class whose objects are possible
-    least, most   of a number; None = any
-    """
-
-    one: Literal[
-        "True or False",
-        "an integer",
-        "a number",
-        "a string",
-        "a list of callables",
-        "a mapping of ids to numbers",
-        "a string or a list of integers",
-        "a StructuredOutput",
-    ]
-    optional: bool = False
-    listed: bool = False
-    also: type | None = None
-    least: float | None = None
-    most: float = math.inf
-
-    def accepts(self, value: object) -> bool:
-        """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
-        _check_kinds = _CHECKS[self.one]
-        if self.also is not None and isinstance(value, self.also):
-            return True
-        if self.listed and isinstance(value, (list, tuple)):
-            return all(map(_check_kinds, value))
-        return _check_kinds(value)
-
-    def __str__(self) -> str:
-        more = (f" or a list of {_PLURALS[self.one]}" if self.listed else "") + (" or None" if self.optional else "")
-        return self.one + more
-
-
-_KINDS: dict[str, _Kind] = {
-    "sequence_length": _Kind("an integer", optional=True),
-    "max_new_tokens": _Kind("an integer", optional=True),
-    "do_sample": _Kind("True or False"),
-    "temperature": _Kind("a number"),
-    "top_k": _Kind("an integer", optional=True),
-    "top_p": _Kind("a number", optional=True),
-    "min_p": _Kind("a number", optional=True),
-    "seed": _Kind("an integer", listed=True),
-    "eos_token_id": _Kind("an integer", optional=True, listed=True),
-    "pad_token_id": _Kind("an integer", optional=True),
-    "stop_strings": _Kind("a string", optional=True, listed=True, also=StopStrings),
-    "stopping_criteria_list": _Kind("a list of callables", optional=True),
-    "logits_processor": _Kind("a list of callables", optional=True),
-    "no_repeat_ngram_size": _Kind("an integer", optional=True),
-    "repetition_penalty": _Kind("a number", optional=True),
-    "presence_penalty": _Kind("a number", least=-2, most=2),
-    "frequency_penalty": _Kind("a number", least=-2, most=2),
-    "logit_bias": _Kind("a mapping of ids to numbers", optional=True),
-    "min_tokens": _Kind("an integer", least=0),
-    "ignore_eos": _Kind("True or False"),
-    "n": _Kind("an integer", least=1, most=128),
-    "logprobs": _Kind("an integer", optional=True, least=0, most=20),
-    "output_scores": _Kind("True or False"),
-    "structured_outputs": _Kind("a StructuredOutput", optional=True, also=StructuredOutput),
-    "prediction": _Kind("a string or a list of integers", optional=True),
-    "use_speculation": _Kind("True or False", listed=True),
-    "max_draft_tokens": _Kind("an integer", optional=True),
-}
-"""Least and most are those of OpenAI's API."""
-
-
-def _check_kinds(params: object, kinds: Mapping[str, _Kind]) -> None:
+def _check_kinds(params: SamplingParams) -> None:
     """Raise SamplingError for the first field that is not of its kind."""
-    for name, kind in kinds.items():
+    for name, kind in _kinds():
         value = getattr(params, name)
         if value is None and kind.optional:
             continue
@@ -320,6 +330,11 @@ def _check_kinds(params: object, kinds: Mapping[str, _Kind]) -> None:
         if least is not None and not least <= value <= most:
             within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
             raise SamplingError(f"{name} must be {within}, not {value}", param=name)
+
+
+@cache
+def _kinds() -> list[tuple[str, _Kind]]:
+    return [(one.name, kind) for one in fields(SamplingParams) if (kind := one.metadata["kind"]) is not None]
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:

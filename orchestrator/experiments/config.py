@@ -36,6 +36,7 @@ from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft, parse_rule
+from paceline.engine.request import SamplingParams
 
 Layout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text", "lines"]
 Depth = int | tuple[int, ...] | Literal["auto"] | None
@@ -74,9 +75,15 @@ def _checked_speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
+def _checked_sampling(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    SamplingParams.asked(given).check()
+    return {name: given[name] for name in SamplingParams.asked_names() if name in given}  # in one order
+
+
+SAMPLING = frozenset(SamplingParams.asked_names()) - {"temperature", "seed", "max_new_tokens", "ignore_eos", "logprobs"}
 LOAD = frozenset(one.name for one in fields(LoadOptions)) - {"batch_size"}
 SPECULATIVE = frozenset(SpeculativeConfig.model_fields) - {"draft", "k", "acceptor"}
-"""Options of a target and of a drafter, but for the dimensions of the grid."""
+"""Options of a sampling, a target and a drafter, but for those of the whole experiment and of the grid."""
 
 Load = Annotated[Mapping[str, Any], AfterValidator(_checked_load)]
 Speculative = Annotated[Mapping[str, Any], AfterValidator(_checked_speculative)]
@@ -143,20 +150,27 @@ class DrafterEntry(_Strict):
 
 
 class SamplingEntry(_Strict):
-    """How the texts are sampled; the names are those of `paceline.engine.request.SamplingParams`."""
+    """How the texts are sampled: keys of `SamplingParams`, in a file beside the temperature."""
 
     temperature: float = Field(default=0.0, ge=0)
-    top_k: int | None = Field(default=None, ge=1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    params: Annotated[Mapping[str, Any], AfterValidator(_checked_sampling)] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts(cls, values: Any) -> Any:
+        return _apart(values, params=SAMPLING)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Those that are given, for `SamplingParams.asked`."""
+        return {"temperature": self.temperature, **self.params}
 
     @property
     def label(self) -> str:
         """For tables: ``greedy``, or what is not at its default."""
-        if not self.temperature:
-            return "greedy"
-        filters = ((name, getattr(self, name)) for name in ("top_k", "top_p", "min_p"))
-        return ", ".join([f"T={self.temperature:g}", *(f"{name}={v:g}" for name, v in filters if v is not None)])
+        shown = (name for name in self.params if self.temperature or name not in ("top_k", "top_p", "min_p"))
+        first = f"T={self.temperature:g}" if self.temperature else "greedy"
+        return ", ".join([first, *(f"{name}={self.params[name]:g}" for name in shown)])
 
 
 class PromptSet(_Strict):

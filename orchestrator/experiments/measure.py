@@ -18,7 +18,7 @@ from typing import Any
 from paceline.auto import SamplingDecoder, load
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
-from paceline.core.sampling import Sampling, kind_of, row_seed
+from paceline.core.sampling import kind_of, row_seed
 from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
@@ -95,16 +95,14 @@ class Bench(AbstractContextManager["Bench"]):
 
     def params(self, cell: Cell, first: int, count: int) -> SamplingParams:
         """How the prompts from ``first`` on are sampled: a prompt's seed does not depend on the batch size."""
-        config, sampling = self._config, cell.sampling
-        return SamplingParams(
-            max_new_tokens=config.max_new_tokens,
-            do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature or 1.0,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=[row_seed(config.seed, first + row) for row in range(count)],
-            eos_token_id=[] if config.ignore_eos else None,
+        config = self._config
+        return SamplingParams.asked(
+            {
+                **cell.sampling.keys,
+                "max_new_tokens": config.max_new_tokens,
+                "seed": [row_seed(config.seed, first + row) for row in range(count)],
+                "eos_token_id": [] if config.ignore_eos else None,
+            }
         )
 
     def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
@@ -115,7 +113,7 @@ class Bench(AbstractContextManager["Bench"]):
         if which not in self._generators:
             config = load_draft_models(config, target, self._draft)
             generator = SpeculativeGenerator(target=target, **dict(config))
-            generator.compile(kinds=(kind_of(_sampling(cell)),))
+            generator.compile(kinds=(kind_of(SamplingParams.asked(cell.sampling.keys).sampling_of(0)),))
             self._generators[which] = generator
         return self._generators[which]
 
@@ -172,11 +170,6 @@ def run_group(generator: SpeculativeGenerator, group: Sequence[Prompt], params: 
             first = perf_counter()
         outputs[output.index].append(output)
     return Timed(outputs, perf_counter() - begin, first - begin, generator.statistics)
-
-
-def _sampling(cell: Cell) -> Sampling:
-    one = cell.sampling
-    return Sampling(temperature=one.temperature, top_k=one.top_k or 0, top_p=one.top_p or 1.0, min_p=one.min_p or 0.0)
 
 
 def _median(runs: Sequence[Timed]) -> float:

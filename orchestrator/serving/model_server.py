@@ -21,7 +21,7 @@ from paceline.core.errors import BackendError, CheckpointError, PacelineError, P
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.serving.openai.chat import ChatRequest, Message, NamedTool, Tool
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.fields import StructuredOutputs
+from paceline.serving.openai.fields import FURTHER, StructuredOutputs
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.parsers.base import Parser, PlainText
@@ -470,6 +470,7 @@ def sampling_params(
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,
         use_speculation=not request.speculative.is_off,
+        **{one.name: getattr(request, one.name) for one in FURTHER},
         max_draft_tokens=request.speculative.k or None,
         tokenizer=tokenizer,
     )

@@ -6,7 +6,7 @@ the files of logs.
 or hangs. Ray starts an actor again whose process ended, and asks none whether it answers. The controller asks replicas
 and proxies, and nobody asks it; so while it is stopped, nothing else is replaced. Every replica of ours, of the edge
 and of models, therefore asks both: of any two processes that stop, one that asks is left. Replicas and proxies are the
-controller's (`paceline.serving.deployments`), a draft its target's.
+controller's (`paceline.serving.replica`), a draft its target's.
 
 `Readers` and `UntilTaken`: a stream ends when who reads it has taken all of it, and not before. Ray sends the items of
 a stream to its caller, and where the stream ends, waits until the caller has confirmed them all. It waits in the one

@@ -31,6 +31,14 @@ class SpeculativeConfig(config.SpeculativeConfig):
 
 config.SpeculativeConfig = SpeculativeConfig
 
+from paceline.engine import sampling_params as sampling
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(sampling.SamplingParams):
+    zest: int = sampling._param(3, sampling._Kind("an integer", least=1), "How fresh it is.")
+
+sampling.SamplingParams = SamplingParams
+
 from pathlib import Path
 from typer.testing import CliRunner
 
@@ -77,11 +85,25 @@ found["experiment too"] = [SpeculativeConfig(**options).eagerness for options in
 target = loadable(folder, LoadOptions(vigour=5))
 draft, own = (prepared(SpeculativeConfig(draft=text), target).draft[0].value for text in (folder, f"{folder}:vigour=6"))
 found["draft"] = [draft.options.load.vigour, own.options.load.vigour]
+for command in ("generate", "chat"):
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    found[command + " three"] = "--zest" in shown and "How fresh it is." in shown
+line = ["generate", "--target", folder, "--prompt", "x", "--zest", "0"]
+found["refused"] = "zest must be at least 1, not 0" in CliRunner().invoke(app, line).output
+one = experiments.parse_config({**grid, "targets": ["t"], "samplings": [{"temperature": 0.5, "zest": 5}]}, "f")
+found["experiment three"] = SamplingParams.asked(one.samplings[0].keys).zest
+
+from paceline.serving import model_server
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.fields import read_body
+
+request = read_body(CompletionRequest, b'{"model": "m", "prompt": "x", "zest": 5}')
+found["http"] = model_server.sampling_params(request, None).zest
 print(json.dumps(found))
 """
 
 
-def test_an_option_of_loading_or_drafting_is_one_field(workshop: Workshop) -> None:
+def test_an_option_of_loading_drafting_or_sampling_is_one_field(workshop: Workshop) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(workshop.checkpoint())], capture_output=True, text=True, check=False
     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
+from paceline.engine.request import SamplingParams
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
 
@@ -101,8 +103,8 @@ class IgnoredFields(Strict):
     prompt_cache_retention: Annotated[str, Field(description="a text")] = ""
 
 
-class SamplingFields(Strict):
-    """How tokens are chosen."""
+class OwnSamplingFields(Strict):
+    """How tokens are chosen, where it is said as in OpenAI's API or in vLLM."""
 
     temperature: Annotated[float, Field(description="a number")] = 1.0
     top_p: Annotated[float | None, Field(description="a number")] = None
@@ -127,11 +129,30 @@ class SamplingFields(Strict):
     ] = SpeculativeOptions()
 
     @model_validator(mode="after")
-    def _check_bias(self) -> SamplingFields:
+    def _check_bias(self) -> OwnSamplingFields:
         for name in self.logit_bias:
             if not name.isascii() or not name.isdecimal():
                 raise ValueError(f"logit_bias names token ids, not {name!r}")
         return self
+
+
+_SAID_OTHERWISE = {"max_new_tokens", "logprobs"}  # max_tokens; logprobs and top_logprobs
+FURTHER = tuple(
+    one
+    for one in fields(SamplingParams)
+    if one.name in SamplingParams.asked_names() and one.name not in {*OwnSamplingFields.model_fields, *_SAID_OTHERWISE}
+)
+"""Fields of `SamplingParams` that are the same here."""
+
+if TYPE_CHECKING:
+    SamplingFields = OwnSamplingFields
+else:
+    _types = get_type_hints(SamplingParams)
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=OwnSamplingFields,
+        **{one.name: (_types[one.name], Field(one.default, description=one.metadata["help"])) for one in FURTHER},
+    )
 
 
 class StreamFields(Strict):
