@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.main import app
 from paceline.core import errors
-from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
+from paceline.neuron_config import key_tables
 
 
 def generated(markdown: str) -> str:
@@ -51,14 +51,14 @@ def error_classes() -> str:
 
 def neuron_config_keys() -> str:
     """Keys of `NeuronConfig` without effect, and those that are rejected."""
-    reasons: dict[str, list[str]] = {}
-    for key, reason in WITHOUT_EFFECT.items():
+    tables, reasons = key_tables(), dict[str, list[str]]()
+    for key, reason in tables.without_effect.items():
         reasons.setdefault(reason, []).append(f"`{key}`")
     lines = ["These change nothing:", "", "| names | reason |", "|---|---|"]
     lines += [f"| {', '.join(keys)} | {reason} |" for reason, keys in reasons.items()]
     lines += ["", "These are rejected unless they have a value that asks for nothing:", ""]
     lines += ["| name | accepted values | otherwise |", "|---|---|---|"]
-    for key, (values, reason) in REFUSED.items():
+    for key, (values, reason) in tables.refused.items():
         lines.append(f"| `{key}` | {', '.join(f'`{value!r}`' for value in values)} | {reason} |")
     return "\n".join(lines)
 

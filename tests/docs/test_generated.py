@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from paceline.core import errors
-from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
+from paceline.neuron_config import key_tables
 from tests.docs.pages import CURRENT, ROOT, text
 
 
@@ -31,9 +31,9 @@ def test_every_marker_has_a_part_and_every_part_a_page(parts: ModuleType) -> Non
 
 def test_every_key_of_a_neuron_config_is_there_with_its_reason(parts: ModuleType) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in parts.neuron_config_keys().split("\n")]
-    for name, reason in WITHOUT_EFFECT.items():
+    for name, reason in key_tables().without_effect.items():
         assert any(f"`{name}`" in row[0] and row[1:] == [reason] for row in rows), name
-    for name, (values, reason) in REFUSED.items():
+    for name, (values, reason) in key_tables().refused.items():
         assert [f"`{name}`", ", ".join(f"`{value!r}`" for value in values), reason] in rows, name
 
 

@@ -42,7 +42,7 @@ def test_names_of_the_package_exist(page: str) -> None:
 @pytest.mark.parametrize("page", CURRENT)
 def test_files_exist(page: str) -> None:
     named = re.findall(
-        r"`((?:core|decoder|draft|target|medusa|eagle|training|placement|orchestrator|tests|benchmarks|scripts|docs|examples)"
+        r"`((?:core|decoder|neuron|draft|target|heads|medusa|eagle|placement|orchestrator|tests|benchmarks|scripts|docs|examples)"
         r"/[\w./-]*)`",
         prose(page),
     )
