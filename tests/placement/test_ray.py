@@ -187,7 +187,7 @@ def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
             cores = models.cores()
             pid = pid_on(cores["chat-draft"], other.node_id)
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + 120
             while pid_on(cores["chat-draft"], other.node_id) in (pid, None) or not drafts(models, "chat"):
                 assert models.sample("chat", PROMPTS, **ASKED) == expected
