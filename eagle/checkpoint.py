@@ -18,8 +18,9 @@ from paceline.core.errors import CheckpointError, ConfigurationError, MissingWei
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.decoder.weights.files import check_finite, open_weight_file, write_weight_file
+from paceline.decoder.weights.files import check_finite, write_weight_file
 from paceline.decoder.weights.folder import find_weight_files
+from paceline.decoder.weights.open import open_weight_file
 from paceline.eagle import formats
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.weights.files import TensorInfo, WeightFile, check_finite, open_weight_file, write_weight_file
+from paceline.decoder.weights.files import TensorInfo, WeightFile, check_finite, write_weight_file
 from paceline.decoder.weights.folder import find_weight_files
+from paceline.decoder.weights.open import open_weight_file
 from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
 from paceline.medusa.network import Heads
