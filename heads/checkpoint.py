@@ -13,8 +13,9 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightShapeError
-from paceline.decoder.weights.files import check_finite, open_weight_file, write_weight_file
+from paceline.decoder.weights.files import check_finite, write_weight_file
 from paceline.decoder.weights.folder import find_weight_files
+from paceline.decoder.weights.open import open_weight_file
 from paceline.heads.layouts import CONFIG, write_json
 
 Config = TypeVar("Config")

@@ -31,10 +31,11 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.family import Family
 from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
 from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.files import TensorInfo, WeightFile, check_stored, is_mapped, open_weight_file
+from paceline.decoder.weights.files import TensorInfo, WeightFile, check_stored, is_mapped
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
+from paceline.decoder.weights.open import open_weight_file
 from paceline.decoder.weights.quantize import (
     QuantizedTensor,
     Stored,

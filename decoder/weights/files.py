@@ -1,4 +1,5 @@
-"""A file of a checkpoint's weights, opened, in any format. Which files there are: `paceline.decoder.weights.folder`.
+"""Files of a checkpoint's weights, opened: safetensors and pickles. Which files there are:
+`paceline.decoder.weights.folder`; a file of any kind, packed ones and GGUF too: `paceline.decoder.weights.open`.
 
 Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
 comparison is `paceline.decoder.weights.checkpoint`. A pickle (``.bin``) is read by torch's restricted unpickler only,
@@ -62,45 +63,23 @@ def is_mapped(path: Path) -> bool:
 
 
 @contextmanager
-def open_weight_file(path: Path) -> Iterator[WeightFile]:
-    """Open one file of weights; absent, truncated or unreadable is a MissingWeightsError.
-
-    Matrices that are packed are read as floats (`paceline.decoder.weights.packed`).
-    """
-    with open_plain(path) as source:
-        if path.suffix != ".safetensors":
-            yield source
-            return
-        from paceline.decoder.weights.packed import PackedFile  # it imports this module
-
-        yield PackedFile.around(source, path)
-
-
-@contextmanager
-def open_plain(path: Path) -> Iterator[WeightFile]:
-    """The same with every tensor as it is stored."""
-    if path.is_dir():
-        yield _SplitFolder.open(path)
-        return
-    start = _first_bytes(path)
-    if start.startswith(b"version https://git-lfs"):
-        raise MissingWeightsError(
-            f"{path} is a Git LFS pointer and not the weights themselves; run `git lfs pull` in its folder."
-        )
-    if is_gguf(path):
-        from paceline.decoder.gguf.checkpoint import GgufFile  # it imports this module
-
-        yield GgufFile.open(path)
-        return
-    if path.suffix != ".safetensors":
-        yield _PickleFile(path, _unpickle(path))
-        return
+def open_safetensors(path: Path) -> Iterator[WeightFile]:
+    """Open one file, whose tensors are as they are stored; absent, truncated or unreadable is a MissingWeightsError."""
+    check_present(path)
     try:
         # safe_open compares the header with the file's size, so that a truncated file fails before any read.
         with safe_open(path, framework="pt", device="cpu") as handle:
             yield _SafetensorsFile(handle)
     except SafetensorError as error:
         raise MissingWeightsError(f"{path} is truncated or not a safetensors file ({error}); {AGAIN}.") from error
+
+
+def check_present(path: Path) -> None:
+    """Raise MissingWeightsError where a file is not there, cannot be read, or stands for one that was not fetched."""
+    if _first_bytes(path).startswith(b"version https://git-lfs"):
+        raise MissingWeightsError(
+            f"{path} is a Git LFS pointer and not the weights themselves; run `git lfs pull` in its folder."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +117,21 @@ class _SafetensorsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _PickleFile:
+class PickleFile:
+    """A `WeightFile`: a pickle of torch's, read whole."""
+
     path: Path
     tensors: dict[str, Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> PickleFile:
+        """Read it.
+
+        Raises:
+            MissingWeightsError, CheckpointError: as `load_pickle`; or it holds no dictionary of tensors.
+        """
+        check_present(path)
+        return cls(path, _unpickle(path))
 
     def infos(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in self.tensors.items()}
@@ -275,8 +266,8 @@ _RANDOM = ".empty_json"
 
 
 @dataclass(frozen=True, slots=True)
-class _SplitFolder:
-    """A `paceline.decoder.weights.files.WeightFile`: the folder, and its files by the names of their tensors.
+class SplitFolder:
+    """A `WeightFile`: the folder, and its files by the names of their tensors.
 
     `save_pretrained_split` writes pytorch_model.bin/key_to_filename.json, an object of file names by tensor names,
     and the files beside it, p0.model.embed_tokens.weight and so on. Each is opened when its tensor is read.
@@ -286,7 +277,7 @@ class _SplitFolder:
     files: dict[str, Path]
 
     @classmethod
-    def open(cls, folder: Path) -> _SplitFolder:
+    def open(cls, folder: Path) -> SplitFolder:
         """Read the names; of the files none is opened.
 
         Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
-from paceline.decoder.weights.files import TensorInfo, WeightFile, open_plain
+from paceline.decoder.weights.files import TensorInfo, WeightFile, open_safetensors
 from paceline.decoder.weights.formats import GROUP, WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor
 
@@ -205,7 +205,7 @@ class PackedFile:
         file = _index(self.path).get(part)
         if file is None:
             raise MissingWeightsError(f"{self.path}: {part} is missing; download the checkpoint in full.")
-        with open_plain(self.path.with_name(file)) as other:
+        with open_safetensors(self.path.with_name(file)) as other:
             if part not in other.infos():
                 raise MissingWeightsError(f"{file} lacks {part}, which its index names; download the checkpoint again.")
             return other.read(part).clone()

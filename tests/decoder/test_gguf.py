@@ -23,8 +23,9 @@ from paceline.decoder.gguf import checkpoint as gguf_checkpoint
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, layout
-from paceline.decoder.weights import checkpoint, files
+from paceline.decoder.weights import checkpoint
 from paceline.decoder.weights.hub import checkpoint_path
+from paceline.decoder.weights.open import open_weight_file
 from tests.decoder.gguf_files import END, HEADS, SCALES, START, VOCABULARY, network, write
 from tests.fakes_models import generated
 
@@ -90,7 +91,7 @@ def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degre
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
 def test_columns_and_rows_may_begin_inside_of_a_block(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", network(), kind)
-    with files.open_weight_file(path) as source:
+    with open_weight_file(path) as source:
         for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
             whole = source.read(name)
             for first, last in ((0, 256), (40, 100), (7, 8), (250, 256)):
