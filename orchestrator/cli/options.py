@@ -32,6 +32,7 @@ from paceline.decoder.backends.registry import BACKENDS
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
+from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class SamplingOptions:
             min_p=self.min_p,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
-            stop_strings=self.stop,
+            stop_strings=StopStrings(self.stop, scope="output") if self.stop else None,  # as over HTTP
             structured_outputs=self._structured(),
             logprobs=self.logprobs,
             presence_penalty=self.presence_penalty,

@@ -7,6 +7,7 @@ build the same value. Not here: the requests made of it (`paceline.engine.reques
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -35,9 +36,10 @@ class SamplingParams:
     sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
     do_sample               False (default): greedy, whatever the next four say
-    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
-                            top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is not greedy
-    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
+    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off, and -1 top-k. Equal logits at the
+                            border of top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is
+                            not greedy
+    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row; None: any
     eos_token_id            ids that end a text; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
     stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
@@ -71,7 +73,7 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | Sequence[int] = 0
+    seed: int | Sequence[int] | None = 0
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     stop_strings: str | Sequence[str] | StopStrings | None = None
@@ -96,6 +98,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_kinds(self, _KINDS)
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(31))
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
@@ -145,13 +149,14 @@ class SamplingParams:
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
         """How one continuation of a prompt draws. All values are checked, also where it is greedy and uses none."""
+        assert self.seed is not None, "it was drawn when this was made"
         if isinstance(self.seed, Sequence):
             seed = row_seed(self.seed[row], copy)
         else:
             seed = row_seed(self.seed, row * self.n + copy)
         drawn = Sampling(
             temperature=self.temperature,
-            top_k=self.top_k or 0,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             seed=int(seed),
@@ -284,7 +289,7 @@ _KINDS: dict[str, _Kind] = {
     "top_k": _Kind("an integer", optional=True),
     "top_p": _Kind("a number", optional=True),
     "min_p": _Kind("a number", optional=True),
-    "seed": _Kind("an integer", listed=True),
+    "seed": _Kind("an integer", optional=True, listed=True),
     "eos_token_id": _Kind("an integer", optional=True, listed=True),
     "pad_token_id": _Kind("an integer", optional=True),
     "stop_strings": _Kind("a string", optional=True, listed=True, also=StopStrings),
