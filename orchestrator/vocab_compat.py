@@ -6,11 +6,13 @@ Sizes may differ by padding; meanings may not, unless something translates.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
+from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.text.tokenizer import load_tokenizer
@@ -127,13 +129,30 @@ def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[
     if ours != theirs:
         both = {token for token, number in ours.items() if number < limit}
         both |= {token for token, number in theirs.items() if number < limit}
-        differ = sorted(token for token in both if ours.get(token) != theirs.get(token))
+        pads = _renamed_pads(folders, (ours, theirs))
+        differ = sorted(token for token in both - pads if ours.get(token) != theirs.get(token))
         if differ:
             raise PairingError(
                 f"draft and target have unequal tokenizers: {len(differ)} tokens have other ids, such as {differ[0]!r} "
                 f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's "
                 "tokenizer, or set vocabulary='intersection' or 'retokenize'"
             )
+
+
+def _renamed_pads(folders: tuple[Path | None, ...], vocabularies: tuple[dict[str, int], ...]) -> set[str]:
+    """Both names of the padding token, if that has one id and two names: no text holds it."""
+    names = [_pad(folder) for folder in folders if folder is not None]
+    ids = {vocabulary.get(name) for name, vocabulary in zip(names, vocabularies, strict=True)}
+    return set(names) if len(ids) == 1 and None not in ids else set()
+
+
+def _pad(folder: Path) -> str:
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        with suppress(CheckpointError):
+            pad = read_json_object(checkpoint_path(folder) / file).get("pad_token")
+            if pad:
+                return str(pad["content"] if isinstance(pad, dict) else pad)
+    return ""
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

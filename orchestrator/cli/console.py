@@ -21,7 +21,8 @@ from rich.text import Text
 from paceline.core.errors import PacelineError
 from paceline.outputs import RequestOutput, Statistics
 from paceline.registry import ACCEPTANCE_RULES
-from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from paceline.text.stop_strings import StopStringFilter, StopStrings
+from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -65,11 +66,19 @@ class TextView:
     """Writes a text as its tokens come, drafted ones in another style than the target's own.
 
     On a terminal styles tell them apart, bold as well as colour. Elsewhere the bare text is written, byte for byte, or,
-    with ``marks``, the drafted parts between quotation marks.
+    with ``marks``, the drafted parts between quotation marks. A stop string is not written, as in answers over HTTP.
     """
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, prompt: Sequence[int], *, marks: bool = False) -> None:
-        self._console, self._text = console, IncrementalDetokenizer(tokenizer, prompt)
+    def __init__(
+        self,
+        console: Console,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        marks: bool = False,
+        stop: StopStrings | None = None,
+    ) -> None:
+        self._console, self._text = console, StopStringFilter(stop, tokenizer, prompt)
         self._marks = marks and not console.is_terminal
         self._open = False
 

@@ -41,7 +41,8 @@ from paceline.engine.request import Request, SamplingParams
 from paceline.loadable import loadable, request_limits
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import Conversation, chat_ids
-from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
+from paceline.text.stop_strings import StopStringFilter, StopStrings
+from paceline.text.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 
 if TYPE_CHECKING:
     from paceline.auto import SamplingDecoder
@@ -86,12 +87,14 @@ def generate(
             console.compiling(console.err(), decoders, [generator.compile])
         stream = generator.stream([ids], params=params)
         warning = console.acceptance_warning(generator.statistics)
-        begin = perf_counter()
+        begin, stop = perf_counter(), StopStrings.of(params.stop_strings)
         if output.as_json:
-            continuation = _quiet(stream, tokenizer, ids, total=sampling.max_new_tokens)
+            shown = StopStringFilter(stop, tokenizer, ids)
+            continuation = _quiet(stream, shown, total=sampling.max_new_tokens)
             typer.echo(json.dumps(_json_object(text, continuation, generator.statistics, warning=warning)))
         else:
-            continuation = _shown(stream, tokenizer, ids, prompt=text, warning=warning)
+            view = console.TextView(console.out(), tokenizer, ids, stop=stop)
+            continuation = _shown(stream, view, prompt=text, warning=warning)
         if output.stats:
             console.err().print(console.statistics_table(generator.statistics, perf_counter() - begin))
 
@@ -108,10 +111,9 @@ def _json_object(
 
 
 def _shown(
-    stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, prompt: str, warning: str | None
+    stream: Iterator[RequestOutput], view: console.TextView, *, prompt: str, warning: str | None
 ) -> Continuation:
     """Write the text while it grows. A warning stands above it, on stdout too: it must not get lost in a pipe."""
-    view = console.TextView(console.out(), tokenizer, ids)
     if warning is not None:
         console.say(console.out(), warning, style="bold red")
     if console.out().is_terminal:
@@ -122,9 +124,8 @@ def _shown(
     return continuation
 
 
-def _quiet(stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, total: int) -> Continuation:
+def _quiet(stream: Iterator[RequestOutput], text: StopStringFilter, *, total: int) -> Continuation:
     """Show only how far it is."""
-    text = IncrementalDetokenizer(tokenizer, ids)
     with console.bar(console.err(), "generating", total) as bar:
 
         def piece(output: RequestOutput) -> str:
@@ -271,7 +272,7 @@ class Session:
         if forgotten:
             console.say(console.err(), f"note: the first {forgotten} messages were forgotten to make room")
         tokenizer: Tokenizer = self.conversation.tokenizer
-        view = console.TextView(console.out(), tokenizer, ids)
+        view = console.TextView(console.out(), tokenizer, ids, stop=StopStrings.of(self.params.stop_strings))
         pieces: list[str] = []
         begin = perf_counter()
         try:

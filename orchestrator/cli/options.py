@@ -35,6 +35,7 @@ from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
+from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class SamplingOptions:
             SamplingError: a value is out of range, or the answer is to fit two things.
             PromptError: the schema's file cannot be read.
         """
-        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": self.stop}
+        stop = StopStrings(self.stop, scope="output") if self.stop else None  # as over HTTP
+        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": stop}
         params = SamplingParams.asked({**keys, **own, "structured_outputs": self._structured()})
         params.check()
         return params

@@ -6,7 +6,7 @@ What may be asked is in `paceline.engine.sampling_params`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Union
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
 from paceline.engine.sampling_params import SamplingParams, is_tensor, processor_list, shown
-from paceline.engine.stopping import Stopping
+from paceline.engine.stopping import Stopping, no_scores, reads_scores
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import Grammar, GrammarCompiler, StructuredOutput
 
@@ -140,17 +140,18 @@ class Request:
                 raise SamplingError(
                     f"{name} has {len(value)} entries for {len(rows)} prompts; give one for each, or a single value"
                 )
-        stop_strings = None
-        if params.stop_strings:
-            stop_strings = StopStrings.of(params.stop_strings)
-            if not hasattr(params.tokenizer, "decode"):
-                raise SamplingError(
-                    "stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)"
-                )
+        stop_strings = StopStrings.of(params.stop_strings)
+        if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
+            raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
+        if eos is not None:
+            remedy = "give ids of this model's tokenizer, or ignore_eos"
+            _check_ids("eos_token_id", map(int, eos_ids), limits, remedy=remedy)
         end_ids = frozenset[int]() if params.ignore_eos else frozenset(map(int, eos_ids))
         criteria = tuple(params.stopping_criteria_list or ())
+        if (reader := next(filter(reads_scores, criteria), None)) is not None:
+            raise no_scores(reader)
         changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
         rules = _rules(params, limits, end_ids) if changed else None
         prediction = _prediction(params, limits) if params.prediction else ()
@@ -184,6 +185,13 @@ class Request:
         return requests
 
 
+def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: str) -> None:
+    """Raise SamplingError for an id that the model has not."""
+    if (bad := next((token for token in ids if not 0 <= token < limits.vocab_size), None)) is not None:
+        size = limits.vocab_size
+        raise SamplingError(f"{name} names id {bad}, outside the vocabulary of {size}; {remedy}", param=name)
+
+
 def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> LogitsRules | None:
     """What is done to logits; None if nothing is."""
     processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
@@ -193,12 +201,7 @@ def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) ->
     )
     bias = dict(params.logit_bias or {})
     for name, ids in (("logit_bias", bias), ("eos_token_id", eos if params.min_tokens else ())):
-        if (bad := next((token for token in ids if not 0 <= token < limits.vocab_size), None)) is not None:
-            raise SamplingError(
-                f"{name} names id {bad}, outside the vocabulary of {limits.vocab_size}; give ids of this model's "
-                "tokenizer",
-                param=name,
-            )
+        _check_ids(name, ids, limits, remedy="give ids of this model's tokenizer")
     rules = LogitsRules(
         processor,
         float(params.presence_penalty),

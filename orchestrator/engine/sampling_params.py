@@ -7,6 +7,7 @@ build the same value. Not here: the requests made of it (`paceline.engine.reques
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -106,9 +107,10 @@ class SamplingParams:
     sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
     do_sample               False (default): greedy, whatever the next four say
-    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
-                            top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is not greedy
-    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
+    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off, and -1 top-k. Equal logits at the
+                            border of top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is
+                            not greedy
+    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row; None: any
     eos_token_id            ids that end a text; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
     stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
@@ -143,8 +145,8 @@ class SamplingParams:
     min_p: float | None = _param(
         None, _Kind("a number", optional=True), "Leave out tokens below this share of the likeliest."
     )
-    seed: int | Sequence[int] = _param(
-        0, _Kind("an integer", listed=True), "The same seed gives the same tokens, whatever the draft."
+    seed: int | Sequence[int] | None = _param(
+        0, _Kind("an integer", optional=True, listed=True), "The same seed gives the same tokens, whatever the draft."
     )
     eos_token_id: int | Sequence[int] | None = _param(None, _Kind("an integer", optional=True, listed=True))
     pad_token_id: int | None = _param(None, _Kind("an integer", optional=True))
@@ -187,6 +189,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
+        if self.seed is None:
+            object.__setattr__(self, "seed", secrets.randbits(31))
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
@@ -246,13 +250,14 @@ class SamplingParams:
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
         """How one continuation of a prompt draws. All values are checked, also where it is greedy and uses none."""
+        assert self.seed is not None, "it was drawn when this was made"
         if isinstance(self.seed, Sequence):
             seed = row_seed(self.seed[row], copy)
         else:
             seed = row_seed(self.seed, row * self.n + copy)
         drawn = Sampling(
             temperature=self.temperature,
-            top_k=self.top_k or 0,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             seed=int(seed),

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dis import get_instructions
+from inspect import isfunction
 
 from paceline.core.detokenizer import Decodes
+from paceline.core.errors import SamplingError
 from paceline.outputs import FinishReason
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 
@@ -113,10 +116,46 @@ class StopChecker:
 
         ids = torch.tensor([self.text])
         for criterion in self._stopping.criteria:
-            verdict = criterion(ids, None)
+            try:
+                verdict = criterion(ids, None)
+            except (TypeError, AttributeError) as error:
+                if "NoneType" in str(error):
+                    raise no_scores(criterion) from error
+                raise
             if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
                 return _reason_of(criterion)
         return None
+
+
+def no_scores(criterion: Criterion) -> SamplingError:
+    """The refusal of a criterion that reads scores."""
+    name = getattr(criterion, "__qualname__", type(criterion).__name__)
+    return SamplingError(
+        f"stopping_criteria_list: {name} reads scores, which a criterion is not given here (None, as `generate` has it "
+        "without output_scores); decide by the ids",
+        param="stopping_criteria_list",
+    )
+
+
+def reads_scores(criterion: Criterion) -> bool:
+    """Whether a criterion written in Python looks into its second argument, and does not ask first if it is None.
+
+    Seen in its bytecode, before anything is decoded. One that only passes the scores on is not known.
+    """
+    method = type(criterion).__dict__.get("__call__")
+    code = getattr(criterion if isfunction(criterion) else method, "__code__", None)
+    place = 1 if isfunction(criterion) else 2
+    if code is None or code.co_argcount <= place:
+        return False
+    steps = [step for step in get_instructions(code) if step.opname not in ("CACHE", "RESUME", "EXTENDED_ARG")]
+    name, reads = code.co_varnames[place], False
+    for load, after, last in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
+        if load.opname.startswith("LOAD_FAST") and load.argval == name:
+            if "NONE" in after.opname or last.opname == "IS_OP":
+                return False
+            subscript = last.opname == "BINARY_SUBSCR" or last.argrepr == "[]"
+            reads |= after.opname in ("LOAD_ATTR", "LOAD_METHOD") or subscript
+    return reads
 
 
 def _reason_of(criterion: Criterion) -> FinishReason:

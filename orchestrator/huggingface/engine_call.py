@@ -160,7 +160,7 @@ def _request(
         max_new_tokens=config.max_length - len(ids),
         do_sample=bool(config.do_sample),
         seed=seed,
-        eos_token_id=eos,
+        eos_token_id=[token for token in eos if token >= 0],  # -1 is "none" to users of transformers
         logits_processor=[
             _WithPadding(processor, ids, len(prompt)) if padded else processor for processor in processors
         ]

@@ -29,7 +29,7 @@ from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, re
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer, TokenAnswer
-from paceline.serving.render.writers import ChatWriter, CompletionWriter, ResponsesWriter
+from paceline.serving.render.writers import ChatWriter, CompletionWriter, ResponsesWriter, token_text
 from paceline.serving.router import (
     Accepted,
     Chunk,
@@ -42,9 +42,10 @@ from paceline.serving.router import (
     TextRequest,
     TokenRequest,
 )
+from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
-from paceline.text.tokenizer import with_markers
+from paceline.text.tokenizer import TokenBytes, with_markers
 from paceline.workers.calls import Call
 from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 
@@ -63,6 +64,7 @@ class ModelServer:
 
     def __init__(self, tokenizer: Tokenizer, engine: SharedEngine, limits: TargetLimits, *, card: ModelCard) -> None:
         self._tokenizer, self._engine, self._limits = tokenizer, engine, limits
+        self._token_bytes = TokenBytes(tokenizer)
         self._format = form = ChatFormat.of(tokenizer)
         self.card = replace(
             card,
@@ -139,7 +141,7 @@ class ModelServer:
                 request.messages, request.tools, request.chat_template_kwargs, request.add_generation_prompt
             )
             ids = self._tokenizer.encode(_chat_text(self._tokenizer, prompt, self._format), add_special_tokens=False)
-        texts = [self._token_text(token) for token in ids] if request.return_token_strs else None
+        texts = [token_text(self._token_bytes(token)) for token in ids] if request.return_token_strs else None
         return TokenizeResponse(
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
         )
@@ -194,13 +196,15 @@ class ModelServer:
         Raises:
             RefusedError: the request says that it wants more.
         """
-        if most is None:
-            return self._limits
-        longest, requested = max(map(len, prompts)), request.max_new_tokens
-        if requested is not None and longest + requested > most:
-            message = f"a prompt of {longest} tokens and max_tokens={requested} are more than the {most} allowed here"
+        room = self._limits.n_positions if most is None else min(most, self._limits.n_positions)
+        longest, requested = max(map(len, prompts)), request.tokens_asked
+        if requested is not None and longest < room < longest + requested:
+            message = (
+                f"a prompt of {longest} tokens and max_tokens={requested} are more than the {room} allowed here; leave "
+                "max_tokens out to get as many as fit"
+            )
             raise RefusedError(400, message, param="max_tokens", code=TOO_LONG)
-        return replace(self._limits, n_positions=min(most, self._limits.n_positions))
+        return replace(self._limits, n_positions=room)
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: Prompts) -> Parser:
         """What finds reasoning and calls in the text of one choice."""
@@ -224,15 +228,12 @@ class ModelServer:
             return ResponsesWriter(request, context.id, context.created)
         if isinstance(request, CompletionRequest):
             head |= {"id": f"cmpl-{context.id}", "object": "text_completion"}
-            return CompletionWriter(request, head, self._token_text, prompts=prompts.texts)
+            return CompletionWriter(request, head, self._token_bytes, prompts=prompts.texts)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         head |= {"id": f"chatcmpl-{context.id}", "object": kind}
         return ChatWriter(
-            request, head, self._token_text, call_id=lambda choice, index: f"call_{context.id}_{choice}_{index}"
+            request, head, self._token_bytes, call_id=lambda choice, index: f"call_{context.id}_{choice}_{index}"
         )
-
-    def _token_text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:
@@ -303,11 +304,13 @@ class ChatFormat:
     template   its text; empty without one
     tools      the form of tool calls that it teaches, if it has a place for tools
     reasoning  its markers of reasoning
+    in_parts   roles whose content it reads as a list of parts alone
     """
 
     template: str = ""
     tools: ToolFormat | None = None
     reasoning: ReasoningRow | None = None
+    in_parts: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatFormat:
@@ -317,7 +320,7 @@ class ChatFormat:
             return cls()
         # A tokenizer may have several by name; that for tools says most.
         template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
-        return cls(template, tool_format(template), reasoning_of(template))
+        return cls(template, tool_format(template), reasoning_of(template), roles_in_parts(tokenizer))
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Texts that parsers of answers look for, and that may be special tokens. ``tools``: whether calls may come."""
@@ -401,7 +404,7 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
         if name in parameters or name == "messages":
             raise RefusedError(400, f"{name!r} cannot be given to the template", param="chat_template_kwargs")
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
-    messages = [_for_template(message) for message in prompt.messages]
+    messages = for_template([_as_dict(message) for message in prompt.messages], form.in_parts)
     try:
         return str(
             chat_tokenizer.apply_chat_template(
@@ -412,13 +415,14 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
         raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """A message as templates read it: a text, and calls whose arguments are objects.
+def _as_dict(message: Message) -> dict[str, Any]:
+    """A message as templates read it: a text, and calls whose arguments are objects. Models know no developers.
 
     Raises:
         RefusedError: the arguments of a call are no JSON.
     """
-    entry: dict[str, Any] = {"role": message.role, "content": message.text}
+    role = "system" if message.role == "developer" else message.role
+    entry: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         entry["name"] = message.name
     if message.tool_call_id is not None:
@@ -459,7 +463,7 @@ def sampling_params(
         do_sample=request.temperature != 0,
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=0 if request.top_k == -1 else request.top_k,
+        top_k=request.top_k,
         min_p=request.min_p,
         stop_strings=StopStrings(stops, scope="output") if stops else None,
         repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,

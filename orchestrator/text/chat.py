@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,39 @@ from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import PromptError
 
 Message = Mapping[str, str]
+_WORD = "paceline-probe-"
+
+
+def roles_in_parts(tokenizer: Tokenizer) -> frozenset[str]:
+    """Roles whose content the chat template reads as a list of parts alone: of a text it would leave out every word.
+
+    Found out by rendering short conversations both ways, since a template is a program.
+    """
+    found: set[str] = set()
+    for roles in (("user",), ("system", "user", "assistant", "user")):
+        messages = [{"role": role, "content": f"{_WORD}{place}"} for place, role in enumerate(roles)]
+        as_texts, as_parts = (_rendered(tokenizer, for_template(messages, parts)) for parts in ((), roles))
+        words = [str(message["content"]) for message in messages]
+        found |= {role for role, word in zip(roles, words, strict=True) if word not in as_texts and word in as_parts}
+    return frozenset(found | {"tool"} if "user" in found else found)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], in_parts: Collection[str]) -> list[dict[str, Any]]:
+    """Messages with contents as texts, as the template of a model reads them. ``in_parts``: see `roles_in_parts`."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message["role"] in in_parts
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+    chat_tokenizer: Any = tokenizer
+    try:
+        return str(chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception:  # templates are programs that raise what they like
+        return ""
 
 
 def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
@@ -22,7 +55,8 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     if not getattr(chat_tokenizer, "chat_template", None):
         raise PromptError("this model has no chat template; it can only continue a text")
     try:
-        text = chat_tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        read = for_template(messages, roles_in_parts(tokenizer))
+        text = chat_tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs that raise what they like
         raise PromptError(f"the chat template refuses these messages: {error}") from error
     return list(chat_tokenizer.encode(text, add_special_tokens=False))

@@ -49,7 +49,7 @@ class StopStrings:
         """What a user gave, as a value; None if nothing stops."""
         if isinstance(strings, StopStrings):
             return strings if strings.strings else None
-        listed = (strings,) if isinstance(strings, str) else tuple(strings or ())
+        listed = (strings,) if isinstance(strings, str) else tuple(strings or ())  # an empty text is one, and refused
         return cls(listed) if listed else None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.core.detokenizer import Decodes, IncrementalDetokenizer, Tokenizer
+from paceline.core.detokenizer import Decodes, IncrementalDetokenizer, Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, PromptError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
@@ -143,6 +145,43 @@ def quick_tokenizer(folder: Path) -> QuickTokenizer | None:
     if backend.truncation or backend.padding or any(token is not None and token not in special for token in named):
         return None  # transformers changes it
     return QuickTokenizer(folder, backend)
+
+
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))
+}
+"""Characters of a byte-level vocabulary, GPT-2's, and the bytes that they stand for."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\u2581"
+
+
+class TokenBytes:
+    """The bytes of single tokens, which join to those of a text.
+
+    The text of one token by itself is something else: a mark where it is a part of a character, and without the space
+    before a word in vocabulary of SentencePiece's kind.
+    """
+
+    def __init__(self, tokenizer: Decodes) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = None if self._backend is None else self._backend.decoder
+        kind = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
+        self._is_byte_level, self._has_spaces = "ByteLevel" in kind, _SPACE in kind
+        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        self._added = {number: str(one.content).encode() for number, one in added.items()}
+
+    def __call__(self, token: int) -> bytes:
+        if token in self._added:  # never a part of anything
+            return self._added[token]
+        piece = None if self._backend is None else self._backend.id_to_token(token)
+        if piece is not None and self._is_byte_level and all(character in _BYTE_LEVEL for character in piece):
+            return bytes(_BYTE_LEVEL[character] for character in piece)
+        if piece is not None and self._has_spaces:
+            byte = _BYTE.fullmatch(piece)
+            return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
+        return plain_text(self._tokenizer, [token], skip_special_tokens=False).encode()
 
 
 class MarkerTokens:

@@ -133,6 +133,9 @@ def test_stop_strings(home: Path) -> None:
     at = next(i for i, token in enumerate(tokens) if tokenizer.decode([token]).isascii())
     found = answer(home, "--stop", "\n\n\n\n never", "--stop", tokenizer.decode([tokens[at]]), "--draft", "ngram")
     assert found["finish_reason"] == "stop" and found["tokens"] == tokens[: at + 1]
+    text = answer(home)["text"]
+    assert isinstance(text, str) and len(text) > 5
+    assert answer(home, "--stop", text[2:4])["text"] == text[: text.index(text[2:4])], "as an answer over HTTP"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,18 @@ def test_tokens_with_other_ids_are_named(tmp_path: Path) -> None:
     swapped = WORDS | {"w3": 4, "w4": 3}
     with pytest.raises(PairingError, match=r"2 tokens have other ids, such as 'w3' \(3 and 4\)"):
         pair(tmp_path, (40, 40), (WORDS, swapped))
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_padding_token_may_have_another_name(tmp_path: Path, says_so: bool) -> None:
+    """Where it has the same id: no text holds it. Any other token has to have its name."""
+    pads = {"draft": "<end>", "target": "w9"}
+    for name, pad in pads.items():
+        words = {(pad if number == 9 else word): number for word, number in WORDS.items()}
+        folder = saved(network(layers=1), tmp_path / name, words=words)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad} if says_so else {}))
+    with nullcontext() if says_so else pytest.raises(PairingError, match="2 tokens have other ids, such as '<end>'"):
+        SpeculativeGenerator(*[load(tmp_path / name) for name in pads])
 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from paceline.text.tokenizer import QuickTokenizer, load_tokenizer, quick_tokenizer
+from paceline.text.tokenizer import QuickTokenizer, TokenBytes, load_tokenizer, quick_tokenizer
+from tests.draft.tokenizers_of_two import every_byte
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pycode" / "target"
 PIECES = ("a", "<|endoftext|>", "<|pad|>", " ", "  ", "\n", "é", "😀", "def f(x):", "\x00", "1", "'s", "\t", "\ufffd")
@@ -94,3 +96,21 @@ tokenizer = load_tokenizer(Path({str(PAIR)!r})); tokenizer.decode(tokenizer.enco
 print([name for name in ("torch", "transformers") if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
+    """Of a byte-level vocabulary, and of one that falls back to bytes; the text of one token loses both."""
+    text = "n\u00e9 \u65e5 \U0001f600 \u8a9e"
+    if kind == "bytes":
+        tokenizer: Any = every_byte()
+    else:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "n": 257, "\u65e5": 258}
+        backend: Any = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<0x00>"))
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids, bytes_of = tokenizer.encode(text, add_special_tokens=False), TokenBytes(tokenizer)
+    assert b"".join(map(bytes_of, ids)).decode() == text and len(ids) > len(text)
+    tokenizer.add_special_tokens({"eos_token": "<\u00e9nd>"})
+    assert TokenBytes(tokenizer)(tokenizer.eos_token_id) == "<\u00e9nd>".encode()

@@ -20,6 +20,7 @@ from paceline.core.errors import (
     SamplingError,
 )
 from paceline.core.types import DraftShape
+from paceline.engine.sampling_params import SamplingParams
 from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
@@ -84,13 +85,16 @@ SAMPLING_ERRORS = [
     ({"temperature": float("nan"), "do_sample": True}, "temperature must be a finite"),
     ({"temperature": 10**400, "do_sample": True}, "temperature must be a number"),
     ({"repetition_penalty": 10**400}, "repetition_penalty must be a number"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"top_p": 0.0}, "top_p"),
     ({"min_p": 2.0}, "min_p"),
     ({"seed": 1 << 64}, "seed must fit in 64 bits"),
     ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
     ({"stop_strings": "x"}, "need the tokenizer"),
     ({"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
+    ({"stop_strings": "", "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
+    ({"eos_token_id": -1}, f"eos_token_id names id -1, outside the vocabulary of {V}"),
+    ({"eos_token_id": [1, 10**6]}, "eos_token_id names id 1000000, outside the vocabulary"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be positive"),
     ({"sequence_length": "9"}, "sequence_length must be an integer or None, not str '9'"),
@@ -103,7 +107,7 @@ SAMPLING_ERRORS = [
     ({"top_p": [0.9]}, "top_p must be a number or None, not list [0.9]"),
     ({"min_p": "0"}, "min_p must be a number"),
     ({"repetition_penalty": "1"}, "repetition_penalty must be a number"),
-    ({"seed": None}, "seed must be an integer or a list of integers, not NoneType"),
+    ({"seed": "1"}, "seed must be an integer or a list of integers or None, not str '1'"),
     ({"seed": [1.5]}, "seed must be an integer or a list"),
     ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of integers or None, not str 'end'"),
     ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
@@ -125,6 +129,19 @@ def test_bad_values_are_refused(asked: dict[str, object], message: str, call: st
         getattr(one, call)([[1, 2]], **asked)
     assert message in str(caught.value)
     assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+def test_what_http_takes_is_taken_in_this_process_too() -> None:
+    """A seed that is drawn for each call, and -1 for no top-k."""
+    one, drawn = generator(), set()
+    for _ in range(3):
+        params = SamplingParams(seed=None)
+        assert isinstance(params.seed, int) and params.sampling_of(0) == params.sampling_of(0)
+        drawn.add(params.seed)
+    assert len(drawn) == 3
+    asked = {"do_sample": True, "seed": 3, "max_new_tokens": 6}
+    plain = one.sample([[1, 2]], **asked).tolist()  # type: ignore[arg-type]
+    assert one.sample([[1, 2]], top_k=-1, **asked).tolist() == plain  # type: ignore[arg-type]
 
 
 def test_lengths_past_the_positions_are_refused() -> None:

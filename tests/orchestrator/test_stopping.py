@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from paceline import FunctionDrafter, SpeculativeGenerator
+from paceline.core.errors import SamplingError
 from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
@@ -235,3 +237,39 @@ def test_what_a_stop_cuts_is_not_counted(k: int) -> None:
     for event in events:
         assert 0 <= event.accepted <= len(event.tokens)
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+
+
+class Confident:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: object) -> bool:
+        return bool(scores[-1].softmax(-1).max() > 0.5)
+
+
+class Guarded:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: object) -> bool:
+        return scores is not None and bool(scores[-1].max() > 0.5)
+
+
+class Passing:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: object) -> bool:
+        return Guarded()(input_ids, scores, **more)
+
+
+@pytest.mark.parametrize(
+    "criterion", [Confident(), lambda ids, scores: scores.max() > 1, lambda _, scores: scores[0] > 1]
+)
+def test_a_criterion_that_reads_scores_is_refused_before_the_start(criterion: Any) -> None:
+    """It would be given None, as by `generate` without output_scores."""
+    one = generator(4)
+    with pytest.raises(SamplingError, match="reads scores, which a criterion is not given here"):
+        one.sample([[1]], stopping_criteria_list=[criterion], max_new_tokens=3)
+    assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("criterion", [Guarded(), Passing(), lambda ids, scores: scores])
+def test_a_criterion_that_takes_no_scores_is_asked(criterion: Any) -> None:
+    assert run(generator(4), [1], stopping_criteria_list=[criterion], max_new_tokens=3)[0] == [1, 2, 3, 4]
+
+
+def test_scores_that_are_read_unseen_are_refused_by_name() -> None:
+    with pytest.raises(SamplingError, match="reads scores"):
+        run(generator(4), [1], stopping_criteria_list=[lambda _, scores: max(scores) > 1], max_new_tokens=3)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.core.errors import QueueFullError
 from paceline.engine.request import TargetLimits
-from paceline.outputs import RequestOutput
+from paceline.outputs import RequestOutput, TokenLogprobs
 from paceline.serving.api import create_app
 from paceline.serving.model_server import LocalRouter, ModelServer
 from paceline.serving.router import ModelCard, PlacedModel
@@ -83,9 +83,18 @@ class ScriptedEngine:
                 last = first + 3 >= len(kept)
                 reason = ("stop" if len(tokens) <= room else "length") if last else None
                 part = tuple(kept[first : first + 3])
-                output = RequestOutput(request.index, part, min(2, len(part)), reason, None, 2 + (first % 2))  # type: ignore[arg-type]
+                said = tuple(TokenLogprobs(token, -0.5, 1, _likeliest(token, request.num_logprobs)) for token in part)
+                output = RequestOutput(
+                    request.index, part, min(2, len(part)), reason, None, 2 + (first % 2),  # type: ignore[arg-type]
+                    token_logprobs=None if request.num_logprobs is None else said,
+                )  # fmt: skip
                 ended = last and request is call.requests[-1]
                 sink([CallUpdate(call.ticket, (output,), ended=ended)])
+
+
+def _likeliest(token: int, count: int | None) -> tuple[tuple[int, float], ...]:
+    """A token itself and the ids before it."""
+    return tuple((token - place, -0.5 - place) for place in range(count or 0))
 
 
 def scripted(

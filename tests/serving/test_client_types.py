@@ -26,7 +26,12 @@ CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
 TOOL: Any = {"type": "function", **FUNCTION}
 NAMED: Any = {"type": "function", "name": "weather"}
 _EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-SAYS |= {"pure": "<think>" + "hm, " * 30, "arguments": '{"a": 1, "b": 22222222}', "list": '[{"name": "weather", ' * 2}
+SAYS |= {
+    "parts": "n\u00e9 \u65e5 \U0001f600",
+    "pure": "<think>" + "hm, " * 30,
+    "arguments": '{"a": 1, "b": 22222222}',
+    "list": '[{"name": "weather", ' * 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +164,19 @@ def test_tokens_of_reasoning_are_counted(client: httpx.Client) -> None:
     assert plain["output_tokens_details"] == {"reasoning_tokens": 0}
     thought = post(client, "/responses", {"input": "think"})["usage"]
     assert 0 < thought["output_tokens_details"]["reasoning_tokens"] < thought["output_tokens"]
+
+
+def test_bytes_of_a_token_are_its_own_and_join_to_the_text(client: httpx.Client) -> None:
+    """Also where it is a part of a character: three of these are not the mark that each shows."""
+    asked = {"messages": [{"role": "user", "content": "parts"}], "logprobs": True, "top_logprobs": 3}
+    body = post(client, "/chat/completions", asked)
+    ChatCompletion.model_validate(body)
+    content = body["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == SAYS["parts"]
+    assert all(token["top_logprobs"][0]["bytes"] == token["bytes"] for token in content)
+    done = post(client, "/completions", {"prompt": "parts", "logprobs": 3, "max_tokens": 60})["choices"][0]["logprobs"]
+    assert all(len(top) == 3 and name in top for name, top in zip(done["tokens"], done["top_logprobs"], strict=True))
+    named = [token.startswith("bytes:") for token in done["tokens"]]
+    assert any(named) and not all(named)
+    for token, place, parted in zip(done["tokens"], done["text_offset"], named, strict=True):
+        assert parted or SAYS["parts"][place:].startswith(token)

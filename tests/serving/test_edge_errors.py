@@ -102,6 +102,77 @@ def test_wrong_requests_are_refused_by_the_field(client: httpx.Client, path: str
     assert (response.status_code, refused(response)["param"]) == (400, param), response.text
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+CACHED = {"type": "text", "text": "x", "cache_control": {}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": [PICTURE]}]},
+         "messages[0].content[0].type must be 'text', not 'image_url'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [CACHED]}]},
+         "'cache_control' is not a field of messages[0].content[0]; leave it out"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+         "messages[0].tool_calls[0].function.arguments must be a text, not {'a': 1}"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]},
+         "messages[0].content must be a text or a list, not 5"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+        ("chat/completions", {"messages": [{"role": "user"}]},
+         "messages[0] is refused: a message has a content, unless it has tool_calls"),
+        ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {}}]},
+         "tools[0].function.name is missing"),
+        ("completions", COMPLETION | {"speculative": {"k": -1}},
+         "speculative.k must be greater than or equal to 0, not -1"),
+        ("completions", COMPLETION | {"n": 0}, "n must be a whole number from 1 to 128, not 0"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_where_and_what(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
+    response = client.post(f"/v1/{path}", json={"model": "m", **body})
+    assert response.status_code == 400 and refused(response)["message"] == says
+
+
+GUIDED = {"guided_regex": "a"}
+FORMAT = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options needs stream"),
+        ("v1/chat/completions", CHAT | {"stream_options": {}}, "stream_options needs stream"),
+        ("v1/responses", RESPONSE | {"stream_options": {}}, "stream_options needs stream"),
+        ("v1/responses", RESPONSE | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "is not a field"),
+        ("v1/completions", COMPLETION | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "needs include_usage"),
+        ("v1/completions", COMPLETION | GUIDED | FORMAT, "leave out one of them"),
+        ("v1/chat/completions", CHAT | GUIDED | FORMAT, "leave out one of them"),
+        ("v1/responses", RESPONSE | GUIDED | {"text": {"format": {"type": "json_object"}}}, "leave out one of them"),
+        ("v1/chat/completions", CHAT | GUIDED | {"tools": [TOOL], "tool_choice": "required"}, "do not go with calls"),
+        ("v1/completions", COMPLETION | {"stop": ""}, "none of them empty"),
+        ("v1/completions", COMPLETION | {"stop": [""]}, "stop"),
+        ("tokenize", COMPLETION | {"tools": [TOOL]}, "tools does nothing"),
+    ],
+)  # fmt: skip
+def test_no_field_is_dropped_without_a_word(client: httpx.Client, path: str, body: object, says: str) -> None:
+    response = client.post(f"/{path}", json=body)
+    assert response.status_code == 400 and says in refused(response)["message"], response.text
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+def test_more_tokens_than_there_are_positions_are_refused_not_cut(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    """As with --max-sequence-tokens. A request that names no number gets as many as fit."""
+    response = client.post(f"/v1/{path}", json=body | {"max_tokens": 4096})
+    assert (response.status_code, refused(response)["code"]) == (400, "context_length_exceeded")
+    assert client.post(f"/v1/{path}", json=body | {"max_tokens": 4000}).status_code == 200
+    long = {"prompt": [5] * 4090} if path == "completions" else {}
+    assert client.post(f"/v1/{path}", json=body | long).status_code == 200
+
+
 def test_what_is_too_long_has_the_code_that_clients_look_for(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json=COMPLETION | {"prompt": [5] * 5000})
     assert refused(response)["code"] == "context_length_exceeded"

@@ -18,6 +18,7 @@ from paceline.serving.openai.fields import (
     StreamFields,
     Strict,
     StructuredOutputs,
+    one_structure,
     refuse_strict_by_choice,
 )
 
@@ -60,6 +61,12 @@ class Message(Strict):
         if not isinstance(fields, dict):
             return fields
         return {name: v for name, v in fields.items() if name in cls.model_fields or v not in (None, "", [], {})}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if "content" not in self.model_fields_set and not (self.tool_calls or self.reasoning):
+            raise ValueError("a message has a content, unless it has tool_calls")
+        return self
 
     @property
     def text(self) -> str:
@@ -164,6 +171,9 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+        _ = self.structured  # refused here where it is given twice
+        if self.guided is not None and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("structured_outputs and its like do not go with calls that tool_choice demands")
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
 
@@ -176,6 +186,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     def max_new_tokens(self) -> int | None:
         """Most tokens of an answer; None: as many as the model has positions for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tokens_asked(self) -> int | None:
+        """Tokens that the request names; None: it names none."""
+        return self.max_new_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -195,4 +210,4 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return self.response_format.structured or self.guided
+        return one_structure(self.response_format, self.guided)

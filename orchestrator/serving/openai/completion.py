@@ -18,6 +18,7 @@ from paceline.serving.openai.fields import (
     StreamFields,
     StructuredOutputs,
     TokenId,
+    one_structure,
     only,
 )
 
@@ -62,6 +63,7 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
+        _ = self.structured  # refused here where it is given twice
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         if self.stream and (self.best_of or self.n) > self.n:
@@ -94,6 +96,11 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
         return self.max_tokens
 
     @property
+    def tokens_asked(self) -> int | None:
+        """Tokens that the request names; None: it names none."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else None
+
+    @property
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives of each token get a log-probability beside its own; None: not even that."""
         return self.logprobs
@@ -101,4 +108,4 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return self.response_format.structured or self.guided
+        return one_structure(self.response_format, self.guided)

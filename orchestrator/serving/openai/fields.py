@@ -7,6 +7,7 @@ field's description completes "must be ..." in an error's message.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields
@@ -40,6 +41,12 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
         raise RefusedError(400, message, param="tools")
 
 
+def refuse_unstreamed(stream: bool, options: object) -> None:
+    """Raise RefusedError: there are options of a stream, and no stream."""
+    if options is not None and not stream:
+        raise RefusedError(400, "stream_options needs stream: true; leave it out", param="stream_options")
+
+
 def only(served: T) -> AfterValidator:
     """The one value of a field that is served."""
 
@@ -71,6 +78,12 @@ class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
+        return self
 
 
 class SpeculativeOptions(Strict):
@@ -165,6 +178,11 @@ class StreamFields(Strict):
     return_token_ids: Annotated[bool, Field(description="true or false")] = False
     return_token_origins: Annotated[bool, Field(description="true or false")] = False
 
+    @model_validator(mode="after")
+    def _check_stream(self) -> StreamFields:
+        refuse_unstreamed(self.stream, self.stream_options if "stream_options" in self.model_fields_set else None)
+        return self
+
 
 class StructuredOutputs(Strict):
     """vLLM's ``structured_outputs``: what the text must be. Exactly one is given."""
@@ -218,7 +236,8 @@ class GuidedFields(Strict):
 
 
 StopField = Annotated[
-    str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
     Field(description=f"a text or a list of at most {MAX_STOPS} texts, none of them empty"),
 ]
 ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
@@ -226,6 +245,18 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # no vocabulary has more, and
 CountField = Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")]
 
 ResponseFormatType = Literal["text", "json_object", "json_schema"]
+
+
+def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | None) -> StructuredOutputs | None:
+    """What a text must be, by OpenAI's field or by vLLM's.
+
+    Raises:
+        RefusedError: both say something.
+    """
+    if response_format.structured is not None and guided is not None:
+        message = "the text can be what response_format says, or structured_outputs and its like; leave out one of them"
+        raise RefusedError(400, message, param="response_format")
+    return response_format.structured or guided
 
 
 class JsonSchema(Strict):
@@ -266,7 +297,8 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(error, model) from error
+        is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
+        raise _refusal(error, model, json.loads(body) if is_json else None) from error
     except RecursionError as error:
         raise RefusedError(400, "the body is nested too deeply") from error
 
@@ -280,26 +312,91 @@ def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error, model) from error
+        raise _refusal(error, model, fields) from error
 
 
-def _refusal(error: ValidationError, model: type[BaseModel]) -> RefusedError:
-    """The first error of a validation, by the field of the request that it is in."""
-    first = error.errors(include_url=False, include_context=False)[0]
+def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> RefusedError:
+    """What is wrong first, by the field of the request that it is in, and by the place in that field."""
+    errors = error.errors(include_url=False, include_context=True)
+    first = errors[0]
     if first["type"] == "json_invalid":
         return RefusedError(400, f"the body is not JSON ({first['msg']})")
     if not first["loc"]:
         message = first["msg"] if first["type"] == "value_error" else "the body must be a JSON object"
         return RefusedError(400, message.removeprefix("Value error, "))
-    name, *inside = map(str, first["loc"])
+    name = str(first["loc"][0])
     if name not in model.model_fields:
         return RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
-    if first["type"] == "extra_forbidden":
-        return RefusedError(400, f"{inside[-1]!r} is not a field of {name}; leave it out", param=name)
     description = model.model_fields[name].description or "as OpenAI's API says"
-    if first["type"] == "missing" and not inside:
+    if first["type"] == "missing" and len(first["loc"]) == 1:
         return RefusedError(400, f"{name} is missing; it must be {description}", param=name)
-    value = repr(first["input"])
-    shown = value if len(value) <= 120 else value[:117] + "..."
-    why = f" ({first['msg'].removeprefix('Value error, ')})" if inside or first["type"] == "value_error" else ""
-    return RefusedError(400, f"{name} must be {description}, not {shown}{why}", param=name)
+    # Of a value that could be several things there is an error for each: the deepest says most.
+    places = [(_place(one["loc"], body), one) for one in errors if one["loc"][0] == name]
+    depth = max(len(place) for place, _ in places)
+    deepest = [(place, one) for place, one in places if len(place) == depth]
+    place, worst = deepest[0]
+    # Where the whole field could be several kinds of lists, its description says more than one of its entries does.
+    is_either = (
+        depth > 1 and isinstance(first["loc"][1], str) and isinstance(body, dict) and isinstance(body[name], list)
+    )
+    if depth > 1 and not (is_either and len({where for where, _ in deepest}) > 1):
+        sentences = dict.fromkeys(_sentence(one) for where, one in deepest if where == place)
+        return RefusedError(400, _at(place, worst, " or ".join(sentences)), param=name)
+    why = f" ({first['msg'].removeprefix('Value error, ')})" if first["type"] == "value_error" else ""
+    return RefusedError(400, f"{name} must be {description}, not {_shown(first['input'])}{why}", param=name)
+
+
+_PLAIN = {
+    "string_type": "a text",
+    "string_too_short": "a text that is not empty",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+"""What a value must be, by the kind of pydantic's error."""
+
+
+def _place(location: tuple[int | str, ...], body: object) -> tuple[int | str, ...]:
+    """The fields and numbers of an error's location, without what it says of alternatives of a type."""
+    place: list[int | str] = []
+    value: Any = body
+    for number, step in enumerate(location):
+        if isinstance(value, dict) and isinstance(step, str) and (step in value or number == len(location) - 1):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            value = value[step]
+        else:
+            continue
+        place.append(step)
+    return tuple(place)
+
+
+def _sentence(error: Any) -> str:
+    """What the value must be, behind "must be"."""
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    return _PLAIN.get(error["type"], message)
+
+
+def _at(place: tuple[int | str, ...], error: Any, sentence: str) -> str:
+    """One sentence about a place in a field."""
+    path = str(place[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[1:])
+    if error["type"] == "missing":
+        return f"{path} is missing"
+    if error["type"] == "extra_forbidden":
+        outer, _, last = path.rpartition(".")
+        return f"{last!r} is not a field of {outer}; leave it out"
+    if error["type"] == "value_error":
+        return f"{path} is refused: {sentence}"
+    return f"{path} must be {sentence}, not {_shown(error['input'])}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

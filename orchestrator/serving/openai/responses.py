@@ -15,9 +15,9 @@ from paceline.serving.openai.fields import (
     GuidedFields,
     ModelField,
     SamplingFields,
-    StreamOptions,
     Strict,
     only,
+    refuse_unstreamed,
     validated,
 )
 from paceline.serving.refused import RefusedError
@@ -69,7 +69,7 @@ class InputItem(Strict):
     def message(self) -> dict[str, Any] | None:
         """As a message of a chat; None: nothing the model reads."""
         if self.type == "message":
-            return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+            return {"role": self.role, "content": self.text}
         if self.type == "function_call":
             call = {
                 "id": self.call_id,
@@ -124,6 +124,13 @@ class ReasoningOptions(Strict):
     generate_summary: Annotated[str | None, only(None)] = None
 
 
+class ResponsesStreamOptions(Strict):
+    """Of a streamed answer. ``include_obfuscation`` is ignored; the last event has the usage, wanted or not."""
+
+    include_obfuscation: bool = False
+    include_usage: bool = True
+
+
 class ResponsesRequest(SamplingFields, GuidedFields):
     """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
 
@@ -151,7 +158,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         int | None, only(None), Field(description="left out; log-probabilities are served by chat completions")
     ] = None
     stream: Annotated[bool, Field(description="true or false")] = False
-    stream_options: Annotated[StreamOptions, Field(description="an object")] = StreamOptions()
+    stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
     store: Annotated[bool, only(False), Field(description="false; nothing is kept here")] = False
     previous_response_id: Annotated[
         None, Field(description="left out; nothing is kept here, so send the whole conversation as input")
@@ -169,6 +176,11 @@ class ResponsesRequest(SamplingFields, GuidedFields):
     service_tier: Annotated[str, Field(description="a text")] = ""
     safety_identifier: Annotated[str, Field(description="a text")] = ""
     prompt_cache_key: Annotated[str, Field(description="a text")] = ""
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> ResponsesRequest:
+        refuse_unstreamed(self.stream, self.stream_options)
+        return self
 
     def chat(self) -> ChatRequest:
         """The same as a chat.

@@ -28,6 +28,16 @@ class TokenizeRequest(Strict):
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        other = (
+            {"add_special_tokens"}
+            if self.prompt is None
+            else {"tools", "add_generation_prompt", "chat_template_kwargs"}
+        )
+        if given := sorted(
+            other & self.model_fields_set - ({"add_special_tokens"} if not self.add_special_tokens else set())
+        ):
+            of = "messages, whose template has them" if self.prompt is None else "a prompt, which no template reads"
+            raise ValueError(f"{given[0]} does nothing to {of}; leave it out")
         return self
 
 

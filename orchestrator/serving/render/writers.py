@@ -11,8 +11,21 @@ from paceline.serving.openai.responses import NamedFunction, ResponsesRequest
 from paceline.serving.parsers.base import ToolCallDelta
 from paceline.serving.render.answer import DONE, ChoiceText, Part, PartKind, Step, TokenPiece, Usage, event
 
-TokenText = Callable[[int], str]
-"""The text of one token by itself."""
+BytesOf = Callable[[int], bytes]
+"""The bytes of a token, which join to those of the text."""
+
+
+def token_text(data: bytes) -> str:
+    """A token by itself, with marks for parts of characters."""
+    return data.decode(errors="replace")
+
+
+def _name(data: bytes) -> str:
+    """A token as a completion names it: its text, or its bytes where it is a part of a character, as OpenAI has it."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class CompletionWriter:
@@ -24,9 +37,9 @@ class CompletionWriter:
     by_token = False
 
     def __init__(
-        self, request: CompletionRequest, head: Mapping[str, object], token_text: TokenText, *, prompts: Sequence[str]
+        self, request: CompletionRequest, head: Mapping[str, object], bytes_of: BytesOf, *, prompts: Sequence[str]
     ) -> None:
-        self._request, self._head, self._token_text, self._prompts = request, dict(head), token_text, prompts
+        self._request, self._head, self._bytes_of, self._prompts = request, dict(head), bytes_of, prompts
         self._offsets: dict[int, int] = {}
 
     def step(self, step: Step, usage: Usage) -> bytes:
@@ -62,22 +75,27 @@ class CompletionWriter:
     def _logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object] | None:
         if self._request.logprobs is None or not pieces:
             return None
-        texts = [self._token_text(piece.token) for piece in pieces]
+        tokens = [self._bytes_of(piece.token) for piece in pieces]
         offset, offsets = self._offsets.get(index, 0), []
-        for text in texts:
+        for token in tokens:
             offsets.append(offset)
-            offset += len(text)
+            offset += sum(byte & 0xC0 != 0x80 for byte in token)  # characters that begin in it
         self._offsets[index] = offset
-        tops = [
-            {self._token_text(token): logprob for token, logprob in piece.top[: self._request.logprobs]}
-            for piece in pieces
-        ]
+        tops = [self._top(piece.top[: self._request.logprobs]) for piece in pieces]
         return {
-            "tokens": texts,
+            "tokens": list(map(_name, tokens)),
             "token_logprobs": [piece.logprob for piece in pieces],
             "top_logprobs": tops if self._request.logprobs else None,
             "text_offset": offsets,
         }
+
+    def _top(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By name; another token of the same name by its id, as vLLM writes it."""
+        top: dict[str, float] = {}
+        for token, logprob in likeliest:
+            name = _name(self._bytes_of(token))
+            top[f"token_id:{token}" if name in top else name] = logprob
+        return top
 
 
 class ChatWriter:
@@ -89,11 +107,11 @@ class ChatWriter:
         self,
         request: ChatRequest,
         head: Mapping[str, object],
-        token_text: TokenText,
+        bytes_of: BytesOf,
         *,
         call_id: Callable[[int, int], str],
     ) -> None:
-        self._request, self._head, self._token_text, self._call_id = request, dict(head), token_text, call_id
+        self._request, self._head, self._bytes_of, self._call_id = request, dict(head), bytes_of, call_id
 
     def step(self, step: Step, usage: Usage) -> bytes:
         delta: dict[str, object] = {"role": "assistant", "content": ""} if step.first else {}
@@ -167,8 +185,8 @@ class ChatWriter:
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float | None) -> dict[str, object]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = self._bytes_of(token)
+        return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
 
 Streamed = CompletionRequest | ChatRequest

@@ -1,0 +1,78 @@
+"""What a chat template gets: contents as it reads them and roles that it knows, from HTTP and in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.serving.model_server import ChatFormat, chat_prompts
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.fields import read_body
+from paceline.serving.openai.responses import ResponsesRequest
+from paceline.text.chat import chat_ids, roles_in_parts
+from tests.serving.edge import TEMPLATE, chat_tokenizer
+
+PARTS = (
+    "{% for m in messages %}[{{ m['role'] }}]{% for c in m['content'] %}"
+    "{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+PLACES = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m.role }}]{% if m.content is string %}{{ raise_exception('parts') }}{% endif %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+)
+USER_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' %}{% for c in m.content %}{{ c['text'] }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ALL = {"user", "system", "assistant", "tool"}
+
+
+@pytest.mark.parametrize(
+    ("template", "in_parts"),
+    [
+        (TEMPLATE, set()),
+        (EITHER, set()),
+        (PARTS, ALL),
+        (PLACES, ALL),
+        (STRICT, {"user", "tool"}),
+        ("{{ 1 / 0 }}", set()),
+    ],
+)
+def test_a_template_gets_what_it_reads(template: str, in_parts: set[str]) -> None:
+    assert roles_in_parts(chat_tokenizer(template)) == in_parts
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PARTS, PLACES, EITHER, STRICT, USER_ALONE])
+@pytest.mark.parametrize(
+    "content", ["our words", [{"type": "text", "text": "our "}, {"type": "text", "text": "words"}]]
+)
+def test_no_word_of_the_user_is_lost_through_any_door(template: str, content: Any) -> None:
+    tokenizer = chat_tokenizer(template)
+    request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
+    (ids,) = chat_prompts(tokenizer, request, ChatFormat.of(tokenizer)).ids
+    assert "[user]our words" in tokenizer.decode(ids)
+    assert chat_ids(tokenizer, [{"role": "user", "content": "our words"}]) == ids
+
+
+def test_a_developer_is_the_system_for_both_endpoints() -> None:
+    tokenizer, said = chat_tokenizer(), [{"role": "developer", "content": "brief"}, {"role": "user", "content": "x"}]
+    chat = ChatRequest.model_validate({"model": "m", "messages": said})
+    responses = ResponsesRequest.model_validate({"model": "m", "input": said}).chat()
+    form = ChatFormat.of(tokenizer)
+    prompts = [tokenizer.decode(chat_prompts(tokenizer, one, form).ids[0]) for one in (chat, responses)]
+    assert prompts == ["[system]brief[user]x[assistant]"] * 2
+
+
+def test_an_answer_of_calls_alone_needs_no_content() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    request = read_body(ChatRequest, json.dumps({"model": "m", "messages": said}).encode())
+    assert request.messages[0].text == ""
