@@ -288,8 +288,9 @@ class HeadNorm(nn.Module):
         shard, width, own = part.shard, part.config.head_dim, heads(part.shard)
         self._kernels, self._group, self._whole = part.kernels, part.group, part.plan.head_norms == "whole"
         self.kind, self.eps = part.plan.norm, part.config.rms_norm_eps
-        self.weight = frozen(weight)
-        self._numbers = self.weight.numel()
+        held = frozen(weight)
+        self.weight = frozen(_apart(held.flatten(), width, part.config.rotated)) if part.plan.neighbours else held
+        self._numbers = held.numel()
         self._apart = part.plan.head_norms != "head"
         if self._apart:
             rows = self.weight.view(-1, width)[torch.tensor([max(0, head) for head in own])]
