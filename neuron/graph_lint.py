@@ -37,6 +37,8 @@ _MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "se
 _MOVES |= {"unsqueeze", "view", "_unsafe_view", "_to_copy", "convert_element_type"}
 
 WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
+REDUCTIONS = {"amax": (), "amin": (), "sum": None, "mean": None, "prod": None}
+"""Operators over dimensions, and those that they have where none are given."""
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
@@ -60,6 +62,9 @@ def _operator(node: fx.Node) -> Iterator[Finding]:
         for side in node.args[:2]:
             if isinstance(side, fx.Node) and (state := _widened(side)):
                 yield Finding("widened weight", f"{node.name} multiplies {state}, which every step widens to float32")
+    dims = node.args[1] if len(node.args) > 1 else REDUCTIONS.get(name)
+    if name in REDUCTIONS and isinstance(dims, (list, tuple)) and not dims:
+        yield Finding("empty reduction", f"{node.name} names no dimension: torch_xla 2.9 makes a copy of it")
     if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
         yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
     for number in _numbers([*node.args, *node.kwargs.values()]):

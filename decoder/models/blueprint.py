@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Norm = Literal["rms", "rms plus one", "layer"]
-Activation = Literal["silu", "gelu", "gelu tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu tanh", "relu", "relu squared"]
 Joined = Literal["", "rows", "heads"]
 """How a checkpoint keeps query, key and value: apart, below each other, or head by head (q, k, v of each head)."""
 Norms = Literal["before", "after", "both"]

@@ -97,7 +97,8 @@ HARMLESS: dict[str, str] = {
         (
             "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
             "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
-            "layerdrop", "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
+            "embedding_dropout", "residual_dropout", "layerdrop",
+            "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
             "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "tf_legacy_loss",
             "embed_requires_grad",
         ),

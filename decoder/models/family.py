@@ -32,6 +32,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu tanh",
     "gelu_pytorch_tanh": "gelu tanh",
     "relu": "relu",
+    "relu2": "relu squared",
 }
 
 
@@ -116,22 +117,24 @@ def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tu
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
-def experts(count: str, *, chosen: int | None = None, normalise: bool | None = None,
-            shared: str = "") -> Key:  # fmt: skip
-    """A mixture: the key of how many there are, and what the file does not say. ``normalise`` None: a key says it.
+def experts(
+    name: str, *, count: int | None = None, chosen: int | None = None, normalise: bool | None = None, shared: str = ""
+) -> Key:
+    """A mixture: the key of how many there are, and what holds where the file does not say it.
 
-    shared  the key of the width of the expert that every token takes
+    normalise  None: a key says it
+    shared     the key of the width of the expert that every token takes
     """
 
     def value(config: Fields) -> Experts:
         return Experts(
-            config.integer(count),
+            config.integer(name, count),
             config.integer("num_experts_per_tok", chosen),
             config.flag("norm_topk_prob", False) if normalise is None else normalise,
             config.integer(shared) if shared else 0,
         )
 
-    asked = (count, "num_experts_per_tok", *(("norm_topk_prob",) if normalise is None else ()))
+    asked = (name, "num_experts_per_tok", *(("norm_topk_prob",) if normalise is None else ()))
     return Key((*asked, *((shared,) if shared else ())), value)
 
 
@@ -189,8 +192,11 @@ class Family:
             if key in values and (values[key] is not None or key.endswith(_NULLABLE)):
                 continue
             value = default(Fields(values, config.where)) if callable(default) else default
-            if not key.endswith("_token_id") or (isinstance(value, int) and value < config.integer("vocab_size")):
-                values[key] = value
+            if key.endswith("_token_id"):
+                ids = value if isinstance(value, list) else [value]
+                size = config.integer("vocab_size")
+                value = value if all(isinstance(one, int) and one < size for one in ids) else None
+            values[key] = value
         return Fields(values, config.where)
 
     def blueprint(self, config: Fields) -> Blueprint:

@@ -288,8 +288,9 @@ class HeadNorm(nn.Module):
         shard, width, own = part.shard, part.config.head_dim, heads(part.shard)
         self._kernels, self._group, self._whole = part.kernels, part.group, part.plan.head_norms == "whole"
         self.kind, self.eps = part.plan.norm, part.config.rms_norm_eps
-        self.weight = frozen(weight)
-        self._numbers = self.weight.numel()
+        held = frozen(weight)
+        self.weight = frozen(_apart(held.flatten(), width, part.config.rotated)) if part.plan.neighbours else held
+        self._numbers = held.numel()
         self._apart = part.plan.head_norms != "head"
         if self._apart:
             rows = self.weight.view(-1, width)[torch.tensor([max(0, head) for head in own])]
@@ -297,8 +298,8 @@ class HeadNorm(nn.Module):
             self.register_buffer("ones", torch.ones(width, dtype=rows.dtype))
         if self._whole and shard.degree > 1:  # of a head that several ranks have, each adds its part to the sum
             every = [heads(Shard(part.config, shard.layout, rank)) for rank in range(shard.degree)]
-            held = [sum(list(one).count(head) for one in every) for head in own]
-            parts = [1 / count if head >= 0 else 0.0 for head, count in zip(own, held, strict=True)]
+            copies = [sum(list(one).count(head) for one in every) for head in own]
+            parts = [1 / count if head >= 0 else 0.0 for head, count in zip(own, copies, strict=True)]
             self.register_buffer("parts", torch.tensor(parts))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 // ----------------------------------------------------------------------------------------------------- the activation --
 
-// What an expert does between its products: the places of ACTIVATIONS in paceline/decoder/kernels/activations.py.
-enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+// What an expert does between its products: the places of ACTIVATIONS in paceline/decoder/kernels/plain.py.
+enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU_SQUARED = 4 };
 
 // Number by number, so that a number becomes the same wherever it lies.
 template <class Function>
@@ -26,7 +26,8 @@ inline Vec activated(Vec x, int64_t activation) {
     case GELU_TANH:
       return one_by_one(
           x, [](float v) { return 0.5f * v * (1.0f + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
-    default: return x < 0 ? Vec{} : x;
+    case RELU: return x < 0 ? Vec{} : x;
+    default: return x < 0 ? Vec{} : x * x;
   }
 }
 

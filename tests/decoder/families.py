@@ -71,8 +71,61 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "opt",
         {**_PLAIN, "ffn_dim": 40, "word_embed_proj_dim": 32},
     ),
+    "phi": ("phi", {**_PLAIN, "intermediate_size": 40}),
+    "starcoder2": ("starcoder2", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW}),
+    "stablelm": ("stablelm", {**_ROTARY, "head_dim": 8, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {**_ROTARY, "head_dim": 8, "use_parallel_residual": True}),
+    "smollm3": (
+        "smollm3",
+        {
+            **_ROTARY,
+            "head_dim": 8,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            **_ROTARY,
+            "head_dim": 8,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "seed oss": ("seed_oss", {**_ROTARY, "attention_out_bias": True}),
+    "ernie": ("ernie4_5", {**_ROTARY, "use_bias": True}),
+    "arcee": ("arcee", {**_ROTARY, "head_dim": 8}),
+    "gemma": ("gemma", _ROTARY),
+    "olmo2": ("olmo2", {**_ROTARY, "head_dim": 8}),
+    "olmoe": ("olmoe", {**_ROTARY, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2}),
+    "exaone4": ("exaone4", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "glm": ("glm", {**_ROTARY, "pad_token_id": 0}),
+    "glm4": ("glm4", {**_ROTARY, "pad_token_id": 0}),
+    "cohere": ("cohere", {**_ROTARY, "head_dim": 8, "use_qk_norm": True}),
+    "qwen2 moe": (
+        "qwen2_moe",
+        {
+            **_ROTARY,
+            "head_dim": 8,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "bloom": ("bloom", {"hidden_size": 32, "n_head": 4, "seq_length": POSITIONS}),
 }  # fmt: skip
+
+NEAR = (
+    "phi", "starcoder2", "stablelm", "stablelm parallel", "seed oss", "ernie", "arcee", "gemma", "olmoe", "exaone4",
+    "glm", "glm4",
+)  # fmt: skip
+"""Those that make no choice that none of the others makes."""
 
 
 def network(name: str, *, layers: int = 3) -> PreTrainedModel:
@@ -82,6 +135,7 @@ def network(name: str, *, layers: int = 3) -> PreTrainedModel:
     if "layer_types" in fields:
         fields["layer_types"] = _SLIDES[:layers]
     config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=None)
+    config.eos_token_id = None  # some have their own where none is given
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for label, parameter in made.named_parameters():

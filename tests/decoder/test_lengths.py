@@ -86,10 +86,10 @@ def test_heads_on_other_families_keep_the_tokens(tmp_path: Path, kind: str, fami
         assert generator.statistics.num_draft_tokens > 0
 
 
-def test_every_family_has_a_name_of_transformers_neuronx() -> None:
+def test_every_name_of_transformers_neuronx_has_a_family() -> None:
     names = [name for name in paceline.__all__ if name.endswith("ForSampling")]
     families = [family for name in names for family in getattr(paceline, name).families]
-    assert sorted(families) == sorted(MODEL_FAMILIES)
+    assert len(set(families)) == len(families) and set(families) <= set(MODEL_FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "family"), [("Qwen3ForSampling", "qwen3"), ("GPT2ForSampling", "gpt2")])

@@ -199,6 +199,8 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "widened weight": (lambda m, x: x @ m.get_buffer("narrow").float(), "widened weight"),
     "not a number": (lambda _m, x: x + torch.tensor([1.0, 2.0, 3.0, float("nan")]), "infinite constant"),
     "nothing changed": (held, "alias"),
+    "no dimension": (lambda _m, x: x.sum(dim=[]), "empty reduction"),
+    "no dimension of a maximum": (lambda _m, x: torch.amax(x, dim=[]), "empty reduction"),
     "shape of data": (lambda _m, x: x.nonzero(), "dynamic dimension"),
 }
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -232,3 +233,55 @@ def test_what_cannot_be_compiled_for_other_reasons_is_named_too() -> None:
             StructuredOutput(kind, value)  # type: ignore[arg-type]
     with pytest.raises(SamplingError, match="are longer than"):
         StructuredOutput("regex", "a" * (MAX_SOURCE_BYTES + 1))
+
+
+class Watched:
+    """llguidance's matcher, which fails if it is given an eos id.
+
+    Seen in 1.9.1: one that has stopped takes the id without counting it, so that `rollback` takes back a token of the
+    text instead, and two of its methods that check tokens differ by one.
+    """
+
+    def __init__(self, matcher: Any, read: list[int]) -> None:
+        self._matcher, self._given = matcher, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> Watched:
+        return Watched(self._matcher.deep_copy(), self._given)
+
+    def consume_tokens(self, tokens: list[int]) -> Any:
+        self._given += tokens
+        return self._matcher.consume_tokens(tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> Any:
+        self._given += tokens
+        return self._matcher.validate_tokens(tokens)
+
+
+def test_the_matcher_is_never_given_an_eos_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with a draft that ends texts too early and goes on behind the end, nor in plain decoding."""
+    given: list[int] = []
+    compiled = GrammarCompiler.compile
+
+    def watched(self: GrammarCompiler, *args: Any, **options: Any) -> Any:
+        grammar = compiled(self, *args, **options)
+        if not isinstance(grammar._matcher, Watched):
+            grammar._matcher = Watched(grammar._matcher, given)
+        return grammar
+
+    monkeypatch.setattr(GrammarCompiler, "compile", watched)
+    eager = DRAFT.clone()
+    eager[..., EOS] += 3
+    asked = {
+        "structured_outputs": ASKED["choice"],
+        "tokenizer": WORDS,
+        "max_new_tokens": NEW,
+        "eos_token_id": [END, EOS],
+    }
+    texts = []
+    for draft in (None, TableDecoder(DRAFT), TableDecoder(eager)):
+        texts.append(SpeculativeGenerator(draft, TableDecoder(TARGET), k=4).sample([[BOS]], **asked).tolist())
+    assert texts[0] == texts[1] == texts[2] and texts[0][0][-1] in (END, EOS)
+    assert given and not {END, EOS} & set(given)

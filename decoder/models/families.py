@@ -1,0 +1,403 @@
+"""Families of Llama's kind: RMS norms (but for Cohere), rotary embeddings, gated MLPs (but for Arcee).
+
+Defaults are those of transformers' configuration classes, except that the sizes of a network have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.errors import CheckpointError
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint
+from paceline.decoder.models.family import (
+    Family,
+    Key,
+    activation,
+    experts,
+    flag,
+    kinds_of_layers,
+    number,
+    share_turned,
+    windows,
+)
+
+_BIASES = {"qkv_bias": flag("attention_bias"), "out_bias": flag("attention_bias")}
+_ACTIVATION = {"activation": activation()}
+_EXPERT_NAMES = LLAMA_NAMES.but(
+    router="mlp.gate",
+    gate="mlp.experts.{e}.gate_proj",
+    up="mlp.experts.{e}.up_proj",
+    down="mlp.experts.{e}.down_proj",
+)
+
+
+def _of_layers(config: Fields) -> tuple[bool, ...]:
+    """Of each layer: whether it is without rotation."""
+    count, given = config.integer("num_hidden_layers"), config.values.get("no_rope_layers")
+    if given is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval == 0 for layer in range(count))
+    if not isinstance(given, list) or len(given) != count or not set(given) <= {0, 1}:
+        raise CheckpointError(f"{config.where}: no_rope_layers must be a list of {count} zeros and ones; correct it.")
+    return tuple(not turns for turns in given)
+
+
+def _all_but_every(config: Fields, layer: int) -> bool:
+    return (layer + 1) % config.integer("sliding_window_pattern", 4) != 0
+
+
+def _where_all_is_seen(config: Fields) -> tuple[bool, ...]:
+    if config.values.get("sliding_window") is None:
+        return ()
+    return tuple(not slides for slides in kinds_of_layers(config, _all_but_every))
+
+
+# ---- as Llama
+
+_LLAMA = Family(
+    "llama",
+    "Llama 2 and 3, SmolLM, and the like",
+    reads={**_ACTIVATION, **_BIASES, "mlp_bias": flag("mlp_bias")},
+    # Rotary frequencies, which old versions of transformers saved although config.json determines them.
+    ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+)
+_MISTRAL = Family(
+    "mistral",
+    "Mistral, sliding window",
+    reads={**_ACTIVATION, "windows": windows()},
+    defaults={"max_position_embeddings": 131072, "sliding_window": 4096},
+)
+_MIXTRAL = Family(
+    "mixtral",
+    "Mixtral, mixture of experts",
+    names=LLAMA_NAMES.but(
+        router="block_sparse_moe.gate",
+        gate="block_sparse_moe.experts.{e}.w1",
+        up="block_sparse_moe.experts.{e}.w3",
+        down="block_sparse_moe.experts.{e}.w2",
+    ),
+    reads={
+        **_ACTIVATION,
+        "windows": windows(),
+        "experts": experts("num_local_experts", chosen=2, normalise=True),
+    },
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    renamed={"num_experts": "num_local_experts"},
+)
+_PHI3 = Family(
+    "phi3",
+    "Phi-3 and Phi-4, text only",
+    names=LLAMA_NAMES.but(q="", k="", v="", gate="", up="", qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    plan=Blueprint(joined="rows"),
+    reads={**_ACTIVATION, "windows": windows(), "turned": share_turned()},
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000},
+)
+
+# ---- Qwen
+
+_QWEN_WINDOWS = {
+    "windows": windows(
+        lambda config, layer: layer >= config.integer("max_window_layers", 28, minimum=0),
+        names=("max_window_layers",),
+        when="use_sliding_window",
+    )
+}
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
+
+_QWEN2 = Family(
+    "qwen2",
+    "Qwen 2 and 2.5",
+    plan=Blueprint(qkv_bias=True),
+    reads={**_ACTIVATION, **_QWEN_WINDOWS},
+    defaults=_QWEN_DEFAULTS,
+)
+_QWEN3 = Family(
+    "qwen3",
+    "Qwen3, dense",
+    plan=Blueprint(head_norms="head"),
+    reads={**_ACTIVATION, **_BIASES, **_QWEN_WINDOWS},
+    defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+)
+_QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3, mixture of experts",
+    names=_EXPERT_NAMES,
+    plan=Blueprint(head_norms="head"),
+    reads={
+        **_ACTIVATION,
+        **_BIASES,
+        "windows": windows(when="use_sliding_window"),
+        "experts": experts("num_local_experts"),
+    },
+    defaults={"max_position_embeddings": 32768},
+    renamed={"moe_intermediate_size": "intermediate_size", "num_experts": "num_local_experts"},
+    neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+
+_QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen 1.5 and 2, mixture of experts with a shared one",
+    names=_EXPERT_NAMES.but(
+        shared_router="mlp.shared_expert_gate",
+        shared_gate="mlp.shared_expert.gate_proj",
+        shared_up="mlp.shared_expert.up_proj",
+        shared_down="mlp.shared_expert.down_proj",
+    ),
+    reads={
+        **_ACTIVATION,
+        "qkv_bias": flag("qkv_bias", True),
+        "windows": windows(
+            lambda config, layer: layer % 2 == 0 and layer < config.integer("max_window_layers", 28, minimum=0),
+            names=("max_window_layers",),
+            when="use_sliding_window",
+        ),
+        "experts": experts("num_experts", count=60, chosen=4, shared="shared_expert_intermediate_size"),
+    },
+    defaults={**_QWEN_DEFAULTS, "bos_token_id": None, "eos_token_id": None},
+    renamed={"moe_intermediate_size": "intermediate_size", "num_local_experts": "num_experts"},
+    neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+
+# ---- Gemma
+
+_GEMMA2 = Family(
+    "gemma2",
+    "Gemma 2",
+    names=LLAMA_NAMES.but(
+        post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        post_mlp_norm="post_feedforward_layernorm",
+    ),
+    plan=Blueprint(norm="rms plus one", norms="both"),
+    reads={
+        **_BIASES,
+        "activation": activation("hidden_activation", "gelu_pytorch_tanh"),
+        "windows": windows(lambda _, layer: layer % 2 == 0),
+        "score_cap": number("attn_logit_softcapping", 50.0),
+        "logit_cap": number("final_logit_softcapping", 30.0),
+        "query_scale": number("query_pre_attn_scalar", 256.0, lambda width: width**-0.5),
+        "embedding_scale": Key((), lambda config: config.integer("hidden_size") ** 0.5),
+    },
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+)
+
+
+def _local(config: Fields, layer: int) -> bool:
+    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    return (layer + 1) % pattern != 0
+
+
+_GEMMA3 = replace(
+    _GEMMA2,
+    name="gemma3_text",
+    summary="Gemma 3, text only",
+    plan=replace(_GEMMA2.plan, head_norms="head"),
+    reads={
+        **_GEMMA2.reads,
+        "windows": windows(_local, names=("_sliding_window_pattern", "sliding_window_pattern")),
+        "score_cap": number("attn_logit_softcapping"),
+        "logit_cap": number("final_logit_softcapping"),
+        "local_rope": Key(("rope_local_base_freq",), lambda _: True),
+    },
+    defaults={
+        **_GEMMA2.defaults,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
+
+# ---- others that are nearly Llama
+
+_SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3, some layers without rotation",
+    reads={
+        **_ACTIVATION,
+        **_BIASES,
+        "mlp_bias": flag("mlp_bias"),
+        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), _of_layers),
+        "windows": windows(lambda config, layer: _of_layers(config)[layer], when="use_sliding_window"),
+    },
+    defaults={
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "pad_token_id": 128004,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+)
+_GRANITE = Family(
+    "granite",
+    "Granite 3, dense",
+    reads={
+        **_ACTIVATION,
+        **_BIASES,
+        "mlp_bias": flag("mlp_bias"),
+        "embedding_scale": number("embedding_multiplier", 1.0),
+        "residual_scale": number("residual_multiplier", 1.0),
+        "query_scale": number("attention_multiplier", 1.0),
+        "logit_scale": number("logits_scaling", 1.0, lambda divisor: 1 / divisor),
+    },
+)
+_SEED_OSS = Family(
+    "seed_oss",
+    "Seed-OSS",
+    reads={
+        **_ACTIVATION,
+        "qkv_bias": flag("attention_bias", True),
+        "out_bias": flag("attention_out_bias"),
+        "mlp_bias": flag("mlp_bias"),
+    },
+    defaults={"head_dim": 128, "max_position_embeddings": 524288, "pad_token_id": 1, "bos_token_id": 0},
+)
+_ERNIE = Family(
+    "ernie4_5",
+    "Ernie 4.5, dense",
+    plan=Blueprint(neighbours=True),
+    reads={**_ACTIVATION, **{bias: flag("use_bias") for bias in ("qkv_bias", "out_bias", "mlp_bias")}},
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+)
+_ARCEE = Family(
+    "arcee",
+    "Arcee AFM",
+    names=LLAMA_NAMES.but(gate=""),
+    plan=Blueprint(gated=False),
+    reads={"activation": activation(default="relu2"), **_BIASES, "mlp_bias": flag("mlp_bias")},
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001},
+)
+_GEMMA = replace(
+    _GEMMA2,
+    name="gemma",
+    summary="Gemma 1",
+    names=LLAMA_NAMES,
+    plan=Blueprint(norm="rms plus one"),
+    reads={
+        **_BIASES,
+        "activation": activation(default="gelu_pytorch_tanh"),
+        "embedding_scale": _GEMMA2.reads["embedding_scale"],
+    },
+    defaults={key: one for key, one in _GEMMA2.defaults.items() if key != "sliding_window"} | {"pad_token_id": 0},
+)
+
+# ---- OLMo, EXAONE, GLM, Cohere: norms in other places
+
+_OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279}
+_AFTER = {"post_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+
+_OLMO2 = Family(
+    "olmo2",
+    "OLMo 2",
+    names=LLAMA_NAMES.but(norm="", mlp_norm="", **_AFTER),
+    plan=Blueprint(norms="after", head_norms="whole"),
+    reads={**_ACTIVATION, **_BIASES},
+    defaults=_OLMO_DEFAULTS,
+)
+_OLMOE = Family(
+    "olmoe",
+    "OLMoE",
+    names=_EXPERT_NAMES,
+    plan=Blueprint(head_norms="whole"),
+    reads={**_ACTIVATION, **_BIASES, "experts": experts("num_experts", count=64, chosen=8)},
+    defaults={**_OLMO_DEFAULTS, "max_position_embeddings": 4096},
+    renamed={"num_local_experts": "num_experts"},
+    neutral={"clip_qkv": None},
+)
+_EXAONE4 = Family(
+    "exaone4",
+    "EXAONE 4",
+    names=LLAMA_NAMES.but(norm="", mlp_norm="", **_AFTER),
+    plan=Blueprint(norms="after", head_norms="head"),
+    reads={
+        **_ACTIVATION,
+        "windows": windows(_all_but_every, names=("sliding_window_pattern",)),
+        "unturned": Key((), _where_all_is_seen),
+    },
+    defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 0},
+)
+_GLM_DEFAULTS = {
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "bos_token_id": None,
+    "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338],
+}
+_GLM = Family(
+    "glm",
+    "GLM 4, first version",
+    names=LLAMA_NAMES.but(gate="", up="", gate_up="mlp.gate_up_proj"),
+    plan=Blueprint(neighbours=True),
+    reads={**_ACTIVATION, "turned": share_turned(0.5), "qkv_bias": flag("attention_bias", True)},
+    defaults=_GLM_DEFAULTS,
+)
+_GLM4 = replace(
+    _GLM,
+    name="glm4",
+    summary="GLM 4",
+    names=_GLM.names.but(post_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
+    plan=replace(_GLM.plan, norms="both"),
+)
+_COHERE = Family(
+    "cohere",
+    "Command R",
+    names=LLAMA_NAMES.but(mlp_norm=""),
+    plan=Blueprint(norm="layer", norm_bias=False, parallel=True, shared_norm=True, neighbours=True),
+    reads={
+        **_ACTIVATION,
+        **_BIASES,
+        "head_norms": Key(("use_qk_norm",), lambda config: "own" if config.flag("use_qk_norm", False) else ""),
+        "logit_scale": Key(("logit_scale",), lambda config: config.number("logit_scale", 0.0625)),
+    },
+    defaults={
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 5,
+        "eos_token_id": 255001,
+    },
+    renamed={"layer_norm_eps": "rms_norm_eps"},
+)
+
+FAMILIES = (
+    _LLAMA,
+    _QWEN3,
+    _QWEN3_MOE,
+    _QWEN2,
+    _QWEN2_MOE,
+    _MISTRAL,
+    _MIXTRAL,
+    _PHI3,
+    _SMOLLM3,
+    _GRANITE,
+    _SEED_OSS,
+    _ERNIE,
+    _ARCEE,
+    _GEMMA,
+    _GEMMA2,
+    _GEMMA3,
+    _OLMO2,
+    _OLMOE,
+    _EXAONE4,
+    _GLM,
+    _GLM4,
+    _COHERE,
+)

@@ -1,0 +1,278 @@
+"""Families of GPT's kind: LayerNorm, and mostly MLPs without a gate and biases everywhere.
+
+Defaults are those of transformers' configuration classes, except that the sizes of a network have none.
+"""
+
+from __future__ import annotations
+
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Names
+from paceline.decoder.models.family import Family, Key, activation, flag, share_turned, windows
+
+
+def _inner_of_four(config: Fields) -> int:
+    return 4 * config.integer("hidden_size")
+
+
+_GPT_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_GPT_DEFAULTS = {
+    "intermediate_size": _inner_of_four,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50256,
+    "bos_token_id": 50256,
+}
+_GPT_ACTIVATION = {"activation": activation("activation_function", "gelu_new")}
+
+_GPT2 = Family(
+    "gpt2",
+    "GPT-2",
+    names=Names(
+        {"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
+        "transformer.h.{i}.",
+        {
+            "norm": "ln_1",
+            "qkv": "attn.c_attn",
+            "out": "attn.c_proj",
+            "mlp norm": "ln_2",
+            "up": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        },
+        transposed=True,
+    ),
+    plan=Blueprint(norm="layer", gated=False, joined="rows", turned=0.0, qkv_bias=True, out_bias=True, mlp_bias=True),
+    reads={**_GPT_ACTIVATION, "learned": Key((), lambda config: config.integer("max_position_embeddings"))},
+    defaults={**_GPT_DEFAULTS, "tie_word_embeddings": True},
+    renamed=_GPT_NAMES,
+    bare_prefix="transformer.",
+    # Masks, which old versions of transformers saved.
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+)
+_GPTJ = Family(
+    "gptj",
+    "GPT-J",
+    names=Names(
+        {"embedding": "transformer.wte", "norm": "transformer.ln_f", "head": "lm_head"},
+        "transformer.h.{i}.",
+        {
+            "norm": "ln_1",
+            "q": "attn.q_proj",
+            "k": "attn.k_proj",
+            "v": "attn.v_proj",
+            "out": "attn.out_proj",
+            "up": "mlp.fc_in",
+            "down": "mlp.fc_out",
+        },
+    ),
+    plan=Blueprint(
+        norm="layer", gated=False, parallel=True, shared_norm=True, neighbours=True, mlp_bias=True, head_bias=True
+    ),
+    reads={
+        **_GPT_ACTIVATION,
+        "turned": Key(
+            ("rotary_dim",),
+            lambda config: (
+                config.integer("rotary_dim", 64) * config.integer("num_attention_heads") / config.integer("hidden_size")
+            ),
+        ),
+    },
+    defaults=_GPT_DEFAULTS,
+    renamed=_GPT_NAMES,
+    bare_prefix="",
+    # Masks, which old versions of transformers saved.
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
+)
+_GPT_NEOX = Family(
+    "gpt_neox",
+    "GPT-NeoX, Pythia",
+    names=Names(
+        {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
+        "gpt_neox.layers.{i}.",
+        {
+            "norm": "input_layernorm",
+            "qkv": "attention.query_key_value",
+            "out": "attention.dense",
+            "mlp norm": "post_attention_layernorm",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+    ),
+    plan=Blueprint(norm="layer", gated=False, joined="heads", mlp_bias=True),
+    reads={
+        "activation": activation(default="gelu"),
+        "parallel": flag("use_parallel_residual", True),
+        "turned": share_turned(0.25),
+        "qkv_bias": flag("attention_bias", True),
+        "out_bias": flag("attention_bias", True),
+    },
+    defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2, "bos_token_id": 0},
+    renamed={
+        "layer_norm_eps": "rms_norm_eps",
+        "rotary_pct": "partial_rotary_factor",
+        "rotary_emb_base": "rope_theta",
+    },
+    bare_prefix="",
+    # Masks and frequencies, which old versions of transformers saved.
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+)
+
+# ---- OPT and BLOOM
+
+_OPT_FIRST = 2  # rows of the table before position 0, where fairseq kept padding
+_OPT = Family(
+    "opt",
+    "OPT, with norms before",
+    names=Names(
+        {
+            "embedding": "model.decoder.embed_tokens",
+            "positions": "model.decoder.embed_positions",
+            "norm": "model.decoder.final_layer_norm",
+            "head": "lm_head",
+        },
+        "model.decoder.layers.{i}.",
+        {
+            "norm": "self_attn_layer_norm",
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "out": "self_attn.out_proj",
+            "mlp norm": "final_layer_norm",
+            "up": "fc1",
+            "down": "fc2",
+        },
+    ),
+    plan=Blueprint(norm="layer", gated=False, turned=0.0, learned_from=_OPT_FIRST),
+    reads={
+        "activation": activation("activation_function", "relu"),
+        "learned": Key((), lambda config: config.integer("max_position_embeddings", 2048) + _OPT_FIRST),
+        **{bias: flag("enable_bias", True) for bias in ("qkv_bias", "out_bias", "mlp_bias")},
+    },
+    defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 2},
+    renamed={"ffn_dim": "intermediate_size"},
+    neutral={
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+        "word_embed_proj_dim": lambda config: config.integer("hidden_size"),
+    },
+)
+_BLOOM = Family(
+    "bloom",
+    "BLOOM, ALiBi",
+    names=Names(
+        {
+            "embedding": "transformer.word_embeddings",
+            "embedding norm": "transformer.word_embeddings_layernorm",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+        },
+        "transformer.h.{i}.",
+        {
+            "norm": "input_layernorm",
+            "qkv": "self_attention.query_key_value",
+            "out": "self_attention.dense",
+            "mlp norm": "post_attention_layernorm",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+    ),
+    plan=Blueprint(
+        norm="layer", activation="gelu tanh", gated=False, joined="heads", turned=0.0, alibi=True, embedding_norm=True,
+        qkv_bias=True, out_bias=True, mlp_bias=True,
+    ),
+    defaults={
+        "intermediate_size": _inner_of_four,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
+    renamed={
+        "n_embed": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "seq_length": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    neutral={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
+    bare_prefix="transformer.",
+)  # fmt: skip
+
+# ---- with rotary embeddings
+
+_ALL_BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+
+_PHI = Family(
+    "phi",
+    "Phi 1 and 2",
+    names=Names(
+        {"embedding": "model.embed_tokens", "norm": "model.final_layernorm", "head": "lm_head"},
+        "model.layers.{i}.",
+        {
+            "norm": "input_layernorm",
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "out": "self_attn.dense",
+            "up": "mlp.fc1",
+            "down": "mlp.fc2",
+        },
+    ),
+    plan=Blueprint(
+        norm="layer",
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    ),
+    reads={"activation": activation(default="gelu_new"), "turned": share_turned(0.5)},
+    defaults={"rms_norm_eps": 1e-5},
+    renamed={"layer_norm_eps": "rms_norm_eps"},
+    neutral={"qk_layernorm": False},
+)
+_STARCODER2 = Family(
+    "starcoder2",
+    "StarCoder 2",
+    names=LLAMA_NAMES.but(gate="", up="mlp.c_fc", down="mlp.c_proj"),
+    plan=Blueprint(norm="layer", gated=False),
+    reads={
+        "activation": activation(default="gelu_pytorch_tanh"),
+        "windows": windows(),
+        **{bias: flag("use_bias", True) for bias in _ALL_BIASES},
+    },
+    defaults={
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    renamed={"norm_epsilon": "rms_norm_eps"},
+)
+_STABLELM = Family(
+    "stablelm",
+    "StableLM",
+    plan=Blueprint(norm="layer"),
+    reads={
+        "activation": activation(),
+        "turned": share_turned(0.25),
+        "qkv_bias": flag("use_qkv_bias"),
+        "parallel": flag("use_parallel_residual"),
+        "shared_norm": flag("use_parallel_residual"),
+    },
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 0},
+    renamed={"layer_norm_eps": "rms_norm_eps"},
+    neutral={"qk_layernorm": False},
+)
+
+FAMILIES = (_GPT2, _GPTJ, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM)

@@ -1,0 +1,106 @@
+"""What goes wrong in other implementations of speculative decoding, asked of this one.
+
+Seen in transformers 5.24.0's assisted generation: criteria and stop strings are asked once a block, and a draft model
+is changed for good. In openvino-genai 2026.4.1.0: with a draft, sampling is off the target's law from the second token
+on, even where the draft is a copy of the target, and `min_new_tokens` fails with an end inside a block.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.outputs import GenerationResult
+from tests.fakes import TableDecoder, near, table
+from tests.fakes_models import load, network, saved
+
+V = 12
+TARGET = table(V, seed=3, spread=1.5)
+DRAFT = near(TARGET, seed=4, spread=0.3)
+SMALL = table(3, seed=1, spread=1.0)
+
+
+def pair(acceptor: str = "match", *, slots: int = 1, draft: torch.Tensor = DRAFT) -> SpeculativeGenerator:
+    return SpeculativeGenerator(
+        TableDecoder(draft, slots=slots), TableDecoder(TARGET, slots=slots), k=4, acceptor=acceptor
+    )
+
+
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+def test_the_first_three_tokens_have_the_target_s_law(acceptor: str) -> None:
+    """With a draft that is the target. Three tokens of each of 768 seeds, against the law that is computed."""
+    size, rows = len(SMALL), 128
+    law = torch.zeros(size, size, size)
+    for a, b, c in product(range(size), repeat=3):
+        chances = [SMALL[1, 2].softmax(-1)[a], SMALL[2, a].softmax(-1)[b], SMALL[a, b].softmax(-1)[c]]
+        law[a, b, c] = chances[0] * chances[1] * chances[2]
+    made = SpeculativeGenerator(
+        TableDecoder(SMALL, slots=16),
+        TableDecoder(SMALL, slots=16),
+        k=3,
+        acceptor=acceptor,
+    )
+    seen = torch.zeros_like(law)
+    for call in range(6):
+        texts = made.sample([[1, 2]], n=rows, do_sample=True, seed=call, max_new_tokens=3, eos_token_id=[])
+        for a, b, c in texts[:, 2:].tolist():
+            seen[a, b, c] += 1
+    assert float((seen / seen.sum() - law).abs().sum()) / 2 < 0.15
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_criterion_is_asked_at_every_token_with_a_draft_that_is_nearly_the_target(drawn: bool) -> None:
+    def seen(made: SpeculativeGenerator) -> tuple[list[list[int]], list[int]]:
+        texts: list[list[int]] = []
+
+        def criterion(ids: torch.Tensor, _: object) -> bool:
+            texts.append(ids[0].tolist())
+            return len(texts) == 11
+
+        asked: dict[str, Any] = {"do_sample": drawn, "seed": 5, "max_new_tokens": 30, "eos_token_id": []}
+        return texts, made.sample([[1, 2]], stopping_criteria_list=[criterion], **asked)[0].tolist()
+
+    texts, text = seen(pair())
+    assert [len(one) for one in texts] == list(range(3, 14)) and text == texts[-1]
+    assert (texts, text) == seen(SpeculativeGenerator(None, TableDecoder(TARGET)))
+
+
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+def test_rows_are_those_of_the_row_alone_after_they_accepted_differently(acceptor: str) -> None:
+    prompts, seeds = [[1, 2], [3, 4], [5, 6], [7, 8]], [11, 12, 13, 14]
+    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": []}
+    together = pair(acceptor, slots=4).sample(prompts, seed=seeds, return_dict=True, **asked)
+    assert isinstance(together, GenerationResult)
+    for prompt, seed, row in zip(prompts, seeds, together.sequences.tolist(), strict=True):
+        assert pair(acceptor).sample([prompt], seed=[seed], **asked)[0].tolist() == row
+    assert 0 < together.statistics.num_accepted_tokens < together.statistics.num_draft_tokens
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_an_end_inside_a_block_is_held_off_by_min_tokens(drawn: bool) -> None:
+    """The draft proposes the end everywhere, also behind the number of tokens that it is held off for."""
+    asked: dict[str, Any] = {"do_sample": drawn, "seed": 2, "max_new_tokens": 20, "eos_token_id": 7, "min_tokens": 6}
+    eager = DRAFT.clone()
+    eager[..., 7] += 4
+    plain = SpeculativeGenerator(None, TableDecoder(TARGET)).sample([[1, 2]], **asked).tolist()
+    for draft in (DRAFT, eager):
+        assert pair(draft=draft).sample([[1, 2]], **asked).tolist() == plain
+    assert 7 not in plain[0][2:8]
+
+
+def test_a_draft_is_the_same_afterwards(tmp_path: Path) -> None:
+    words = {f"w{number}": number for number in range(40)}
+    draft, target = (load(saved(network(layers=1), tmp_path / name, words=words)) for name in ("draft", "target"))
+    before = {name: value.clone() for name, value in draft.body.named_parameters()}
+    said = (draft.config, draft.options)
+    made = SpeculativeGenerator(draft, target, k=3, acceptor="reject")
+    asked: dict[str, Any] = {"top_k": 3, "temperature": 0.7, "repetition_penalty": 1.3, "min_tokens": 2}
+    made.sample([[1, 2]], do_sample=True, max_new_tokens=8, eos_token_id=5, stop_strings=None, **asked)
+    assert (draft.config, draft.options) == said
+    after = dict(draft.body.named_parameters())
+    assert before and all(torch.equal(value, after[name]) for name, value in before.items())
