@@ -267,6 +267,10 @@ def parse(
             "kind the layers of a head are, whatever its target is"
         )
     sizes = ModelConfig.from_fields(layer)
+    if sizes.blueprint.activation != "silu":
+        raise UnknownArchitectureError(
+            f"{layer.where}: hidden_act {sizes.hidden_act!r} is not supported in a head; supported: silu"
+        )
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)

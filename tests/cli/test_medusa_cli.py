@@ -165,7 +165,7 @@ def test_trees_that_cannot_be_are_refused(
     ("arguments", "said"),
     [
         (["--heads", 0], "at least 1"),
-        (["--heads", 60], "what 60 heads predict"),
+        (["--heads", 60], "must be room for 60 drafts"),
         (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
         (["--learning-rate", "nan"], "must be positive"),
