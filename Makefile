@@ -25,7 +25,8 @@ $(VENV)/.stamp: $(VENV)/.stamp-run
 	@touch $@
 
 # What decoding needs, and the demo: without what serves, tests and draws.
-$(VENV)/.stamp-run: pyproject.toml setup.py
+# A new folder is a new package, which an editable install has to learn.
+$(VENV)/.stamp-run: pyproject.toml setup.py $(wildcard */__init__.py orchestrator/*/__init__.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
 	$(PIP) install -e .
