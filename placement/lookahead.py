@@ -124,7 +124,7 @@ class OutcomeModel:
         self._counts = [[1.0, 0.5, 0.25] for _ in range(len(_EDGES) + 2)]
 
     def of(self, gap: float | None) -> tuple[float, float]:
-        """Return the odds of the first and of the second choice if all before were right. None: the gap is not known."""
+        """Return the odds of the first and second choice if all before were right. None: the gap is not known."""
         times, first, second = self._counts[-1 if gap is None else bisect(_EDGES, gap)]
         return first / times, second / times
 
@@ -222,7 +222,7 @@ class SecondChoiceModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A commit that may come, as texts, and the proposal [B, N + 1] that follows it."""
+    """Expected commit, as sequences, and the proposal [B, N + 1] that follows it."""
 
     texts: _Texts
     tokens: Tensor
@@ -230,7 +230,7 @@ class _Ready:
 
 @dataclass(slots=True)
 class _Round:
-    """A round from its proposal on. ``tokens`` [B, N + 1] is the whole proposal, ``texts`` the commit as lists."""
+    """Round since its proposal. ``tokens`` [B, N + 1] is the whole proposal, ``texts`` the commit as lists."""
 
     commit: Commit
     texts: _Texts

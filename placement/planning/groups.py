@@ -24,7 +24,7 @@ from paceline.placement.planning.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroupPlan:
-    """What one replica of a model is.
+    """Plan of one replica of a model.
 
     name      of the target
     replicas  number of replicas in the models file

@@ -64,7 +64,7 @@ class Instance:
 
 
 def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees: tuple[int, ...] = ()) -> Instance:
-    """Return a type with ``devices`` chips. ``degrees``: if not all that the chip accepts and that there are cores for."""
+    """Return a type with ``devices`` chips. ``degrees``: if not all that chip and cores allow."""
     able = CAPABILITIES[chip]
     return Instance(
         name=f"{chip.value}{size}",
@@ -117,7 +117,7 @@ _TIMEOUT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What `neuron-ls -j` says: devices, logical cores of each, bytes of memory of each."""
+    """Output of `neuron-ls -j`: devices, logical cores of each, bytes of memory of each."""
 
     count: int
     cores_each: int

@@ -20,7 +20,7 @@ Keys of a model:
     k, acceptor, exact, fused, prefix_caching, ...   decoding options: all of
                   `paceline.config.SpeculativeConfig`; but the default of k is "auto", except with heads
     draft_of      the target's name, or a list: a draft model on separate cores, one process for each replica of each of
-                                them; of the keys above it has ``k`` only
+                  them; of the keys above it has ``k`` only
     replicas      default 1; a draft has one for each replica of its targets
     max_waiting   requests of a replica that may wait for a slot of a served model; more are rejected. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
