@@ -96,7 +96,7 @@ class DraftWorker:
 
 
 def _listening(spec: WorkerSpec, address: Address) -> tuple[socket.socket, DrafterPool]:
-    """Bind the address, load the model, then listen. A port was free when it was chosen, and loading may take minutes."""
+    """Bind the address, load the model, then listen. The port was chosen as free, and loading may take minutes."""
     listener = bind(address)
     try:
         pool = run_apart(lambda: cast(MakeDrafters, maker(spec.maker))(spec.settings))

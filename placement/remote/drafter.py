@@ -306,8 +306,8 @@ class DraftTimeouts:
 
     reply_timeout_s   seconds a reply may take; a round waits no longer
     resync_timeout_s  additional seconds if sequences have to be read again (also in the first round of a request)
-    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one that
-                                        listens, and does not respond to a target
+    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one
+                       that listens, and does not respond to a target
     max_failures      consecutive faults after which the process is restarted
     backoff_s         seconds without requests after a fault; doubled after each further one, up to
     max_backoff_s     this maximum

@@ -60,7 +60,7 @@ class AddRequest(_Message, frozen=True, tag="add"):
 
 
 class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 4]. They determine the sampling mode."""
+    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 4]. They determine the mode."""
 
     params: memoryview
     seeds: memoryview

@@ -189,7 +189,7 @@ class Reconnector:
             self._up.set()
 
     def _supervise(self, act: Callable[[ProcessSupervisor], bool]) -> bool:
-        """Call the supervisor; return whether it started a process. It may fail in any way, and is then called again."""
+        """Call the supervisor; return whether it started a process. It may fail in any way, and is then retried."""
         if self._endpoint.supervisor is None:
             return False
         try:

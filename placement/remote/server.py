@@ -61,7 +61,7 @@ class _TargetSession:
 
     @property
     def works_ahead(self) -> bool:
-        """Whether its drafter has something to do before the target asks."""
+        """Whether its drafter has work to do before the target's next request."""
         lookahead = None if self.grant is None else self.grant.lookahead
         return lookahead is not None and not lookahead.idle
 
@@ -78,7 +78,7 @@ class _TargetSession:
             self._error = repr(error)
 
     def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
-        """Return the encoded reply to a round: a proposal, or the reason for none. ``frame``: the request as received."""
+        """Return the encoded reply to a round: a proposal, or the reason for none. ``frame``: as received."""
         grant = self._granted()
         error, self._error = self._error, ""
         if error:
