@@ -279,7 +279,7 @@ PING = b": ping\n\n"  # a comment, which clients ignore
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class _Gone(Exception):  # noqa: N818 - it is not an error of this package
+class _Gone(Exception):  # noqa: N818 - it is no error of ours
     """The client disconnected."""
 
 
