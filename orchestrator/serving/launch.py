@@ -55,7 +55,8 @@ def serve_groups(
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
     ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one on this machine, and the
-    ingress process listens itself. ``ready``: called when requests are accepted. ``progress``: gets status messages
+    ingress process listens itself. ``ready``: called when requests are accepted. ``progress``: called with
+    status messages until then.
 
     Raises:
         ConfigurationError: the address is not available, or Serve already runs in the cluster, and listens

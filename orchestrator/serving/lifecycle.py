@@ -24,7 +24,7 @@ State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the replicas of a model say.
+    """Usage of a model, as reported by its replicas.
 
     running  number of current requests
     idle_s   seconds since the last one ended, or since the replicas were started
@@ -36,7 +36,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What an operator sees of a model.
+    """State of a model for an operator.
 
     awaited  whether a replica should respond now
     running  current requests of its replicas
