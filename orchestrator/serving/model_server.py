@@ -190,10 +190,10 @@ class ModelServer:
     def _limits_of(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
     ) -> TargetLimits:
-        """``most``: tokens of a prompt and its answer together, as the operator allows.
+        """Return the limits for a request. ``most``: tokens of a prompt and its response that the operator allows.
 
         Raises:
-            RefusedError: the request says that it wants more.
+            RefusedError: the request explicitly needs more.
         """
         if most is None:
             return self._limits

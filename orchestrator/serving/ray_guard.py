@@ -63,7 +63,7 @@ class NamedActor(Protocol):
     """Watched actor."""
 
     def process(self) -> int | None:
-        """Return its pid; None while there is no such actor, or Ray is starting it."""
+        """Return its pid; None while the actor does not exist, or Ray is starting it."""
 
     def answers(self) -> bool:
         """Whether it responds in time. One that has just ended counts as responding: Ray handles it."""

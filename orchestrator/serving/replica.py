@@ -180,7 +180,7 @@ class ModelReplica:
         self._check()
 
     def _check(self) -> None:
-        """Raise WorkerError if no round succeeds, or one hangs."""
+        """Raise WorkerError if no round succeeds, or one does not end."""
         failure = self._target.engine.failure
         if isinstance(failure, RankError):
             log.error("a rank of the model is lost; this replica ends, to be replaced", exc_info=failure)
@@ -249,7 +249,7 @@ class _Heartbeat:
         self._timeout_s, self._count, self._since = timeout_s, -1, time.monotonic()
 
     def check(self, count: int, *, busy: bool) -> None:
-        """Raise WorkerError if there is no progress."""
+        """Raise WorkerError if the engine makes no progress."""
         now = time.monotonic()
         if count != self._count or not busy:
             self._count, self._since = count, now

@@ -284,7 +284,7 @@ class _Attempt:
         self.ended = False
 
     async def next(self) -> tuple[Item, ...]:
-        """Return the next items; () at the end. Raises RayError or RayServeException if the replica is lost or missing."""
+        """Return the next items; () at the end. Raises RayError, RayServeException: no replica, or it is lost."""
         try:
             message = await anext(self._messages)
         except StopAsyncIteration:
@@ -298,7 +298,7 @@ class _Attempt:
     def close(self) -> None:
         """Release the resources of the response."""
         if not self.ended:
-            with suppress(Exception):  # it may be done, or its replica gone
+            with suppress(Exception):  # it may be complete, or its replica lost
                 self._answer.cancel()
 
 

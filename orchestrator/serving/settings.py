@@ -29,7 +29,7 @@ class ApiSettings:
     max_requests_per_key   requests of one API key that run or wait at the same time; None: no limit
     request_timeout_s   seconds that a response may take; None: no limit
     ping_s              seconds of silence in a stream after which a comment is sent, so that no proxy closes it
-    stream_interval_ms  between the messages of a stream, which have the events of all rounds since the previous one. The
+    stream_interval_ms  between the messages of a stream, with the events of all rounds since the previous one. The
                         first token, the end and errors do not wait. 0: a message for every round
     spec_metrics        acceptance metrics in responses: none, totals, or also every step
     access_log          whether every request is logged, as a line of JSON

@@ -39,7 +39,7 @@ class ReplicaGroupPlan:
 
     @property
     def residency(self) -> Residency:
-        """When the model is in memory."""
+        """Residency of the model."""
         return self.plan.placements[0].model.residency
 
     @property

@@ -43,7 +43,7 @@ class Need:
 
     @property
     def order(self) -> tuple[int, bool, str, int]:
-        """Sort key: larger first, targets before drafts; then by name, so that a plan is reproducible."""
+        """Key for sorting: larger first, targets before drafts; then by name, for a reproducible plan."""
         return -self.degree, bool(self.model.draft_of), self.model.name, self.replica
 
 
@@ -130,7 +130,7 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
 
 
 def _why_not(model: ModelSpec, degree: int) -> str:
-    """Return why a model cannot be sharded over ``degree`` cores, with its K/V heads as asked; "" if it can."""
+    """Return why a model cannot be sharded over ``degree`` cores, with its K/V heads as configured; "" if it can."""
     try:
         layout(model.config, degree, model.options.group_query_attention)
     except ConfigurationError as error:
@@ -169,7 +169,7 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
 
 
 def cpus_of(instance: Instance, cores: CoreRange) -> tuple[int, int]:
-    """Return the first and last CPU of the host for a process on these cores: a share of its own, whatever the plan of
+    """Return the first and last CPU of the host for a process on these cores: an exclusive share, whatever the plan of
     other processes. Without an accelerator cores are only counted, and a process may use every CPU.
     """
     if not instance.sdk:

@@ -1,4 +1,4 @@
-"""`RemoteDrafter`: a drafter in another process, which may die, hang, be late or send invalid replies without harm.
+"""`RemoteDrafter`: a drafter in another process, which may die, stop responding, be late or send invalid replies without harm.
 
 The engine uses it as an ordinary drafter: each round sends one message and gets one back. If anything fails, the round
 continues without a proposal, so its tokens are those of plain decoding. The process is restarted in the background,

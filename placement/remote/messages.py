@@ -53,7 +53,7 @@ class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
 
 
 class AddRequest(_Message, frozen=True, tag="add"):
-    """Prompt of a request that takes a slot. There is no reply."""
+    """Prompt of a request that takes a slot. Has no reply."""
 
     slot: Natural
     prompt: tuple[Natural, ...]
@@ -182,7 +182,7 @@ def pack_words(numbers: Sequence[int]) -> memoryview:
 
 
 def unpack_words(data: memoryview) -> memoryview:
-    """Return the numbers of such a field, without copying them."""
+    """Return the numbers packed by `pack_words`, without copying them."""
     return data.cast("i")
 
 
