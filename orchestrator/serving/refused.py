@@ -72,7 +72,7 @@ def _restore(status: int, message: str, *rest: object) -> RefusedError:
 
 
 def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
-    """Return the error object for an error of this package: 400 for an invalid request, 503 if a part is lost, else 500.
+    """Return the error object for a Paceline error: 400 for an invalid request, 503 if a part is lost, else 500.
 
     ``prompt_field``: the field that holds the prompt, if known. An unexpected error is logged.
     """

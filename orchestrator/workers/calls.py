@@ -26,7 +26,7 @@ class Call:
     key           identifies the caller: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None: no limit
     interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
-                     errors do not wait. 0: an update for every round
+                  errors do not wait. 0: an update for every round
     """
 
     ticket: str

@@ -1,4 +1,4 @@
-"""`RemoteDrafter`: a drafter in another process, which may die, stop responding, be late or send invalid replies without harm.
+"""`RemoteDrafter`: a drafter in another process; its crashes, delays and invalid replies do no harm.
 
 The engine uses it as an ordinary drafter: each round sends one message and gets one back. If anything fails, the round
 continues without a proposal, so its tokens are those of plain decoding. The process is restarted in the background,
@@ -307,7 +307,7 @@ class DraftTimeouts:
     reply_timeout_s   seconds a reply may take; a round waits no longer
     resync_timeout_s  additional seconds if sequences have to be read again (also in the first round of a request)
     hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one
-                       that listens, and does not respond to a target
+                      that listens, and does not respond to a target
     max_failures      consecutive faults after which the process is restarted
     backoff_s         seconds without requests after a fault; doubled after each further one, up to
     max_backoff_s     this maximum
