@@ -1,5 +1,5 @@
-"""Models on disjoint cores: which model gets which cores (`planning`), processes with cores on Ray (`cluster`),
-drafters in other processes (`remote`), drafting while the target verifies (`lookahead`), and this machine (`host`).
+"""Models on disjoint cores: assignment of cores to models (`planning`), processes with cores on Ray (`cluster`),
+drafters in other processes (`remote`), asynchronous drafting (`lookahead`), and the local machine (`host`).
 
 Every name below is imported when it is first used, so that planning loads neither Ray nor sockets.
 """

@@ -1,16 +1,15 @@
-"""Draft-ahead: while the target verifies, the drafter already drafts for the likeliest outcomes.
+"""Asynchronous drafting: while the target verifies, the drafter already drafts for the likeliest outcomes.
 
-The likeliest outcome is often that everything is accepted and that the target's own token is the one the drafter would
-have drafted next: so the drafter underneath proposes one token more than is sent. The other outcomes end with a second
-choice of the drafter's, earlier, if there is a model that tells those (`SecondChoiceModel`). Outcomes are drafted one
-after the other as long as time allows (`IdleBudget`). If the next commit is one of them, its proposal is ready; if
-not, all are dropped.
+The likeliest outcome is often that all drafts are accepted and that the bonus token is the one the drafter would have
+drafted next. So the inner drafter proposes one token more than is sent. The other outcomes end earlier with the
+drafter's second choice, if a model provides those (`SecondChoiceModel`). Outcomes are drafted one after the other as
+long as time allows (`IdleBudget`). If the next commit is one of them, its proposal is ready; if not, all are dropped.
 
-All outcomes are read into the same cache rows. If one comes true that was not the last to be read, its rows are read
-again.
+All outcomes are read into the same cache rows. If the one that is committed was not the last to be read, its rows are
+read again.
 
-Only for drafters whose proposal depends on the commit and on cache rows before it (a model): one that keeps a history,
-as n-grams do, would remember what never happened.
+Only for drafters whose proposal depends on the commit and on cache rows before it (a model). A drafter with a history,
+such as n-grams, would keep outcomes that never happened.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from torch import Tensor
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 
-_KEPT = 15  # of the last times, whose median is expected
+_KEPT = 15  # number of last times, whose median is expected
 
 
 class IdleBudget:
     """Predicts the seconds until the target's next call from the last ones.
 
-    A unit of work that was begun is finished: if the target calls meanwhile, its reply is delayed. Begun too late,
-    a unit costs more than it saves.
+    A unit of work is always finished: if the target calls before that, its reply is delayed. A unit begun too late
+    costs more than it saves.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -48,26 +47,26 @@ class IdleBudget:
         self._units: dict[str, deque[float]] = {}
 
     def begin(self) -> None:
-        """The target has its reply: the idle time begins."""
+        """Start the idle time: the target has its reply."""
         self._since = self._clock()
 
     def paused(self, seconds: float) -> None:
-        """The target took so long from a reply to its next call."""
+        """Record the seconds from a reply to the target's next call."""
         self._pauses.append(seconds)
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Time a unit of work of that kind."""
+        """Measure the time of a unit of work of that kind."""
         begin = self._clock()
         yield
         self._units.setdefault(kind, deque(maxlen=_KEPT)).append(self._clock() - begin)
 
     def saves(self, kind: str, odds: float, *, after: str | None = None) -> float:
-        """Expected seconds saved, less those lost, by a unit of a kind whose result is used with probability ``odds``.
+        """Return the expected net seconds saved by a unit of work whose result is used with probability ``odds``.
 
-        If it is used, the part that is done before the call is saved. If not, the part that is left then is waited for
-        in vain. ``after``: a unit of that kind comes first. Before the first calls, when nothing is known, a unit is
-        assumed to take a second, and to fit.
+        If it is used, the part done before the call is saved. If not, the call waits for the remaining part in vain.
+        ``after``: a unit of that kind comes first. Before the first calls, when nothing is known, a unit is assumed to
+        take a second, and to fit.
         """
         takes, left = 1.0, math.inf
         if self._pauses and kind in self._units:
@@ -80,13 +79,13 @@ class IdleBudget:
 
 
 _EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # of gaps between the scores of two choices
-_MEMORY = 512  # choices, after which older ones count half, since texts change
-_MIN_ODDS = 0.01  # of an outcome; less likely ones are not worth the energy
+_MEMORY = 512  # choices, after which older ones count half, since sequences change
+_MIN_ODDS = 0.01  # of an outcome; less likely ones are not drafted
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``tokens`` that the target may commit in every slot, and the ``odds`` (probability) of that."""
+    """Tokens that the target may commit in every slot, and the probability of that (``odds``)."""
 
     odds: float
     tokens: tuple[tuple[int, ...], ...]
@@ -94,12 +93,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class DraftedSlot:
-    """What was drafted for one slot.
+    """Drafts for one slot.
 
-    drafts   in order; a PAD ends them
+    drafts   in order, ended by PAD
     limit    how many of them may be accepted
-    seconds  the second choices at the same places, or None
-    gaps     how far the scores of these were below those of the drafts, or None
+    seconds  second choices at the same positions, or None
+    gaps     how far their scores were below those of the drafts, or None
     """
 
     drafts: Sequence[int]
@@ -112,24 +111,25 @@ class DraftedSlot:
 
 
 class OutcomeModel:
-    """How often the target's token was the draft's choice, and how often its second one, for every range of gaps.
+    """Frequencies with which the target's token was the drafter's first or second choice, by the gap of their scores.
 
-    Some drafts are accepted, and one token of the target's own follows. Where that is not the drafter's choice, it
-    is most often the drafter's second one: so an outcome is some of the drafts, and the first or the second choice
-    after them. How likely it is depends on how far apart the two scores were.
+    The target accepts some drafts and adds one token. If that is not the drafter's first choice, it is most often its
+    second one. So an outcome is some of the drafts, then the first or the second choice. Its probability depends on the
+    gap between the two scores.
     """
 
     def __init__(self) -> None:
-        # Per range of gaps: choices, first was right, second was right; with a small prior. The last is for any gap.
+        # Per range of gaps: choices, first was right, second was right; with a small prior. The last range is for any
+        # gap.
         self._counts = [[1.0, 0.5, 0.25] for _ in range(len(_EDGES) + 2)]
 
     def of(self, gap: float | None) -> tuple[float, float]:
-        """Odds of the first and of the second choice if everything before was right; None = the gap is not known."""
+        """Return the odds of the first and second choice if all before were right. None: the gap is not known."""
         times, first, second = self._counts[-1 if gap is None else bisect(_EDGES, gap)]
         return first / times, second / times
 
     def learn(self, slot: DraftedSlot, committed: Sequence[int]) -> None:
-        """What the target committed where this was drafted."""
+        """Count the choices of a slot that were right, from what the target committed."""
         for place, (draft, token) in enumerate(zip(slot.drafts, committed, strict=False)):
             if draft == PAD:
                 return
@@ -141,7 +141,9 @@ class OutcomeModel:
                 return
 
     def full(self, slots: Sequence[DraftedSlot]) -> Candidate | None:
-        """All drafts are accepted, and the target's own token is the next draft; None where there is no such draft."""
+        """Return the outcome with all drafts accepted and the next draft as bonus token; None if there is no such
+        draft.
+        """
         texts = [_first(slot) for slot in slots]
         if any(PAD in tokens for tokens in texts):
             return None
@@ -149,11 +151,11 @@ class OutcomeModel:
         return Candidate(math.prod(odds), tuple(texts))
 
     def outcomes(self, slots: Sequence[DraftedSlot]) -> Iterator[Candidate]:
-        """Outcomes of all slots together, likeliest first. ``slots`` have second choices."""
+        """Yield outcomes of all slots together, likeliest first. ``slots`` have second choices."""
         return _jointly([self._of_slot(slot) for slot in slots])
 
     def _of_slot(self, slot: DraftedSlot) -> list[Candidate]:
-        """Outcomes of one slot, likeliest first."""
+        """Return outcomes of one slot, likeliest first."""
         assert slot.seconds is not None
         candidates, so_far, drafts = [], 1.0, _first(slot)
         for place, draft in enumerate(drafts):
@@ -176,12 +178,12 @@ class OutcomeModel:
 
 
 def _first(slot: DraftedSlot) -> tuple[int, ...]:
-    """The drafts that may be accepted, and one more."""
+    """Return the drafts that may be accepted, and one more."""
     return tuple(slot.drafts[: slot.limit + 1])
 
 
 def _jointly(slots: Sequence[Sequence[Candidate]]) -> Iterator[Candidate]:
-    """Combinations of one outcome of every slot (each list is sorted), likeliest first, down to `_MIN_ODDS`."""
+    """Yield combinations of one outcome per slot (each list is sorted), likeliest first, down to `_MIN_ODDS`."""
     if not all(slots):
         return
     start = (0,) * len(slots)
@@ -207,7 +209,7 @@ _END = object()
 
 
 class SecondChoiceModel(Protocol):
-    """Reads again what a drafter has read and drafted, into the same cache rows."""
+    """Model that reads tokens again which a drafter has read and drafted, into the same cache rows."""
 
     def reread(self, commit: Commit, rows: int) -> None:
         """Read the rows of a commit again. ``rows``: `RoundLimits.max_rows`."""
@@ -215,12 +217,12 @@ class SecondChoiceModel(Protocol):
     def seconds(
         self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]:
-        """For every draft [B, N] the second choice, and how far its score was below the first one's."""
+        """Return for every draft [B, N] the second choice, and how far its score was below the first one's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A commit that may come, as texts, and the proposal [B, N + 1] that follows it."""
+    """Expected commit, as sequences, and the proposal [B, N + 1] that follows it."""
 
     texts: _Texts
     tokens: Tensor
@@ -228,7 +230,7 @@ class _Ready:
 
 @dataclass(slots=True)
 class _Round:
-    """A round from its proposal on. ``tokens`` [B, N + 1] is the whole proposal, ``texts`` the commit as lists."""
+    """Round since its proposal. ``tokens`` [B, N + 1] is the whole proposal, ``texts`` the commit as lists."""
 
     commit: Commit
     texts: _Texts
@@ -239,18 +241,18 @@ class _Round:
     ready: list[_Ready] = field(default_factory=list)
 
     def drafted(self) -> Iterator[tuple[DraftedSlot, _Text | None]]:
-        """What was drafted for each slot, and its text; None for a slot without a request."""
+        """Return the drafts of each slot and its sequence; None for a slot without a request."""
         return zip(self.slots, self.texts, strict=False)
 
     def live(self) -> list[DraftedSlot]:
-        """What was drafted for requests."""
+        """Return the drafts of slots with requests."""
         return [slot for slot, text in self.drafted() if text is not None]
 
 
 class LookaheadDrafter(Drafter):
-    """A drafter that works in its idle time. ``hit``: the last proposal was ready when it was asked for.
+    """Drafter that works in its idle time. ``hit``: the last proposal was ready when it was requested.
 
-    ``second_choices``: without it only the outcome is drafted in which everything is right.
+    ``second_choices``: without it, only the outcome with all drafts accepted is drafted.
     """
 
     def __init__(
@@ -268,29 +270,29 @@ class LookaheadDrafter(Drafter):
         self.max_positions = inner.max_positions
         self._outcomes, self._idle = OutcomeModel(), IdleBudget(clock)
         self._last: _Round | None = None
-        self._work: Iterator[None] | None = None  # what is left to do before the next commit
+        self._work: Iterator[None] | None = None  # work left before the next commit
         self._unread: Commit | None = None  # recorded, and not yet passed on
         self._overwritten: tuple[Commit, int] | None = None  # its rows hold another outcome's
         self.hit = False
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Read a prompt. The next commit is then none of those that were expected."""
+        """Read a prompt. The next commit is then none of the expected ones."""
         self._last = self._work = None
         self._restore()
         self._pass_on()
         self._inner.add_request(slot, prompt)
 
     def finish_request(self, slot: int) -> None:
-        """Release the slot; what was expected may still happen in the other slots."""
+        """Release the slot; the expected outcomes remain possible in the other slots."""
         self._inner.finish_request(slot)
 
     def update(self, commit: Commit) -> None:
-        """Keep the commit: if it was expected, the drafter has read it already, and need not read it again."""
+        """Record the commit: if it was expected, the drafter has read it already, and does not read it again."""
         self._pass_on()
         self._unread = commit
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """The proposal that is ready, or one that is made now."""
+        """Return the proposal that is ready, or make one now."""
         before, texts = self._last, _texts(commit)
         expected = [] if before is None else before.ready
         match = next((ready for ready in expected if _same(ready.texts, texts)), None)
@@ -308,16 +310,16 @@ class LookaheadDrafter(Drafter):
         return Proposal(tokens[:, : self.draft_shape.num_draft_tokens])
 
     def paused(self, seconds: float) -> None:
-        """The target took so long from the last reply to its next request."""
+        """Record the seconds from the last reply to the target's next request."""
         self._idle.paused(seconds)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do before the next commit."""
+        """Whether no work is left before the next commit."""
         return self._work is None
 
     def work(self) -> None:
-        """Do one unit of work. Afterwards the next commit may have arrived, and is to be looked for."""
+        """Do one unit of work. Check for the next commit afterwards: it may have arrived."""
         units, self._work = self._work, None
         if units is not None and next(units, _END) is not _END:
             self._work = units
@@ -325,7 +327,7 @@ class LookaheadDrafter(Drafter):
     # ---- inside
 
     def _units(self, last: _Round, before: _Round | None) -> Iterator[None]:
-        """All there is to do after a round, unit by unit."""
+        """Do the work after a round, unit by unit."""
         if before is not None:
             self._learn(before, last)
         if self._overwritten is not None:
@@ -352,8 +354,8 @@ class LookaheadDrafter(Drafter):
                 yield
 
     def _saves_after_review(self, full: float) -> float:
-        """What it is expected to save to look for second choices first, and then to draft for the likeliest outcome:
-        everything right, with odds ``full`` unless that is drafted already, or a second choice, as known so far.
+        """Return the seconds expected to be saved by finding second choices first, and then drafting for the likeliest
+        outcome: all drafts right, with odds ``full`` unless that is drafted already, or a second choice.
         """
         if self._second_choices is None:
             return -math.inf
@@ -368,7 +370,7 @@ class LookaheadDrafter(Drafter):
         ]
         longest = max((first + len(row) for first, row in filter(None, texts)), default=1)
         width = last.commit.tokens.shape[1]
-        # Beyond its positions nothing is asked of a drafter.
+        # A drafter is not used beyond its positions.
         if max(map(len, rows)) > width or (self.max_positions is not None and longest > self.max_positions):
             return
         tokens = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32)
@@ -380,7 +382,7 @@ class LookaheadDrafter(Drafter):
         last.ready.append(_Ready(texts, proposal.tokens))
 
     def _review(self, last: _Round, second_choices: SecondChoiceModel) -> None:
-        """Look for the second choices next to what was drafted."""
+        """Find the second choices for the drafts."""
         with self._idle.timed("review"):
             seconds, gaps = second_choices.seconds(last.commit, last.tokens, last.sampling, rows=last.limits.max_rows)
         last.slots = [
@@ -388,13 +390,13 @@ class LookaheadDrafter(Drafter):
         ]
 
     def _learn(self, before: _Round, last: _Round) -> None:
-        """What was committed after a proposal, in every slot whose text went on."""
+        """Count the tokens committed after a proposal, in every slot whose sequence continued."""
         for (slot, text), now in zip(before.drafted(), last.texts, strict=False):
             if text is not None and now is not None and now[0] == text[0] + len(text[1]):
                 self._outcomes.learn(slot, now[1])
 
     def _restore(self) -> None:
-        """Read a commit again whose rows were overwritten."""
+        """Read again a commit whose rows were overwritten."""
         overwritten, self._overwritten = self._overwritten, None
         if overwritten is not None:
             assert self._second_choices is not None, "rows are overwritten only where several outcomes are drafted"
@@ -407,7 +409,7 @@ class LookaheadDrafter(Drafter):
 
 
 def _texts(commit: Commit) -> _Texts:
-    """First row and tokens of every slot that holds a request (an idle one is at row 0)."""
+    """Return the first row and tokens of every slot that holds a request (an idle one is at row 0)."""
     rows, counts, first_rows = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
     return [
         (first, row[:count]) if first > 0 else None for first, row, count in zip(first_rows, rows, counts, strict=True)

@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "gelu tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
     "relu": nn.functional.relu,
-    "relu squared": lambda x: nn.functional.relu(x).square(),
+    "relu squared": lambda x: nn.functional.relu(x).pow(2),
 }
 
 

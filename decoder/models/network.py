@@ -379,7 +379,8 @@ class MixtureOfExperts(nn.Module):
         """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
         mixed = self.experts(x, self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1)), real)
         if self.shared is not None and self.shared_router is not None:
-            taken = torch.sigmoid(self._kernels.linear(x, self.shared_router, real))
+            logits = self._kernels.linear(x, self.shared_router, real)
+            taken = 0.5 * torch.tanh(0.5 * logits) + 0.5  # a sigmoid, of operators that were seen to lower to HLO
             mixed = mixed + taken * self.shared.share(x, real)
         return self._group.reduce(mixed)
 

@@ -1,1 +1,1 @@
-"""An HTTP service in OpenAI's format over planned models, on Ray Serve. Imported only by who serves."""
+"""HTTP service in OpenAI's format over planned models, on Ray Serve. Imported only by serving programs."""

@@ -1,8 +1,8 @@
-"""The HTTP edge: OpenAI's API over a `ModelRouter`, as a FastAPI application. It knows no model and no Ray.
+"""HTTP application: OpenAI's API over a `ModelRouter`, with FastAPI. It knows no model and no Ray.
 
-Runs under any ASGI server, and under Ray Serve by `serve.ingress`. Bodies are read by hand, so that the limit of their
-size holds before they are in memory and their JSON is parsed in C, off the event loop where it is long. Not here: what
-requests are (`paceline.serving.openai`), and how answers are written (`paceline.serving.render`).
+Runs under any ASGI server, and under Ray Serve by `serve.ingress`. Bodies are read directly, so that the size limit
+applies before they are in memory and their JSON is parsed in C, off the event loop if it is long. See also: requests
+(`paceline.serving.openai`), and how responses are written (`paceline.serving.render`).
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def create_app(
     router: ModelRouter, settings: ApiSettings, lifecycle: Lifecycle | None = None, *, keys: KeyCounts | None = None
 ) -> FastAPI:
-    """The application.
+    """Create the application.
 
-    lifecycle  of the router's models, for an operator; None: they are always there
-    keys       counts the requests of API keys; None: nobody else wants to know
+    lifecycle  lifecycle of the router's models, for an operator; None: they are always loaded
+    keys       counts the requests of API keys; None: the counts are not shared with other processes
     """
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
@@ -68,7 +68,7 @@ def create_app(
     app = FastAPI(
         title="Paceline",
         description="OpenAI's API over speculative decoding",
-        docs_url=None,  # its page loads scripts from elsewhere
+        docs_url=None,  # its page loads external scripts
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
@@ -126,12 +126,12 @@ def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) ->
 def _add_models(app: FastAPI, router: ModelRouter) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        """The models that can answer now."""
+        """List the models that can respond now."""
         return JSONResponse({"object": "list", "data": [card.to_dict() for card in await router.models()]})
 
     @app.get("/v1/models/{model:path}", responses={404: {"description": "There is no such model."}})
     async def one_model(model: str) -> Response:
-        """One of them."""
+        """Describe one model."""
         cards = {card.name: card for card in await router.models()}
         if model not in cards:
             raise model_not_found(model, list(cards))
@@ -139,13 +139,13 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
 
     @app.post("/tokenize", openapi_extra=_post_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """The ids of a text or a conversation."""
+        """Tokenize a text or a conversation."""
         tokens = await router.tokenize(await _read(request, TokenizeRequest))
         return Response(tokens.model_dump_json(), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=_post_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        """The text of ids."""
+        """Decode token ids to text."""
         text = await router.detokenize(await _read(request, DetokenizeRequest))
         return Response(text.model_dump_json(), media_type="application/json")
 
@@ -153,19 +153,19 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
 def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
     @app.get("/health/live")
     async def live() -> Response:
-        """Whether this process answers."""
+        """Report that this process responds."""
         return JSONResponse({"live": True})
 
     @app.get("/health/ready", responses={503: {"description": "A model cannot answer."}})
     @app.get("/health", responses={503: {"description": "A model cannot answer."}})
     async def ready() -> Response:
-        """Whether every model can answer."""
+        """Report whether every model can respond."""
         health = await router.health()
         return JSONResponse({"ready": health.ready, "models": dict(health.models)}, 200 if health.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return metrics in Prometheus' text format."""
         return Response(await router.metrics(), media_type=_PROMETHEUS)
 
     if settings.page:
@@ -180,7 +180,7 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
-    """What the framework refuses: unknown paths and methods."""
+    """Return the response to unknown paths and methods, which the framework rejects."""
     assert isinstance(error, HTTPException)
     message = {404: "nothing is served at this path", 405: "this path is served, but not with this method"}
     refused = RefusedError(error.status_code, message.get(error.status_code, error.detail))
@@ -201,13 +201,13 @@ ActionT = TypeVar("ActionT", bound="ModelAction")
 
 
 class ModelAction(Strict):
-    """Which model an operator means."""
+    """Operator action on a model."""
 
     model: ModelField
 
 
 class PinAction(ModelAction):
-    """Keep a model in memory, or let it leave again."""
+    """Pin a model in memory, or unpin it."""
 
     pinned: Annotated[bool, Field(description="true or false")] = True
 
@@ -215,45 +215,45 @@ class PinAction(ModelAction):
 def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> None:
     """Add the routes of an operator: which models are in memory, and loading, unloading and pinning them.
 
-    They need an API key, as all routes but health do. Where the service has no keys they answer this machine alone.
+    They need an API key, as all routes except health do. If the service has no keys, they respond only to this machine.
     """
     is_open = not settings.api_keys
 
     async def act(request: Request, kind: type[ActionT], do: Callable[[ActionT], Awaitable[ModelState]]) -> Response:
         _check_caller(request, is_open=is_open)
-        if "content-type" not in request.headers:  # a page elsewhere can leave it out
+        if "content-type" not in request.headers:  # a page of another site can leave it out
             raise RefusedError(415, "say what the body is: Content-Type: application/json")
         state = await do(await _read(request, kind))
         return JSONResponse(state.to_dict())
 
     @app.get(_MODELS)
     async def states(request: Request) -> Response:
-        """The models of the service, also those that are not in memory."""
+        """List the models of the service, including those that are not in memory."""
         _check_caller(request, is_open=is_open)
         return JSONResponse({"models": [state.to_dict() for state in await lifecycle.states()]})
 
     @app.post(f"{_MODELS}/load", openapi_extra=_post_schema(ModelAction))
     async def load(request: Request) -> Response:
-        """Load a model; answers when it can."""
+        """Load a model; respond when it is ready."""
         return await act(request, ModelAction, lambda action: lifecycle.load(action.model))
 
     @app.post(f"{_MODELS}/unload", openapi_extra=_post_schema(ModelAction))
     async def unload(request: Request) -> Response:
-        """Unload a model, after the requests that it has."""
+        """Unload a model, after its current requests."""
         return await act(request, ModelAction, lambda action: lifecycle.unload(action.model))
 
     @app.post(f"{_MODELS}/pin", openapi_extra=_post_schema(PinAction))
     async def pin(request: Request) -> Response:
-        """Keep a model in memory, or let it leave again."""
+        """Pin a model in memory, or unpin it."""
         return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
 
 
 @asynccontextmanager
 async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
-    """While the application runs: idle models are unloaded."""
+    """Unload idle models while the application runs."""
     try:
         await lifecycle.restore()
-    except PacelineError as error:  # it is as the models file says, most likely
+    except PacelineError as error:  # most likely it is as the models file says
         log.warning("what is loaded could not be found out (%s)", error)
     watching = asyncio.ensure_future(lifecycle.watch())
     try:
@@ -265,7 +265,7 @@ async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
 
 
 def _check_caller(request: Request, *, is_open: bool) -> None:
-    """Raise RefusedError (403) for another machine, or a page of another site, where no key is asked for."""
+    """Raise RefusedError (403) for another machine, or a page of another site, if no key is required."""
     if not is_open:
         return
     near = request.client is not None and is_loopback(request.client.host)
@@ -273,18 +273,18 @@ def _check_caller(request: Request, *, is_open: bool) -> None:
         raise RefusedError(403, "without an API key these routes answer this machine alone; give the server --api-key")
 
 
-_HEAD_WAIT_S = 0.05  # that the head of an answer waits for its first events, with which it is one message
-PING = b": ping\n\n"  # a comment, which clients pass over
+_HEAD_WAIT_S = 0.05  # for which the head of a response waits for its first events, so that both are one message
+PING = b": ping\n\n"  # a comment, which clients ignore
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class _Gone(Exception):  # noqa: N818 - it is no error of ours
-    """The client did not wait."""
+    """The client disconnected."""
 
 
 class Items:
-    """Items of an answer, while the client is there and the time allows."""
+    """Items of a response, until the client disconnects or the deadline passes."""
 
     def __init__(self, items: AsyncIterator[Item], request: Request, deadline: float | None) -> None:
         self._items, self._deadline = items, deadline
@@ -292,10 +292,10 @@ class Items:
         self._gone = asyncio.ensure_future(_disconnected(request))
 
     async def next(self, silence_s: float | None = None) -> Item | None:
-        """The next one; None after ``silence_s`` seconds without one.
+        """Return the next item; None after ``silence_s`` seconds without one.
 
         Raises:
-            RefusedError: the deadline is over, or the answer ended without being complete.
+            RefusedError: the deadline has passed, or the response ended without being complete.
         """
         if self._next is None:
             self._next = asyncio.ensure_future(_step(self._items))
@@ -316,14 +316,14 @@ class Items:
         return None
 
     async def close(self) -> None:
-        """Give up what the answer holds."""
+        """Release the resources of the response."""
         tasks = [task for task in (self._next, self._gone) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         close = getattr(self._items, "aclose", None)
         if close is not None:
-            with suppress(Exception):  # whatever it is, nobody waits for it
+            with suppress(Exception):  # any error; no caller waits for it
                 await close()
 
 
@@ -335,7 +335,7 @@ async def answer(
     ping_s: float,
     context: RequestContext,
 ) -> Response:
-    """The HTTP answer to a request that a router was asked. A refusal before the first event has its own status."""
+    """Return the HTTP response to a request sent to a router. A rejection before the first event has its own status."""
     source = Items(items, request, context.deadline)
     about: dict[str, Any] = request.scope["state"]["access"]
     about["model"] = generation.model
@@ -397,7 +397,7 @@ class EventStream(Response):
                     if item.last:
                         break
                 item = await self._source.next(self._ping_s)
-        except RefusedError as error:  # the answer has begun, so it is an event
+        except RefusedError as error:  # the response has begun, so it is sent as an event
             self._about["error"] = error.code or error.message
             await send(_part(_error_event(error, self._generation), more=False))
         except (_Gone, OSError):
@@ -406,7 +406,7 @@ class EventStream(Response):
             await self._source.close()
 
     async def _first(self) -> Item | None:
-        """What comes soon enough to go with the head of the answer."""
+        """Return the first item if it arrives in time to be sent with the head of the response; else None."""
         try:
             return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
         except RefusedError as error:
@@ -437,17 +437,17 @@ async def _disconnected(request: Request) -> None:
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_LONG_BODY = 32 << 10  # bytes from which JSON is parsed beside the event loop: below, it takes less than a millisecond
+_LONG_BODY = 32 << 10  # bytes from which JSON is parsed off the event loop: below, it takes less than a millisecond
 
 
 async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    """The request's body, checked.
+    """Return the request's body, checked.
 
     Raises:
-        RefusedError: it is no JSON, or not what the endpoint takes.
+        RefusedError: it is not JSON, or not valid for the endpoint.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":  # what a page elsewhere could send without being asked
+    if kind != "application/json":  # a page of another site could send it without a preflight request
         raise RefusedError(415, f"the body is {kind}; send JSON, and say so: Content-Type: application/json")
     try:
         body = await request.body()
@@ -472,7 +472,7 @@ _ERRORS = {
 
 
 def _post_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """What a POST route says about its body and its answers."""
+    """Return the OpenAPI description of a POST route's body and responses."""
     schema = {"$ref": _COMPONENTS + model.__name__}
     error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
     return {
@@ -482,7 +482,7 @@ def _post_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _with_components(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Let the application's description hold these models, which its routes name."""
+    """Add these models to the application's OpenAPI description, whose routes refer to them."""
     plain = app.openapi
     _, top = models_json_schema([(model, "validation") for model in models], ref_template=_COMPONENTS + "{model}")
 

@@ -1,11 +1,11 @@
-"""`launch(plan)`: the models of a plan on Ray Serve without HTTP, asked by ids from this process.
+"""`launch(plan)`: the models of a plan on Ray Serve without HTTP, called with token ids from this process.
 
     with launch(plan) as models:
         for piece in models.stream("chat", [ids], max_new_tokens=64): ...
 
-They are the replicas of `paceline serve`, asked through the same router: Serve replaces one that dies or hangs, and the
-next one decodes an answer again and leaves out what was sent. Each target is an application of its own, so that it may
-leave and come while others run.
+They are the replicas of `paceline serve`, called through the same router. Serve replaces a replica that dies or hangs;
+the next one decodes the response again and omits the tokens already sent. Each target is a separate application, so
+that it can be stopped and added while others run.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ if TYPE_CHECKING:
     from paceline.outputs import RequestOutput
 
 _CALL_S = 30.0
-_LOOK_S = 0.1  # between looks at what starts
-_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
+_LOOK_S = 0.1  # between checks of starting models
+_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # errors of Ray and Serve
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A target that runs. ``application``: of Serve."""
+    """Running target. ``application``: its name in Serve."""
 
     group: ReplicaGroupPlan
     application: str
 
 
 class Deployment:
-    """Running models. A context manager: leaving it ends them all."""
+    """Running models. Context manager: leaving it ends them all."""
 
     def __init__(self, plan: Plan, fault_policy: FaultPolicy) -> None:
         self.plan, self._policy = plan, fault_policy
@@ -90,12 +90,12 @@ class Deployment:
 
         ``params``: `paceline.SamplingParams`; ``overrides`` replace some of its fields, or give them without it.
 
-        Several calls, from several threads too, share a target's rounds; those that find no slot wait for one.
+        Several calls, from several threads too, share a target's rounds; those without a free slot wait for one.
 
         Raises:
             ConfigurationError: no such target runs, or a parameter cannot be sent to another process.
             RequestError: the request cannot be served.
-            QueueFullError: as many requests wait as may (``max_waiting``).
+            QueueFullError: the queue is full (``max_waiting`` requests wait).
             TargetLostError: the target was lost and is not back within ``FaultPolicy.startup_timeout_s``; has the
                 tokens so far.
         """
@@ -109,25 +109,25 @@ class Deployment:
     def sample(
         self, model: str, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None, **overrides: object
     ) -> list[list[int]]:
-        """The whole texts, prompts included."""
+        """Return the full sequences, prompts included."""
         texts = [list(prompt) for prompt in prompts]
         for piece in self.stream(model, prompts, params, **overrides):
             texts[piece.index] += piece.tokens
         return texts
 
     def statistics(self, model: str) -> Mapping[str, Any]:
-        """Of all calls to a target since it was last idle, its drafter's health included."""
+        """Return the statistics of a target since it was last idle, including its drafter's health."""
         self._known(model)
         statistics: Mapping[str, Any] = self._do(self._router.ask(model, "statistics"))
         return statistics
 
     def fragmentation(self) -> dict[str, Fragmentation]:
-        """Node -> what is free there, and in what pieces."""
+        """Return node -> its free cores and their fragmentation."""
         report: dict[str, Fragmentation] = call_allocator("report", timeout=_CALL_S)
         return report
 
     def cores(self) -> dict[str, CoreRange]:
-        """Label -> cores it really has, of all processes that run."""
+        """Return label -> assigned cores, of all running processes."""
         cards = [card for model in self.models for card in self._do(self._router.cards(model))]
         return {one.name: CoreRange(one.cores[0], one.cores[-1]) for card in cards for one in card.placement}
 
@@ -139,11 +139,11 @@ class Deployment:
         serve.delete(launched.application)
 
     def add(self, plan: Plan) -> None:
-        """Start the models of another plan beside those that run; cores that are taken are replaced by free ones.
+        """Start the models of another plan alongside the running ones; cores in use are replaced by free ones.
 
         Raises:
-            PlanError: a model of that name runs, a model cannot be run as it was planned, or there is no room.
-            WorkerError: a model did not start; none of the plan is left then.
+            PlanError: a model of that name runs, a model cannot be run as it was planned, or not enough cores are free.
+            WorkerError: a model did not start; then none of the plan is running.
         """
         running = {item.label for one in self._launched.values() for item in one.group.plan.placements}
         twice = next((item.label for item in plan.placements if item.label in running), None)
@@ -164,7 +164,7 @@ class Deployment:
         self._launched |= started
 
     def close(self) -> None:
-        """End everything, and Serve and the core allocator too if nothing else uses them."""
+        """End all models, and Serve and the core allocator too if nothing else uses them."""
         launched, self._launched = self._launched, {}
         try:
             for one in launched.values():
@@ -191,7 +191,7 @@ class Deployment:
         return self._launched[model]
 
     def _start(self, started: Sequence[_Launched]) -> None:
-        """All at once, since loading takes longest."""
+        """Start all models concurrently, since loading takes longest."""
         try:
             self._serve_is_ours |= running_address() is None
             serve.start(proxy_location=ProxyLocation.Disabled)
@@ -230,7 +230,7 @@ class Deployment:
             sleep(_LOOK_S)
 
     def _do(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """What work returns that is done in the loop of the router."""
+        """Run a coroutine in the router's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _put(self, model: str, route: ModelRoute) -> None:
@@ -241,7 +241,7 @@ class Deployment:
 
 
 class Stream:
-    """Outputs of a call, as they come. ``close`` may be called from any thread, while another waits for one."""
+    """Outputs of a call, as they arrive. ``close`` may be called from any thread, while another waits for one."""
 
     def __init__(self, items: AsyncIterator[Item], loop: asyncio.AbstractEventLoop, num_requests: int) -> None:
         self._items, self._loop = items, loop
@@ -263,7 +263,7 @@ class Stream:
         return output
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """Abort the call; its remaining outputs are dropped."""
         self._over = True
         self._ready.clear()
         if not self._loop.is_closed():
@@ -274,7 +274,7 @@ class Stream:
             self.close()
 
     def _take(self) -> None:
-        """The next item."""
+        """Receive the next item."""
         self._step = asyncio.run_coroutine_threadsafe(_next(self._items), self._loop)
         try:
             item = self._step.result()
@@ -293,11 +293,11 @@ class Stream:
         if self._step is not None and not self._step.done():
             self._step.cancel()
             await asyncio.sleep(0)  # for the item's task to end
-        with suppress(Exception):  # whatever it is, nobody waits for it
+        with suppress(Exception):  # any error; no caller waits for it
             await self._items.aclose()  # type: ignore[attr-defined]
 
     def _error(self, failed: Failed) -> Exception:
-        """What its caller is raised."""
+        """Return the exception to raise in the caller."""
         if failed.code == QUEUE_FULL:
             return failed.cause or QueueFullError(failed.message)
         if failed.cause is not None and not failed.lost:
@@ -310,7 +310,7 @@ class Stream:
 
 
 async def _cancel_others() -> None:
-    """End every other task of this loop."""
+    """Cancel every other task of this loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -324,11 +324,11 @@ async def _next(items: AsyncIterator[Item]) -> Item | None:
 def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str | None = None) -> Deployment:
     """Start every model of a plan.
 
-    ``address`` of a Ray cluster; None: the one this process is connected to, else one that is started here with the
+    ``address``: of a Ray cluster; None: the one this process is connected to, else a new one on this machine with the
     plan's cores. On a host without Neuron the same processes run on the CPU and cores are file locks.
 
     Raises:
-        PlanError: a model cannot be run as it was planned, there is no such cluster, or it has no room.
+        PlanError: a model cannot be run as it was planned, there is no such cluster, or it lacks free cores.
         WorkerError: a model did not start.
     """
     planner.check(plan)
@@ -345,7 +345,7 @@ def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str 
 
 
 def groups_of(plan: Plan) -> list[ReplicaGroupPlan]:
-    """Each target of a plan with its draft."""
+    """Return each target of a plan with its draft, as a group."""
     groups = []
     for target in plan.placements:
         if target.role == "target":
@@ -357,7 +357,7 @@ def groups_of(plan: Plan) -> list[ReplicaGroupPlan]:
 
 
 def _check_room(groups: Sequence[ReplicaGroupPlan], fault_policy: FaultPolicy) -> None:
-    """Raises PlanError: no node has as many cores as a group wants. Serve would wait for one without a word."""
+    """Raise PlanError if no node has enough cores for a group. Serve would silently wait for one."""
     strategy = "STRICT_PACK" if fault_policy.colocate else "PACK"
     asked = [
         placement_group([{RESOURCE: float(cores)} for cores in group.num_cores], strategy=strategy) for group in groups

@@ -1,6 +1,6 @@
-"""Serve until a signal ends it: Ray is started or joined, the application deployed, and taken down again.
+"""Serve until a signal: start or join Ray, deploy the application, and take it down again.
 
-In a cluster that was joined nothing else is touched: what others serve there goes on.
+In a joined cluster nothing else is changed: other applications keep running.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ log = logging.getLogger("paceline")
 
 APPLICATION = "paceline"
 
-_LOOK_S = 0.5  # between two looks at what starts
-_CPUS = 2  # of Ray's own count; workers on cores do not take part in it
+_LOOK_S = 0.5  # between checks of starting deployments
+_CPUS = 2  # as Ray counts; workers on cores are not included
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RAY_ERRORS = (*RAY_ERRORS, RayServeException)  # what Ray and Serve raise
+_RAY_ERRORS = (*RAY_ERRORS, RayServeException)  # errors of Ray and Serve
 
 
 class _SignalReceived(BaseException):
-    """Not an `Exception`, because Ray and Serve catch those."""
+    """Signal as an exception; not an `Exception`, because Ray and Serve catch those."""
 
 
 def serve_groups(
@@ -54,11 +54,12 @@ def serve_groups(
 ) -> None:
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
-    ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one here, and the process of
-    HTTP listens itself. ``ready``: called when requests are accepted. ``progress``: told what it waits for until then.
+    ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one on this machine, and the
+    ingress process listens itself. ``ready``: called when requests are accepted. ``progress``: called with
+    status messages until then.
 
     Raises:
-        ConfigurationError: nothing can listen at the address, or Serve runs in the cluster already, and listens
+        ConfigurationError: the address is not available, or Serve already runs in the cluster, and listens
             elsewhere or has an application of this name.
         PlanError: there is no such cluster.
         WorkerError: the service did not start.
@@ -68,7 +69,7 @@ def serve_groups(
         app = application(groups, fault_policy, settings, handover=listening.handover if listening else "")
         progress("starting Ray" if address is None else f"joining the Ray cluster at {address}")
         _connect(groups, address)
-        take_signals()  # Ray has set handlers of its own
+        take_signals()  # Ray has installed its own handlers
         stack.callback(ray.shutdown)
         started = stack.enter_context(_reported(progress))
 
@@ -84,7 +85,7 @@ def serve_groups(
 
 @contextmanager
 def _until_a_signal() -> Iterator[Callable[[], None]]:
-    """A signal ends the block; a second one ends its clean-up. Yields a function that sets the handlers again."""
+    """End the block at a signal, and its clean-up at a second one. Yields a function that sets the handlers again."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def restore() -> None:
@@ -110,7 +111,7 @@ def _until_a_signal() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
-    """Say which deployments are not ready, whenever that changes, until the event that this yields is set."""
+    """Report which deployments are not ready, whenever that changes, until the yielded event is set."""
     started = threading.Event()
 
     def report() -> None:
@@ -132,7 +133,7 @@ def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
 
 
 def _starting() -> list[str]:
-    """Our deployments that are not ready: models by their names, and the process of HTTP."""
+    """Return our deployments that are not ready: models by their names, and the ingress process."""
     applications = serve.status().applications
     own = (applications[name] for name in _own(applications) if name in applications)
     deployments = [pair for application in own for pair in application.deployments.items()]
@@ -145,23 +146,23 @@ def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
 
 
 def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Callable[[], None]) -> None:
-    """Serve in a cluster of our own until a signal. Serve ends with it: taking it down before has Ray print that the
-    call failed, since the actor that is called ends itself.
+    """Serve in our own cluster until a signal. Serve ends with the cluster: taking it down before makes Ray print that
+    the call failed, since the called actor ends itself.
     """
     with _named_errors():
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)  # else it names an address where nobody listens
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)  # else it logs an unused address
             _run(app, ready)
         finally:
-            listening.close()  # the process of HTTP has it still, until it accepts no more
+            listening.close()  # the ingress process still has it, until it stops accepting
             with _warned():
                 _delete(_own(serve.status().applications))
 
 
 def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Serve in the cluster that this process has joined, until a signal. Serve ends if we started it and nobody else
-    uses it.
+    """Serve in the joined cluster until a signal. Serve ends if this process started it and no other application uses
+    it.
     """
     running = running_address()
     if running is not None:
@@ -188,7 +189,7 @@ def _run(app: serve.Application, ready: Callable[[], None]) -> None:
 
 
 def _own(applications: Collection[str]) -> set[str]:
-    """Our applications: the service, and models that were loaded on demand."""
+    """Return our applications: the service, and models that were loaded on demand."""
     return {APPLICATION, *(name for name in applications if name.startswith(f"{APPLICATION}-"))}
 
 
@@ -207,7 +208,7 @@ def _named_errors() -> Iterator[None]:
 
 @contextmanager
 def _warned() -> Iterator[None]:
-    """Errors of taking it down must not hide others."""
+    """Log errors during take-down, which must not hide others."""
     try:
         yield
     except _RAY_ERRORS as error:
@@ -215,7 +216,9 @@ def _warned() -> Iterator[None]:
 
 
 def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
-    """Serve keeps the address it was started with, and has one application of a name."""
+    """Raise ConfigurationError if Serve has another address, which it keeps, or already has an application of this
+    name.
+    """
     if running != (host, port):
         address = ":".join(map(str, running))
         raise ConfigurationError(

@@ -1,9 +1,9 @@
-"""Which models of a service are in memory: loaded by the operator or on demand, unloaded when idle or to make room.
+"""Lifecycle of a service's models: loaded by the operator or on demand, unloaded when idle or for another model.
 
-`ModelLifecycle` decides; a `Loader` does it, and asks the models who uses them. One lifecycle has all models of a
-service, and is used from one event loop; processes of HTTP ask it through `paceline.serving.serve_lifecycle` where a
-model does not answer. What fits is the planner's answer (`paceline.placement.planning.groups`), which the loader asks
-for. No HTTP, no Ray. Docs: decision 0021.
+`ModelLifecycle` decides; a `Loader` starts and ends models, and polls their usage. One lifecycle has all models of a
+service, and is used from one event loop. Ingress processes call it through `paceline.serving.serve_lifecycle` if a
+model does not respond. The planner decides what fits (`paceline.placement.planning.groups`), called by the loader. No
+HTTP, no Ray. Docs: decision 0021.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paceline.placement.planning.residency import Residency
 from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
 
 State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
-"""``scaled``: Ray Serve loads and unloads it, by its load."""
+"""Model state. ``scaled``: Ray Serve loads and unloads it, by its load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the replicas of a model say.
+    """Usage of a model, as reported by its replicas.
 
-    running  requests that they have
-    idle_s   seconds since the last one ended, or since they were made
+    running  number of current requests
+    idle_s   seconds since the last one ended, or since the replicas were started
     """
 
     running: int = 0
@@ -36,11 +36,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What an operator sees of a model.
+    """State of a model for an operator.
 
-    awaited  whether a replica should answer now
-    running  requests that its replicas have
-    idle_s   since its last request ended, or since it was loaded; 0 where it is not loaded
+    awaited  whether a replica should respond now
+    running  current requests of its replicas
+    idle_s   seconds since its last request ended, or since it was loaded; 0 if it is not loaded
     """
 
     name: str
@@ -56,14 +56,14 @@ class ModelState:
     def of(
         cls, name: str, residency: Residency, state: State | None = None, *, pinned: bool, usage: Usage | None = None
     ) -> ModelState:
-        """``state``: None = that in which it is when its service starts."""
+        """Create the state of a model. ``state``: None: the one at the start of its service."""
         scaling, usage = residency.autoscaling, usage or Usage()
         state = state or first_state(residency)
         awaited = state == "loaded" if scaling is None else scaling.min_replicas > 0
         return cls(name, state, residency.load, pinned, awaited, usage.running, usage.idle_s, residency.idle_ttl_s)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "name": self.name,
             "state": self.state,
@@ -76,55 +76,54 @@ class ModelState:
 
 
 class Lifecycle(Protocol):
-    """Which models of a service are in memory, as a process of HTTP asks for it."""
+    """Interface of a service's lifecycle in an ingress process."""
 
     async def states(self) -> Sequence[ModelState]:
-        """Of all models, in the order of the models file."""
+        """Return the state of all models, in the order of the models file."""
 
     async def demand(self, name: str) -> None:
-        """A request waits for a model of which no replica answers: load it where its residency says so.
+        """Load a model for a waiting request if its residency allows that; none of its replicas responds.
 
         Raises:
-            RefusedError: 503, it is unloaded and stays so, it does not start, or models that may not leave are in its
-                way.
-            PacelineError: nobody decides now.
+            RefusedError: 503, it is unloaded and stays so, it does not start, or models that must stay use its cores.
+            PacelineError: no lifecycle is available now.
         """
 
     async def load(self, name: str) -> ModelState:
-        """Load it, making room where that is needed. Returns when it answers.
+        """Load a model, unloading others if necessary; return when it responds.
 
         Raises:
-            RefusedError: as `demand`; 404, there is no such model; 409 where Ray Serve does it.
+            RefusedError: see `demand`; 404, there is no such model; 409, Ray Serve manages it.
         """
 
     async def unload(self, name: str) -> ModelState:
-        """Unload it. Requests under way are answered; new ones are refused until it is loaded again, or load it where
+        """Unload a model. Current requests are completed; new ones are rejected until it is loaded again, or load it if
         the models file says ``load: on_demand``.
 
         Raises:
-            RefusedError: 404; 409, it is pinned, or Ray Serve does it.
+            RefusedError: 404; 409, it is pinned, or Ray Serve manages it.
         """
 
     async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        """Keep it in memory, or let it leave again. It does not load it.
+        """Pin or unpin a model. Does not load it.
 
         Raises:
             RefusedError: 404; 409, Ray Serve loads and unloads it.
         """
 
     async def restore(self) -> None:
-        """Find out what is loaded and what an operator decided, where this service ran before.
+        """Read which models are loaded and the operator's decisions, from an earlier run of this service.
 
         Raises:
-            PacelineError: that cannot be found out.
+            PacelineError: they cannot be read.
         """
 
     async def watch(self) -> None:
-        """Do what has to be done while no request comes, for ever."""
+        """Do periodic work, until cancelled."""
 
 
 def first_state(residency: Residency) -> State:
-    """Of a model when its service starts."""
+    """Return the state of a model when its service starts."""
     if residency.autoscaling is not None:
         return "scaled"
     return "loaded" if residency.load == "eager" else "unloaded"
@@ -132,12 +131,12 @@ def first_state(residency: Residency) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What an operator decided while a service ran: models by name.
+    """Decisions of an operator while a service runs: models by name.
 
-    Those that are as the models file says are in none of these.
+    Models in the state of the models file are in none of these.
 
     pinned    stay in memory
-    unpinned  may leave, though the file pins them
+    unpinned  may be unloaded, though the file pins them
     stopped   are unloaded, and no request loads them
     """
 
@@ -148,60 +147,60 @@ class Decisions:
 
 log = logging.getLogger("paceline")
 
-_RETRY_S = 30.0  # after which a model that an operator unloaded may be there again
-_BUSY_RETRY_S = 10.0  # after which one of the models that are in the way may be idle
-_LOOKS = 8  # at idle models in the shortest time to live
+_RETRY_S = 30.0  # after which a model that an operator unloaded may be loaded again
+_BUSY_RETRY_S = 10.0  # after which a model that uses the cores may be idle
+_LOOKS = 8  # checks of idle models in the shortest time to live
 
 
 class Loader(Protocol):
-    """Starts and ends models."""
+    """Loader that starts and ends models."""
 
     async def load(self, name: str) -> None:
-        """Until the model answers.
+        """Load a model; return when it responds.
 
         Raises:
-            PacelineError: it does not start; what was begun of it has ended.
+            PacelineError: it does not start; its processes have ended.
         """
 
     async def unload(self, name: str) -> None:
-        """Until its requests are answered and its cores are free."""
+        """Unload a model; return when its requests are completed and its cores are free."""
 
     async def loaded(self) -> Sequence[str]:
-        """The models that are loaded, or being loaded: what an earlier lifecycle left behind."""
+        """Return the models that are loaded or loading, possibly by an earlier lifecycle."""
 
     async def usage(self, name: str) -> Usage | None:
-        """Of a model that is loaded; None where its replicas do not answer."""
+        """Return the usage of a loaded model; None if its replicas do not respond."""
 
     async def leave(self, name: str, *, unless_used: bool) -> bool:
-        """Have its replicas take no more requests, for it is to be unloaded. False, and nothing changed: one of them
-        has requests, or does not answer, and it is to leave ``unless_used``.
+        """Make its replicas reject new requests before it is unloaded. With ``unless_used``: return False and change
+        nothing if one of them has requests or does not respond.
         """
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
-        """Which of the ``movable`` models, the first ones first, have to leave for this one.
+        """Return which of the ``movable`` models, the first ones first, to unload for this one.
 
         Raises:
-            RoomError: it does not fit, even if all of them leave.
+            RoomError: it does not fit, even if all of them are unloaded.
         """
 
     async def remember(self, decisions: Decisions) -> None:
-        """Keep what an operator decided, in place of what was kept until now, so that it outlives this process.
+        """Store the operator's decisions in place of earlier ones, so that they outlive this process.
 
         Raises:
-            PacelineError: it cannot be kept.
+            PacelineError: they cannot be stored.
         """
 
     async def remembered(self) -> Decisions:
-        """What is kept.
+        """Return the stored decisions.
 
         Raises:
-            PacelineError: that cannot be found out.
+            PacelineError: they cannot be read.
         """
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A model. ``stopped``: an operator unloaded it, and no request loads it again."""
+    """State of one model. ``stopped``: an operator unloaded it, and no request loads it again."""
 
     residency: Residency
     state: State
@@ -211,7 +210,7 @@ class _Kept:
 
 
 class ModelLifecycle:
-    """A `Lifecycle`. ``residencies``: of every model of the service, by name."""
+    """Lifecycle of a service's models, a `Lifecycle`. ``residencies``: of every model of the service, by name."""
 
     def __init__(self, loader: Loader, residencies: Mapping[str, Residency]) -> None:
         self._loader = loader
@@ -264,17 +263,17 @@ class ModelLifecycle:
                 model.stopped = name in known.stopped and model.state == "unloaded"
 
     async def watch(self) -> None:
-        """Unload what is idle for too long, for ever."""
+        """Unload models that are idle for too long, until cancelled."""
         limits = [one.residency.idle_ttl_s for one in self._models.values() if _limit(one) is not None]
         while limits:
             await asyncio.sleep(min(limit for limit in limits if limit is not None) / _LOOKS)
             try:
                 await self.unload_idle()
-            except Exception as error:  # the next look may succeed
+            except Exception as error:  # the next check may succeed
                 log.warning("idle models could not be unloaded (%s: %s)", type(error).__name__, error)
 
     async def unload_idle(self) -> None:
-        """Unload every model whose time to live is over."""
+        """Unload every model whose idle time exceeds its time to live."""
         for name, model in self._models.items():
             limit = _limit(model)
             if limit is None:
@@ -285,7 +284,9 @@ class ModelLifecycle:
                     log.info("%s had no request for %.0f s and was unloaded", name, idle_s)
 
     async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
-        """An operator's word on a model. Raises RefusedError (503): it cannot be kept, and does not count."""
+        """Apply and store an operator's decision. Raises RefusedError (503) if it cannot be stored; then it has no
+        effect.
+        """
         before = model.pinned, model.stopped
         if before == (pinned, stopped):
             return
@@ -306,7 +307,7 @@ class ModelLifecycle:
     # ---- one at a time
 
     async def _load(self, name: str, model: _Kept) -> None:
-        """All who want the model wait for the same attempt."""
+        """Load a model; concurrent requests for it wait for the same attempt."""
         if model.loading is None:
             model.loading = asyncio.ensure_future(self._attempt(name, model))
         try:
@@ -338,24 +339,24 @@ class ModelLifecycle:
             leave = await self._loader.to_unload(name, sorted(idle, key=lambda other: -idle[other]))
             for other in leave:
                 if not await self._unload(other, unless_used=True):
-                    break  # a request came meanwhile: look again
+                    break  # a request arrived in between: check again
                 log.info("%s was unloaded to make room for %s", other, name)
             else:
                 return
 
     async def _movable(self, *names: str) -> dict[str, float]:
-        """Those of them that may leave, and seconds since their last request."""
+        """Return the models of ``names`` that may be unloaded, and the seconds since their last request."""
         kept = ((name, self._models[name]) for name in names)
         used = await self._usage(*(name for name, one in kept if one.state == "loaded" and not one.pinned))
         return {name: one.idle_s for name, one in used.items() if not one.running}
 
     async def _usage(self, *names: str) -> dict[str, Usage]:
-        """Of those whose replicas answer; who uses others is not known, so that they stay."""
+        """Return the usage of models whose replicas respond. That of others is unknown, so they stay loaded."""
         found = await asyncio.gather(*(self._loader.usage(name) for name in names))
         return {name: usage for name, usage in zip(names, found, strict=True) if usage is not None}
 
     async def _unload(self, name: str, *, unless_used: bool) -> bool:
-        """Unload a model. False: somebody uses it after all."""
+        """Unload a model. False: it is in use after all."""
         model = self._models[name]
         after: State = "loaded"
         if model.state != "loaded":
@@ -376,7 +377,7 @@ class ModelLifecycle:
         return self._models[name]
 
     def _managed(self, name: str) -> _Kept:
-        """A model for an operator to change."""
+        """Return a model that an operator may change."""
         model = self._model(name)
         if model.state == "scaled":
             message = f"Ray Serve loads and unloads {name} by its load (autoscaling); change its bounds instead"
@@ -388,5 +389,5 @@ class ModelLifecycle:
 
 
 def _limit(model: _Kept) -> float | None:
-    """Seconds after which it is unloaded here; Ray Serve has its own for what it scales."""
+    """Return the idle seconds after which it is unloaded; None if Ray Serve scales it, with its own limit."""
     return None if model.state == "scaled" else model.residency.idle_ttl_s

@@ -1,12 +1,12 @@
-"""HTTP without Ray Serve's proxy, for a service whose HTTP process runs on the machine of its launcher.
+"""HTTP without Ray Serve's proxy, for a service whose ingress process runs on the machine of its launcher.
 
-A request that passes the proxy costs it, and the process behind it, more than that process needs to answer it itself
-(docs/decisions/0019). So the process of HTTP answers connections itself (`serving`), at a socket that it asks the
-launcher for (`ListeningSocket`, `receive_socket`). The launcher keeps the socket open: an address that is in use is an
-error before anything starts, and while a process of HTTP is replaced, connections wait to be accepted and are not
-refused. Several processes may hold the socket; each connection is accepted by one of them.
+A request through the proxy costs the proxy and the ingress process more than the ingress needs to serve it directly
+(docs/decisions/0019). So the ingress process accepts connections itself (`serving`), at a socket that it gets from the
+launcher (`ListeningSocket`, `receive_socket`). The launcher keeps the socket open: an address in use is an error before
+anything starts, and while an ingress process is replaced, connections wait and are not rejected. Several processes may
+hold the socket; each connection is accepted by one of them.
 
-The socket passes through a socket file that only its owner can use (SCM_RIGHTS; Linux, unix(7)).
+The socket is passed through a socket file that only its owner can use (SCM_RIGHTS; Linux, unix(7)).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paceline.placement.host import environment
 from paceline.placement.remote import channel
 
 _BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
-_KEEP_ALIVE_S = 60.0  # that an idle connection is kept: longer than clients keep theirs, which else meet its end
+_KEEP_ALIVE_S = 60.0  # for an idle connection: longer than clients keep theirs, which else find it closed
 _RECEIVE_S = 10.0
 
 
 class ListeningSocket:
-    """The address of a service, and a socket file at which processes of this user get the socket.
+    """Address of a service, and a socket file at which processes of this user get the socket.
 
-    ``handover``: path of the socket file. Nobody is answered before a process that received the socket listens.
+    ``handover``: path of the socket file. Connections wait until a process that received the socket listens.
 
     Raises:
-        ConfigurationError: the address cannot be had.
+        ConfigurationError: the address is not available.
         WorkerError: another user can change the folder of socket files.
     """
 
@@ -54,11 +54,11 @@ class ListeningSocket:
 
     @property
     def port(self) -> int:
-        """The port that it has: that which was asked for, or with 0 a free one."""
+        """Port of the socket: the requested one, or with 0 a free one."""
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Refuse connections as soon as every process that received the socket has closed it, too."""
+        """Close the socket. Connections are rejected once every process that received it has closed it, too."""
         with suppress(OSError):  # it is closed already
             self._gives.shutdown(socket.SHUT_RDWR)  # its thread ends
         self._gives.close()
@@ -82,10 +82,10 @@ class ListeningSocket:
 
 
 def receive_socket(handover: str) -> socket.socket:
-    """The socket of `ListeningSocket`, in a process of the same user on the same machine.
+    """Receive the socket of `ListeningSocket`, in a process of the same user on the same machine.
 
     Raises:
-        WorkerError: nobody gives it.
+        WorkerError: no process provides it.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -102,11 +102,11 @@ def receive_socket(handover: str) -> socket.socket:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
-    """Answer connections to ``listening`` by ``app`` during the block; then no more are accepted, and answers under way
-    have ``drain_s`` seconds to end. ``app``'s own lifespan is the caller's business.
+    """Serve connections to ``listening`` with ``app`` during the block. Then no more are accepted, and current
+    responses have ``drain_s`` seconds to end. The caller runs ``app``'s lifespan.
 
     Raises:
-        OSError: another socket listens at the address: two services that begin at the same moment both have it.
+        OSError: another socket listens at the address: two services that start at the same moment both have it.
     """
     config = uvicorn.Config(
         app,
@@ -135,7 +135,7 @@ async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> 
 
 
 class _Server(uvicorn.Server):
-    """Signals are the business of the process that it runs in."""
+    """Server that leaves signals to its process."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()

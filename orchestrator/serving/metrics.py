@@ -1,8 +1,8 @@
-"""What a replica measures, under vLLM's names, for Prometheus: at `/metrics`, and among the metrics of Ray's nodes.
+"""Metrics of a replica under vLLM's names, for Prometheus: at `/metrics`, and among the metrics of Ray's nodes.
 
-`/metrics` has names with a colon, as vLLM's own. Ray allows none, so there `vllm:num_requests_running` is
-`ray_vllm_num_requests_running`. Requests are timed here, at the replica's edge; counts of drafting are the engine's
-(`paceline.workers.engine_figures`). Not here: the dashboard over them (`docs/grafana.json`).
+`/metrics` has names with a colon, as vLLM does. Ray allows none, so in Ray `vllm:num_requests_running` is
+`ray_vllm_num_requests_running`. Requests are timed in this module, at the replica's edge; counts of drafting are the
+engine's (`paceline.workers.engine_figures`). See also: the dashboard (`docs/grafana.json`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a name without `_total`, what it is, and labels beyond model and engine."""
+    """Definition of a metric: a name without `_total`, its kind, and labels in addition to model and engine."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -70,7 +70,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 class MetricSet:
-    """The metrics of one replica. ``ray_too``: also as metrics of Ray; outside of Ray there are none."""
+    """Metrics of one replica. ``ray_too``: also as metrics of Ray; outside of Ray there are none."""
 
     def __init__(self, model: str, engine: str, *, ray_too: bool) -> None:
         import prometheus_client as prometheus
@@ -92,13 +92,13 @@ class MetricSet:
         }
         self._ray = _ray_metrics() if ray_too else {}
         self._seen: dict[tuple[str, str], float] = {}
-        # For Ray, until `to_ray`: a record takes Ray a tenth of a millisecond and more, in which no event is sent.
+        # Buffers until `to_ray`: Ray takes a tenth of a millisecond or more per record, which would delay events.
         self._observed: list[tuple[str, float]] = []
         self._added: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         self._shown: dict[str, float] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """One observation of a histogram."""
+        """Add one observation to a histogram."""
         self._own[name].labels(**self._values).observe(value)
         if name in self._ray:
             self._observed.append((name, value))
@@ -111,19 +111,19 @@ class MetricSet:
                 self._added[name, tuple(labels.items())] += amount
 
     def show(self, name: str, value: float) -> None:
-        """What a gauge shows."""
+        """Set a gauge."""
         self._own[name].labels(**self._values).set(value)
         if name in self._ray:
             self._shown[name] = value
 
     def reach(self, name: str, total: float, **labels: str) -> None:
-        """A counter whose total somebody else keeps."""
+        """Raise a counter to a total that is kept elsewhere."""
         key = name, ",".join(labels.values())
         self.add(name, total - self._seen.get(key, 0.0), **labels)
         self._seen[key] = max(total, self._seen.get(key, 0.0))
 
     def update(self, figures: EngineFigures, health: DrafterHealth | None, *, num_slots: int) -> None:
-        """Take over what the engine and a draft in another process count."""
+        """Update from the counts of the engine and of a draft in another process."""
         self.show("vllm:num_requests_running", figures.running)
         self.show("vllm:num_requests_waiting", figures.waiting)
         self.show("vllm:kv_cache_usage_perc", figures.running / num_slots)
@@ -149,7 +149,7 @@ class MetricSet:
                 self.reach("paceline:drafter_faults", getattr(health, fault), fault=fault)
 
     def to_ray(self) -> Callable[[], None]:
-        """What tells Ray all that was measured since the last time; for another thread than that of the events."""
+        """Return a function that sends Ray all measurements since the last call; run it off the event loop's thread."""
         observed, added, shown = self._observed, self._added, self._shown
         self._observed, self._added, self._shown = [], defaultdict(float), {}
 
@@ -164,7 +164,7 @@ class MetricSet:
         return tell
 
     def finished(self, timings: Sequence[RequestTiming]) -> None:
-        """Where the time of requests went that were served to their end; every choice of an answer is one."""
+        """Record the timings of completed requests; every choice of a response is one."""
         for one in timings:
             self.observe("vllm:request_queue_time_seconds", one.queue)
             self.observe("vllm:request_prefill_time_seconds", one.prefill)
@@ -172,14 +172,14 @@ class MetricSet:
             self.observe("vllm:request_inference_time_seconds", one.prefill + one.decode)
 
     def text(self) -> str:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry).decode()
 
 
 class RequestTimes:
-    """Puts the times of one answer into the metrics.
+    """Records the times of one response in the metrics.
 
     ``resumed``: an earlier replica accepted the request, whose prompt counts once.
     """
@@ -191,7 +191,7 @@ class RequestTimes:
         self._tokens = self._skipped = 0
 
     def take(self, item: Item) -> None:
-        """The next item of the answer."""
+        """Record the next item of the response."""
         metrics = self._metrics
         if isinstance(item, Accepted) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)
@@ -215,7 +215,7 @@ class RequestTimes:
 
 
 def merged(texts: Iterable[str]) -> bytes:
-    """The metrics of several replicas as one text, in which every metric is described once."""
+    """Merge the metrics of several replicas into one text, in which every metric is described once."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.parser import text_string_to_metric_families
     from prometheus_client.registry import Collector

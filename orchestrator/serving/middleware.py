@@ -1,6 +1,6 @@
-"""What every HTTP request passes before its route: the access log, API keys, limits of keys and bodies. Plain ASGI.
+"""Middleware of every HTTP request: the access log, API keys, limits of keys and bodies. Plain ASGI.
 
-`JsonFormatter` writes the log as lines of JSON where Ray Serve does not (`paceline.serving.ray_guard`).
+`JsonFormatter` writes the log as lines of JSON if Ray Serve does not (`paceline.serving.ray_guard`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
 def identify(scope: Scope) -> str:
-    """The id of a request: that which its client gave it, or a new one, which is in its headers from then on."""
+    """Return the id of a request: the client's, or a new one, which is then added to its headers."""
     sent_id = Headers(scope=scope).get(REQUEST_ID, "")
     if _GOOD_ID.fullmatch(sent_id):
         return sent_id
@@ -45,12 +45,12 @@ def identify(scope: Scope) -> str:
 
 
 def refused_response(error: RefusedError) -> JSONResponse:
-    """An error object as an HTTP answer."""
+    """Return an error object as an HTTP response."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a line of JSON; of the access log, each field by itself."""
+    """Log formatter: a record as a line of JSON; of the access log, each field separately."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -65,7 +65,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class AccessLog:
-    """Gives every request an id, answers with it, and logs a record when the answer is over.
+    """Gives every request an id, returns it in the response, and logs a record at the end of the response.
 
     The record's ``access`` has its fields (`JsonFormatter` writes them as JSON), and what routes put into
     ``scope["state"]["access"]``. ``enabled``: whether it is logged.
@@ -108,7 +108,7 @@ class AccessLog:
 
 
 class ApiKeys:
-    """Lets in who has one of the keys, compared in a time that says nothing about them. () lets everybody in."""
+    """Accepts requests with one of the keys, compared in constant time. (): accepts all requests."""
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app, self._digests = app, [sha256(key.encode()).digest() for key in keys]
@@ -126,16 +126,16 @@ class ApiKeys:
 
 
 def api_key(scope: Scope) -> str:
-    """The key of a request, or ""."""
+    """Return the API key of a request, or ""."""
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
 
 class KeyLimit:
-    """Refuses a request (429) whose key has ``limit`` requests that are answered or wait; None refuses none.
+    """Rejects a request (429) whose key has ``limit`` requests running or waiting; None rejects none.
 
-    A request counts until the end of its answer, in whatever process of the service. Only what generates counts: POST
-    below /v1.
+    A request counts until the end of its response, in any process of the service. Only generation counts: POST below
+    /v1.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int | None, counts: KeyCounts) -> None:
@@ -157,7 +157,7 @@ class KeyLimit:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long by what they say of their length, and stops reading those that do not say it."""
+    """Rejects bodies whose declared length is too long, and stops reading those without one at the limit."""
 
     def __init__(self, app: ASGIApp, *, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -188,10 +188,11 @@ class BodyLimit:
 
 
 class KeyCounts:
-    """Requests that are answered or wait, by key. Keys are hashed: they are told to other processes.
+    """Requests that are running or waiting, by key. Keys are hashed because counts are shared between processes.
 
-    elsewhere  those of the other processes of the service, as they last said; who limits keys lets in a few more while
-               what they say is on its way
+    elsewhere  counts of the other processes of the service, as last reported; a limit on keys lets in a few more while
+    a
+               report is on its way
     """
 
     def __init__(self) -> None:
@@ -199,17 +200,17 @@ class KeyCounts:
         self._own: Counter[str] = Counter()
 
     def own(self) -> Mapping[str, int]:
-        """Of this process, by hash."""
+        """Return the counts of this process, by hash."""
         return dict(self._own)
 
     def total(self, key: str) -> int:
-        """Of a key, everywhere."""
+        """Return the count of a key, over all processes."""
         hashed = _hash(key)
         return self._own[hashed] + self.elsewhere.get(hashed, 0)
 
     @contextmanager
     def one_more(self, key: str) -> Iterator[None]:
-        """A request of a key, until the end of its answer."""
+        """Count a request of a key, until the end of its response."""
         hashed = _hash(key)
         self._own[hashed] += 1
         try:

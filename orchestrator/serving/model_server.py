@@ -1,7 +1,7 @@
-"""`ModelServer`: one model behind its engine, from a request to finished bytes. No HTTP, no Ray.
+"""`ModelServer`: one model with its engine, from a request to finished bytes. No HTTP, no Ray.
 
-What it sends is a function of the request and its context. Another server of the same model, told how many tokens were
-sent (``skip``), computes the same tokens and sends the rest.
+The output is a function of the request and its context. Given the number of tokens already sent (``skip``), another
+server of the same model computes the same tokens and sends the rest.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 
 log = logging.getLogger("paceline")
 
-_FIRST_TOKEN_WAIT_S = 0.05  # that a request may wait for its first token until it is said that a model takes it
-_BODY_S = 0.25  # between the parts of an answer that is not streamed: it is written down on the way, not all at its end
+_FIRST_TOKEN_WAIT_S = 0.05  # for which a request may wait for its first token before it is reported as accepted
+_BODY_S = 0.25  # between parts of a response without streaming: they are rendered during decoding, not all at its end
 
 
 class ModelServer:
-    """Serves one model. Used from one event loop; its calls share the rounds of the engine.
+    """Server of one model. Used from one event loop; its calls share the rounds of the engine.
 
-    limits  of the engine's generator (`SpeculativeGenerator.limits`)
-    card    what is said about the model; its format of chats is filled in here
+    limits  limits of the engine's generator (`SpeculativeGenerator.limits`)
+    card    description of the model; its chat format is filled in by this class
     """
 
     def __init__(self, tokenizer: Tokenizer, engine: SharedEngine, limits: TargetLimits, *, card: ModelCard) -> None:
@@ -77,9 +77,10 @@ class ModelServer:
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
     ) -> AsyncIterator[Item]:
-        """The answer: `Accepted` as soon as the request waits for a slot, then chunks; or `Failed`, wherever it fails.
+        """Yield the response: `Accepted` as soon as the request waits for a slot, then chunks; or `Failed` at any
+        point.
 
-        ``skip``: tokens of each choice that were sent before; () where nothing was.
+        ``skip``: number of tokens of each choice that were sent before; () if none were.
 
         Raises:
             EventLoopError: another event loop uses this server. (Every other failure is an item.)
@@ -95,7 +96,7 @@ class ModelServer:
             with closing(self._calls.begin(call)) as updates:
                 first = asyncio.ensure_future(updates.next())
                 try:
-                    # The call is enqueued, or refused, and perhaps its first token is there.
+                    # The call is enqueued or rejected, and its first token may have arrived.
                     await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
                     if first.done() and first.exception() is None:
                         yield Accepted(prompts.num_tokens, followed=True)
@@ -115,18 +116,18 @@ class ModelServer:
                         yield Chunk(data, answer.sent)
                     update = await updates.next()
             yield Chunk(answer.end(), answer.sent, last=True)
-        except Exception as error:  # tokenizers too, which raise errors of any class
+        except Exception as error:  # also errors of tokenizers, which may have any class
             lost, cause = isinstance(error, BackendError | PlacementError), None
             if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
                 cause = error
             yield Failed.of(refusal(error, request.prompt_field), lost=lost, cause=cause)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """See `ModelRouter`."""
+        """Tokenize a request; see `ModelRouter`."""
         return await asyncio.to_thread(self._tokenize, request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """See `ModelRouter`."""
+        """Decode token ids; see `ModelRouter`."""
         if unknown := [token for token in request.tokens if token >= self._limits.vocab_size]:
             size = self._limits.vocab_size
             raise RefusedError(400, f"id {unknown[0]} is outside the vocabulary of {size}", param="tokens")
@@ -146,7 +147,7 @@ class ModelServer:
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
         )
 
-    # ---- from a request to what is asked of the engine, and to what writes its answer
+    # ---- from a request to a call of the engine, and to the writer of its response
 
     def _prepare(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int]
@@ -191,10 +192,10 @@ class ModelServer:
     def _limits_of(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
     ) -> TargetLimits:
-        """``most``: tokens of a prompt and its answer together, as the operator allows.
+        """Return the limits for a request. ``most``: tokens of a prompt and its response that the operator allows.
 
         Raises:
-            RefusedError: the request says that it wants more.
+            RefusedError: the request explicitly needs more.
         """
         room = self._limits.n_positions if most is None else min(most, self._limits.n_positions)
         longest, requested = max(map(len, prompts)), request.tokens_asked
@@ -207,7 +208,7 @@ class ModelServer:
         return replace(self._limits, n_positions=room)
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: Prompts) -> Parser:
-        """What finds reasoning and calls in the text of one choice."""
+        """Return the parser of reasoning and tool calls in the text of one choice."""
         parser: Parser = PlainText()
         if not isinstance(request, ChatRequest):
             return parser
@@ -237,17 +238,17 @@ class ModelServer:
 
 
 def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:
-    """What the engine is asked."""
+    """Create the engine call for a request."""
     deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
     ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if request.stream else _BODY_S
     return Call(ticket, requests, context.client, deadline, interval_s)
 
 
 class LocalRouter:
-    """Model servers of this process as a `paceline.serving.router.ModelRouter`, so that the HTTP edge runs without Ray.
+    """Model servers of this process as a `paceline.serving.router.ModelRouter`, so that HTTP runs without Ray.
 
-    servers  those that are in it now
-    metrics  gives their text
+    servers  current servers by model name
+    metrics  returns the metrics text
     """
 
     def __init__(self, servers: Mapping[str, ModelServer], metrics: Callable[[], bytes] = bytes) -> None:
@@ -283,7 +284,7 @@ class LocalRouter:
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of a checkpoint that has none, where requests come by ids: raises why where one is
+    """Replacement for the tokenizer of a checkpoint without one, for requests by ids: raises an error if a tokenizer is
     needed.
     """
 
@@ -299,10 +300,10 @@ class NoTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What a model's chat template says, and how its answers are read.
+    """Properties of a model's chat template, and how its responses are parsed.
 
     template   its text; empty without one
-    tools      the form of tool calls that it teaches, if it has a place for tools
+    tools      format of its tool calls, if it supports tools
     reasoning  its markers of reasoning
     in_parts   roles whose content it reads as a list of parts alone
     """
@@ -314,28 +315,30 @@ class ChatFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatFormat:
-        """Of a tokenizer."""
+        """Read the chat format of a tokenizer."""
         templates: Any = getattr(tokenizer, "chat_template", None)
         if not templates:
             return cls()
-        # A tokenizer may have several by name; that for tools says most.
+        # A tokenizer may have several named templates; the one for tools has most information.
         template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
         return cls(template, tool_format(template), reasoning_of(template), roles_in_parts(tokenizer))
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
-        """Texts that parsers of answers look for, and that may be special tokens. ``tools``: whether calls may come."""
+        """Return the strings that response parsers search for and that may be special tokens. ``tools``: calls are
+        possible.
+        """
         marks = self.tools.tokens if tools and self.tools is not None else ()
         return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of one request.
+    """Prompts of one request.
 
-    ids             of each
-    texts           of each, where they are repeated in the answer
-    in_reasoning    whether the template opened the reasoning of the answer already
-    reasoning       how reasoning is marked that may come before the answer; None: there is none
+    ids             token ids of each prompt
+    texts           text of each prompt, if it is repeated in the response
+    in_reasoning    whether the template has already opened the reasoning of the response
+    reasoning       markers of the reasoning that may precede the response; None: there is none
     """
 
     ids: list[list[int]]
@@ -345,17 +348,17 @@ class Prompts:
 
     @property
     def num_tokens(self) -> int:
-        """Of all together."""
+        """Total number of prompt tokens."""
         return sum(map(len, self.ids))
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A conversation for a template.
+    """Conversation for a template.
 
-    messages  as the request has them
-    tools     that the model may call
-    kwargs    what else the template reads
+    messages  as in the request
+    tools     tools that the model may call
+    kwargs    other variables of the template
     open      whether the assistant's turn is begun at the end
     """
 
@@ -366,7 +369,7 @@ class _ChatPrompt:
 
 
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Prompts:
-    """The prompts of a completion."""
+    """Tokenize the prompts of a completion."""
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
     if not request.echo:
         return Prompts(ids)
@@ -375,13 +378,13 @@ def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Pro
 
 
 def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> Prompts:
-    """The prompt of a chat."""
+    """Render and tokenize the prompt of a chat."""
     kwargs = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     text = _chat_text(tokenizer, _ChatPrompt(request.messages, request.tools_offered, kwargs), form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
-    if row is None or text.rstrip().endswith(row.end):  # it was closed before it began: the model is not to reason
+    if row is None or text.rstrip().endswith(row.end):  # the template closed it: the model is not to reason
         return Prompts(ids)
     opened = text.rstrip().endswith(row.start)
     markers = ReasoningMarkers(row.end, "" if opened else row.start)
@@ -389,10 +392,10 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
 
 
 def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> str:
-    """A conversation as the text that the model reads.
+    """Render a conversation as the text that the model reads.
 
     Raises:
-        RefusedError: there is no chat template, it has no place for tools, or it refuses the messages.
+        RefusedError: there is no chat template, it does not support tools, or it rejects the messages.
     """
     chat_tokenizer: Any = tokenizer
     if not form.template:
@@ -411,15 +414,15 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
                 messages, tools=tools, tokenize=False, add_generation_prompt=prompt.open, **prompt.kwargs
             )
         )
-    except Exception as error:  # templates are programs that raise what they like
+    except Exception as error:  # templates are programs that may raise any error
         raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
-    """A message as templates read it: a text, and calls whose arguments are objects. Models know no developers.
+    """Convert a message for templates: content as text, and calls whose arguments are objects. `developer` is `system`.
 
     Raises:
-        RefusedError: the arguments of a call are no JSON.
+        RefusedError: the arguments of a call are not JSON.
     """
     role = "system" if message.role == "developer" else message.role
     entry: dict[str, Any] = {"role": role, "content": message.text}
@@ -446,9 +449,10 @@ def _as_dict(message: Message) -> dict[str, Any]:
 def sampling_params(
     request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, reasoning: ReasoningMarkers | None = None
 ) -> SamplingParams:
-    """What the engine is asked for. A greedy request has all values too, so that one out of range is always refused.
+    """Return the sampling parameters for the engine. A greedy request has all values too, so that one out of range is
+    always rejected.
 
-    ``reasoning``: how text is marked that may come before a structured answer.
+    ``reasoning``: markers of the text that may precede a structured response.
 
     Raises:
         SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
@@ -481,7 +485,7 @@ def sampling_params(
 
 
 def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | None:
-    """What the text must be: as the request says, or the calls that it demands."""
+    """Return the structure required of the text: the request's own, or that of the calls that it requires."""
     if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
         return StructuredOutput("json_schema", calls)
     return None if request.structured is None else _structured_output(request.structured)
@@ -501,7 +505,9 @@ def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None
 
 
 def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
-    """The schema of what `parsers.tools` reads: arguments of one function, or a list of calls of any."""
+    """Return the JSON schema of the required calls, as `parsers.tools` reads them: arguments of one function, or a list
+    of calls of any. None if no call is required.
+    """
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         return next(_arguments(tool) for tool in request.tools if tool.function.name == choice.function.name)

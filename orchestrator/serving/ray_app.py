@@ -1,4 +1,4 @@
-"""From a models file to an application of Ray Serve: one deployment for each model, and one for HTTP.
+"""Ray Serve application of a models file: one deployment for each model, and one for HTTP.
 
 `build` is a builder for `serve deploy`:
 
@@ -9,8 +9,8 @@
         args: {models: /path/models.yaml, instance: inf2.48xlarge}
 
 `deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
-process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for; models
-that are loaded on demand are applications of their own (`paceline.serving.serve_lifecycle`).
+process that runs the target, and its draft if that has its own cores. Serve starts the requested number of replicas;
+models loaded on demand are separate applications (`paceline.serving.serve_lifecycle`).
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
-_HERE = "node:__internal_head__"  # what Ray calls the node on which a cluster was begun
+_HERE = "node:__internal_head__"  # Ray's name for the node on which a cluster was started
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application for ``models``, a file or a list of its entries, on ``instance`` (a name; default: this machine).
-
-    ``api``: fields of `paceline.serving.settings.ApiSettings`.
+    """Build the application for ``models``, a file or a list of its entries, on ``instance`` (a name; default: this
+    machine). ``api``: fields of `paceline.serving.settings.ApiSettings`.
 
     Raises:
         ConfigurationError: an argument is unknown, missing or wrong.
@@ -92,7 +91,9 @@ def deploy_config(
     host: str,
     port: int,
 ) -> dict[str, object]:
-    """The config of `serve deploy` for a models file or its entries: the service of `paceline serve`, kept running."""
+    """Return the config of `serve deploy` for a models file or its entries: the service of `paceline serve`, kept
+    running.
+    """
     listed: object = str(models.resolve()) if isinstance(models, Path) else [dict(entry) for entry in models]
     arguments = {"models": listed, **({} if instance is None else {"instance": instance})}
     changed = {key: value for key, value in asdict(settings).items() if value != asdict(ApiSettings())[key]}
@@ -114,10 +115,10 @@ def application(
     *,
     handover: str = "",
 ) -> serve.Application:
-    """The application for planned models.
+    """Return the application for planned models.
 
-    ``handover``: of a `paceline.serving.listener.ListeningSocket` in this process, at which HTTP is answered without
-    Serve's proxy; "": Serve's proxy listens, wherever it runs.
+    ``handover``: of a `paceline.serving.listener.ListeningSocket` in this process, which serves HTTP without Serve's
+    proxy; "": Serve's proxy listens, wherever it runs.
 
     Raises:
         PlanError: a model cannot be run as it was planned.
@@ -135,7 +136,7 @@ def application(
         logging_config=SERVE_LOGGING,
         ray_actor_options={
             "num_cpus": CPU_SHARE,
-            "runtime_env": {"env_vars": environment.without_cores()},  # Ray hides no core from what asks for none
+            "runtime_env": {"env_vars": environment.without_cores()},  # Ray hides no core from them
             **({"resources": {_HERE: CPU_SHARE}} if handover else {}),
         },
     )
@@ -146,12 +147,12 @@ def application(
 
 @serve.ingress()
 class Ingress:
-    """What answers HTTP, in a process of Ray Serve; what it answers is in `paceline.serving.api`. It holds no model.
+    """HTTP ingress in a process of Ray Serve; its routes are in `paceline.serving.api`. It holds no model.
 
-    handles   model -> handle of its deployment, of those that are loaded from the start
-    groups    of all models
-    handover  where this process gets a socket to listen at (`paceline.serving.listener`); "": Serve's proxy listens,
-              and passes requests on
+    handles   model -> handle of its deployment, for models that are loaded from the start
+    groups    groups of all models
+    handover  source of this process's listening socket (`paceline.serving.listener`); "": Serve's proxy listens, and
+              forwards requests
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Ray Serve calls it in the replica."""
+        """Build the ASGI application; called by Ray Serve in the replica."""
         app = create_app(self._router, self._settings, self._lifecycle, keys=self._keys)
         if self._handover:
             app.router.lifespan_context = self._listening(app, app.router.lifespan_context)
@@ -192,7 +193,7 @@ class Ingress:
         return app
 
     def _listening(self, app: FastAPI, lifespan: Lifespan[FastAPI]) -> Lifespan[FastAPI]:
-        """The application's lifespan, in which it answers at the service's address."""
+        """Return the application's lifespan, during which it listens at the service's address."""
 
         listening = receive_socket(self._handover)
 

@@ -1,24 +1,24 @@
-"""What Ray Serve leaves open, and every use of a name of Ray's that is not public (seen with Ray 2.60): a controller
-that hangs, streams whose reader hangs, the number of replicas, whom a request belongs to, what outlives processes, and
-the files of logs.
+"""Guards for what Ray Serve leaves open, and all uses of Ray's private names (seen with Ray 2.60): a controller that
+hangs, streams whose reader hangs, the number of replicas, the request of a call, storage that outlives processes, and
+log files.
 
-`watch_cluster` replaces Serve's controller and the core allocator when they do not answer: a process that is stopped,
-or hangs. Ray starts an actor again whose process ended, and asks none whether it answers. The controller asks replicas
-and proxies, and nobody asks it; so while it is stopped, nothing else is replaced. Every replica of ours, of the edge
-and of models, therefore asks both: of any two processes that stop, one that asks is left. Replicas and proxies are the
-controller's (`paceline.serving.replica`), a draft its target's.
+`watch_cluster` replaces Serve's controller and the core allocator if they do not respond because they are suspended or
+hang. Ray restarts an actor whose process ended, but does not check whether actors respond. The controller checks
+replicas and proxies, but no process checks the controller; while it is suspended, nothing else is replaced. So every
+replica of ours, ingress or model, checks both: if any two processes are suspended, at least one health checker is still
+running. The controller checks replicas and proxies (`paceline.serving.replica`), and a target its draft.
 
-`Readers` and `UntilTaken`: a stream ends when who reads it has taken all of it, and not before. Ray sends the items of
-a stream to its caller, and where the stream ends, waits until the caller has confirmed them all. It waits in the one
-thread that begins every call of the actor: while a caller is stopped or cannot be reached, nobody else's call begins
-there, be it a request or Ray Serve's question whether the actor is well, for which it is replaced (seen with Ray 2.60).
-So no stream of ours ends there. A replica of a model asks the process of HTTP that reads the answer whether it is
-there; the process of HTTP waits for the proxy's word that the answer is complete. The client has its answer by then. A
-caller that is gone confirms nothing, and nobody waits for it.
+`Readers` and `UntilTaken`: a stream ends only when its reader has taken all of it. Ray sends the items of a stream to
+its caller and, at its end, waits until the caller has confirmed them all. It waits in the one thread that starts every
+call of the actor. While a caller is suspended or unreachable, no other call of that actor starts. That includes
+requests and Ray Serve's health check, after which the actor is replaced (seen with Ray 2.60). So no stream of ours ends
+while its caller may be unreachable. A model replica first polls the ingress process that reads the response. The
+ingress process waits until the proxy reports that the response is complete; the client has its response by then. A lost
+caller confirms nothing, and no process waits for it.
 
-`controller` is asked what the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
-.../deployments/NAME/scale` ask; here no dashboard runs. The core allocator keeps its record in Ray's key-value
-store too (`paceline.placement.cluster.core_allocator`).
+`controller` gets the calls of the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
+.../deployments/NAME/scale`, since Paceline runs no dashboard. The core allocator also keeps its record in Ray's
+key-value store (`paceline.placement.cluster.core_allocator`).
 """
 
 from __future__ import annotations
@@ -50,29 +50,31 @@ from paceline.serving.middleware import LOGGER, identify
 log = logging.getLogger("paceline")
 
 WATCHED = ((SERVE_CONTROLLER_NAME, SERVE_NAMESPACE), (core_allocator.NAME, nodes.NAMESPACE))
-"""Name and namespace of each. Both may be killed at any time: they keep what they know in Ray's key-value store."""
-_PERIOD_S = 2.0  # between questions, in a small cluster
-_SMALL_NODES = 4  # up to which it is one
-_ANSWER_S = 3.0  # that an answer may take: with the pauses, 15 seconds until an actor is killed
-_MISSES = 3  # in a row, of one process
+"""Name and namespace of each watched actor. Both may be killed at any time: they keep their state in Ray's key-value
+store.
+"""
+_PERIOD_S = 2.0  # between health checks, in a small cluster
+_SMALL_NODES = 4  # maximum number of nodes of a small cluster
+_ANSWER_S = 3.0  # timeout of a health check: with the pauses, 15 seconds until an actor is killed
+_MISSES = 3  # consecutive, of one process
 
 
 class NamedActor(Protocol):
-    """An actor that is watched."""
+    """Watched actor."""
 
     def process(self) -> int | None:
-        """Its pid; None while there is no such actor, or Ray is starting it."""
+        """Return its pid; None while the actor does not exist, or Ray is starting it."""
 
     def answers(self) -> bool:
-        """Whether it does, in good time. One that has just ended counts as answering: Ray knows of it."""
+        """Whether it responds in time. One that has just ended counts as responding: Ray handles it."""
 
     def kill(self) -> None:
-        """End its process, for Ray to start it again."""
+        """Kill its process; Ray starts it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayActor:
-    """An actor of this cluster. While there is none of that name, nothing is asked of it."""
+    """Actor of this cluster. While there is none of that name, it gets no health check."""
 
     name: str
     namespace: str
@@ -94,7 +96,9 @@ class RayActor:
         return True
 
     def kill(self) -> None:
-        """See `NamedActor`. What does not end by itself, as nothing stopped can, Ray kills some seconds later."""
+        """Kill the process; see `NamedActor`. If it does not end, as when it is suspended, Ray kills it some seconds
+        later.
+        """
         try:
             ray.kill(self._handle(), no_restart=False)
         except (ValueError, RayError):
@@ -105,7 +109,7 @@ class RayActor:
 
 
 class Watch:
-    """Counts for one actor how often it did not answer."""
+    """Counts missed health checks of one actor."""
 
     def __init__(self, name: str, actor: NamedActor) -> None:
         self._name, self._actor = name, actor
@@ -114,17 +118,17 @@ class Watch:
 
     @property
     def suspects(self) -> bool:
-        """Whether the last question went without an answer."""
+        """Whether the last health check was missed."""
         return self._missed > 0
 
     def look(self) -> None:
-        """Ask once. Kills what has not answered for the last time."""
+        """Check once, and kill the actor after the last allowed miss."""
         if self._actor.answers():
             self._missed = 0
             return
         process = self._actor.process()
         self._missed = self._missed + 1 if process == self._process else 1
-        self._process = process  # another one than before: somebody has replaced it meanwhile
+        self._process = process  # changed if another process has replaced it
         if process is not None and self._missed >= _MISSES:
             log.error("%s (process %s) did not answer %s times in a row; it is killed", self._name, process, _MISSES)
             self._actor.kill()
@@ -132,13 +136,13 @@ class Watch:
 
 
 def pause_s(living: int, *, suspects: bool = False) -> float:
-    """Seconds from an answer to the next question.
+    """Return the seconds from one health check to the next.
 
-    As many replicas ask as the cluster has room for, and one controller answers them all: so that it has no more to
-    answer in a large cluster, each asks the less often the more nodes there are. Who got no answer asks again soon; of
-    many one is always about to ask, so what has stopped is found no later than in a small cluster.
+    Every replica checks the one controller. To keep its load constant in a large cluster, each checks less often the
+    more nodes there are. After a missed check the next one comes soon. Of many checkers one is always about to check,
+    so a suspended process is found as soon as in a small cluster.
 
-    living  nodes of the cluster
+    living  number of nodes of the cluster
     """
     return _PERIOD_S if suspects else _PERIOD_S * max(1.0, living / _SMALL_NODES)
 
@@ -157,7 +161,7 @@ def _go_on(watch: Watch) -> None:
         try:
             watch.look()
             pause = pause_s(len(nodes.living()), suspects=watch.suspects)
-        except Exception:  # of Ray's client while its store is away, say: this thread must not end
+        except Exception:  # for example of Ray's client while its store is unavailable: this thread must not end
             log.exception("a watched actor could not be asked")
 
 
@@ -165,26 +169,26 @@ Ask = Callable[[str], Awaitable[bool]]
 
 
 def own_name() -> str:
-    """The name by which `Readers` asks this process, an actor of Ray Serve."""
+    """Return the name by which `Readers` polls this process, an actor of Ray Serve."""
     return str(ray.get_runtime_context().get_actor_name() or "")
 
 
 @dataclass(slots=True)
 class _Line:
-    """Of streams that wait for one reader. ``asked_at``: when the last question to it began."""
+    """Streams that wait for one reader. ``asked_at``: start of its last poll."""
 
     asked_at: float = float("-inf")
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Readers:
-    """The processes that read the streams of this one. ``ask``: whether a reader answers; False: it is gone."""
+    """Processes that read the streams of this one. ``ask``: polls a reader; False: it is lost."""
 
     def __init__(self, ask: Ask | None = None) -> None:
         self._ask, self._lines = ask or _Actors().answer, dict[str, _Line]()
 
     async def taken(self, reader: str) -> None:
-        """Return when a reader has what was sent to it until now. A question is that of all streams that came before.
+        """Return when a reader has everything sent to it before. One poll serves all streams that waited before it.
 
         reader  its `own_name`; "": this process itself
         """
@@ -200,13 +204,13 @@ class Readers:
 
 
 class _Actors:
-    """Asks readers. Each is looked up once."""
+    """Polls readers. Each is looked up once."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
 
     async def answer(self, reader: str) -> bool:
-        """See `Readers`. A reader whose connection is gone counts as gone: Ray does not wait for it, either."""
+        """Poll a reader. One whose connection is lost counts as lost: Ray does not wait for it either."""
         try:
             if reader not in self._known:
                 self._known[reader] = await asyncio.to_thread(ray.get_actor, reader, namespace=SERVE_NAMESPACE)
@@ -218,7 +222,9 @@ class _Actors:
 
 
 class UntilTaken:
-    """ASGI: a call ends when the server says that the answer is complete, or that its client is gone."""
+    """ASGI middleware: a call ends when the server reports that the response is complete, or that its client
+    disconnected.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -233,7 +239,7 @@ class UntilTaken:
 
         await self._app(scope, receive, send_on)
         if complete:
-            with suppress(Exception):  # of whatever passes its messages on: it is gone
+            with suppress(Exception):  # of the process that forwards its messages: it is lost
                 while (await receive())["type"] != "http.disconnect":
                     pass
 
@@ -243,11 +249,11 @@ _CONTROLLER_ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """What Serve knows of a deployment.
+    """Serve's state of a deployment.
 
-    target    replicas that it is to have
-    replicas  those that there are, in whatever state
-    status    Serve's word: HEALTHY, UPDATING, UNHEALTHY, ...
+    target    desired number of replicas
+    replicas  existing replicas, in any state
+    status    Serve's status: HEALTHY, UPDATING, UNHEALTHY, ...
     """
 
     target: int
@@ -256,30 +262,30 @@ class DeploymentState:
 
 
 def controller() -> Any:
-    """The actor. Raises ValueError: Serve does not run in this cluster."""
+    """Return the controller's actor. Raises ValueError if Serve does not run in this cluster."""
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
 
 
 def running_address() -> tuple[str, int] | None:
-    """Host and port that Serve listens at; None where it does not run.
+    """Return the host and port that Serve listens at; None if it does not run.
 
     Raises:
-        RayError: the controller does not answer.
+        RayError: the controller does not respond.
     """
     try:
         actor = controller()
     except ValueError:
         return None
-    # What it leaves out has its default value.
+    # Fields that are missing have their default values.
     options = ray.get(actor.get_serve_instance_details.remote(), timeout=_CONTROLLER_ANSWER_S).get("http_options") or {}
     return str(options.get("host", HTTPOptions().host)), int(options.get("port", HTTPOptions().port))
 
 
 async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
-    """(application, deployment) -> what Serve knows of it.
+    """Return (application, deployment) -> Serve's state of it.
 
     Raises:
-        RayError, ValueError: the controller does not answer, or is gone.
+        RayError, ValueError: the controller does not respond, or is lost.
     """
     details = await controller().get_serve_instance_details.remote()
     return {
@@ -290,22 +296,22 @@ async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
 
 
 async def scale_deployment(application: str, deployment: str, replicas: int) -> None:
-    """Have so many replicas. Returns before they start or end.
+    """Set the number of replicas. Returns before they start or end.
 
     Raises:
-        RayError, ValueError: the controller does not answer, or the application was not deployed with
+        RayError, ValueError: the controller does not respond, or the application was not deployed with
             ``external_scaler_enabled``.
     """
     await controller().update_deployment_replicas.remote(DeploymentID(deployment, application), replicas)
 
 
 def handle_of(deployment: str, application: str) -> Any:
-    """Of a deployment that need not be there yet: requests wait until it is."""
+    """Return the handle of a deployment that may not exist yet: requests wait until it does."""
     return serve.get_deployment_handle(deployment, application, _check_exists=False)
 
 
 class WithServe:
-    """ASGI: tells Serve which request a call belongs to, so that what any process logs of it has its id."""
+    """ASGI middleware: sets the request id of a call in Serve, so that log records of any process have it."""
 
     def __init__(self, app: ASGIApp, application: str) -> None:
         self._app, self._application = app, application
@@ -318,41 +324,43 @@ class WithServe:
 
 
 SERVE_LOGGING = {"encoding": "JSON", "enable_access_log": False}
-"""Of every deployment. Serve's own access log says less than ours (`paceline.serving.middleware.AccessLog`)."""
+"""Logging configuration of every deployment. Serve's own access log has less information than ours
+(`paceline.serving.middleware.AccessLog`).
+"""
 
 
 class _ToServe(logging.Handler):
-    """Hands records on to Serve, which writes them with what it knows of the request."""
+    """Passes records to Serve, which writes them with its information on the request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("ray.serve").handle(record)
 
 
 def write_with_serve() -> None:
-    """Have what this process logs, from INFO on, in the file of its replica. Once is enough; more do nothing."""
+    """Write log records of this process, from INFO, to the file of its replica. Repeated calls have no effect."""
     ours = logging.getLogger(LOGGER)
     if not any(isinstance(handler, _ToServe) for handler in ours.handlers):
         ours.addHandler(_ToServe())
         ours.setLevel(logging.INFO)
-        ours.propagate = False  # else Serve has it again, from the standard error that it reads
+        ours.propagate = False  # else Serve logs it twice, since it also reads standard error
 
 
-_SPACE = b"paceline"  # of keys, beside that of the core allocator
+_SPACE = b"paceline"  # of keys, separate from the core allocator's
 STORE_ERRORS = (AttributeError, OSError, RuntimeError, ValueError, RayError)
-"""Of a store that does not answer, or is not there."""
+"""Errors of a store that does not respond, or does not exist."""
 
 
 def keep(key: bytes, data: bytes) -> None:
-    """Keep this in Ray's GCS, in place of what was kept. Raises one of `STORE_ERRORS`."""
+    """Store data in Ray's GCS, replacing earlier data. Raises one of `STORE_ERRORS`."""
     internal_kv._internal_kv_put(key, data, namespace=_SPACE)
 
 
 def kept(key: bytes) -> bytes | None:
-    """What is kept. Raises one of `STORE_ERRORS`."""
+    """Return the stored data. Raises one of `STORE_ERRORS`."""
     data: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
     return data
 
 
 def forget(key: bytes) -> None:
-    """Keep it no more. Raises one of `STORE_ERRORS`."""
+    """Delete the stored data. Raises one of `STORE_ERRORS`."""
     internal_kv._internal_kv_del(key, namespace=_SPACE)

@@ -1,4 +1,4 @@
-"""A request that gets an OpenAI error object, and the object. Values only: no HTTP, no model, no Ray."""
+"""Rejected requests: an error that becomes an OpenAI error object. Values only: no HTTP, no model, no Ray."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger("paceline")
 
 UNAVAILABLE = "model_unavailable"
 QUEUE_FULL = "queue_full"
-TOO_LONG = "context_length_exceeded"  # OpenAI's; its clients look for it, and shorten the prompt
+TOO_LONG = "context_length_exceeded"  # OpenAI's code; its clients recognise it, and shorten the prompt
 
-_MAX_MESSAGE = 400  # characters of an error's message, which may quote what was sent
-_BACK_S = 5.0  # after which a part that was lost may be back
+_MAX_MESSAGE = 400  # characters of an error's message, which may quote the request
+_BACK_S = 5.0  # after which a lost part may have recovered
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class RefusedError(Exception):
-    """A request that gets an error object.
+    """Request that gets an error object.
 
-    status         HTTP's
+    status         HTTP status
     param, code    as in OpenAI's error object
-    retry_after_s  seconds after which asking again makes sense (429, 503); None: not said
+    retry_after_s  seconds until a retry makes sense (429, 503); None: not given
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RefusedError(Exception):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        """It crosses processes."""
+        """Support pickling, to send the error between processes."""
         return _restore, (self.status, self.message, self.param, self.code, self.retry_after_s)
 
     @property
@@ -61,7 +61,7 @@ class RefusedError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the HTTP answer."""
+        """Headers of the HTTP response."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -72,9 +72,9 @@ def _restore(status: int, message: str, *rest: object) -> RefusedError:
 
 
 def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
-    """The error object for one of our own errors: 400 for the request's fault, 503 where a part is gone, else 500.
+    """Return the error object for a Paceline error: 400 for an invalid request, 503 if a part is lost, else 500.
 
-    ``prompt_field``: the field that holds the prompt, where it is known. An unforeseen error is logged.
+    ``prompt_field``: the field that holds the prompt, if known. An unexpected error is logged.
     """
     if isinstance(error, RefusedError):
         return error
@@ -89,13 +89,13 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
         return RefusedError(504, str(error), code="deadline_exceeded")
     if isinstance(error, PlacementError | BackendError):
         return RefusedError(503, str(error), code=UNAVAILABLE, retry_after_s=_BACK_S)
-    if isinstance(error, ConfigurationError):  # rounds that this server's drafter or rule cannot do
+    if isinstance(error, ConfigurationError):  # rounds that this server's drafter or acceptance rule does not support
         return RefusedError(400, str(error))
     log.error("a request failed", exc_info=error)
     return RefusedError(500, f"the server failed at this request ({type(error).__name__}); its log says why")
 
 
 def model_not_found(name: str, served: list[str]) -> RefusedError:
-    """404 for a model that is not served; ``served``: those that are."""
+    """Return the 404 for a model that is not served; ``served``: those that are."""
     choices = f"there are {', '.join(served)}" if served else "no model is ready"
     return RefusedError(404, f"model {name!r} is not served; {choices}", param="model", code="model_not_found")

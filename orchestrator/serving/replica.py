@@ -1,10 +1,9 @@
-"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it. And the model as a
-deployment of Ray Serve.
+"""Replica of one model, as a deployment of Ray Serve: its process runs the target; a draft with its own cores runs in a
+separate process.
 
-Ray Serve starts replicas, chooses one for a request, asks how it is, and replaces it; what is lost with it is asked
-for again by the router (`paceline.serving.serve_router`). Cores come from the core allocator, before anything here
-initialises a runtime (`paceline.placement.cluster.replica_group`). Answers are written by
-`paceline.serving.model_server`.
+Ray Serve starts replicas, chooses one for a request, checks their health, and replaces them; the router resends lost
+requests (`paceline.serving.serve_router`). Cores come from the core allocator, before this module initialises a runtime
+(`paceline.placement.cluster.replica_group`). Responses are written by `paceline.serving.model_server`.
 """
 
 from __future__ import annotations
@@ -52,19 +51,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 
-SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+SHUTDOWN_S = 60.0  # for current responses when the service is taken down
 CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
-UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three missed checks in a row: a suspended process is replaced after 24 s
+UNBOUNDED = 1 << 20  # requests that Serve passes to a process concurrently: the engine limits them
 
-_FIGURES_S = 1.0  # between updates of the metrics that the engine counts
+_FIGURES_S = 1.0  # between updates of the engine's metrics
 _FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
 
 
 class ModelReplica:
-    """Serves one target. Requests share its rounds; those that find no slot wait for one.
+    """Server of one target. Requests share its rounds; those without a free slot wait for one.
 
-    ``by_ids``: they come from a program, so that a tokenizer may be missing.
+    ``by_ids``: requests come from a program, so that a tokenizer may be missing.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ModelReplica:
         *,
         by_ids: bool = False,
     ) -> None:
-        # Here, for the processes of HTTP and of the lifecycle import this module to deploy it, and decode nothing.
+        # Imported late: the ingress and lifecycle processes import this module to deploy it, and decode nothing.
         from paceline.placement.cluster.replica_group import ReplicaGroup
         from paceline.serving.model_server import ModelServer, NoTokenizer
         from paceline.text.tokenizer import load_tokenizer
@@ -112,8 +111,8 @@ class ModelReplica:
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
     ) -> AsyncIterator[Item | tuple[Item, ...]]:
-        """See `ModelServer.stream`. Several items that are there together are one message, and it ends when they
-        have been taken.
+        """Stream a response; see `ModelServer.stream`. Items that are ready together are one message, and the stream
+        ends when its reader has taken them.
         """
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
@@ -135,57 +134,57 @@ class ModelReplica:
         await self._readers.taken(context.reader)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """See `ModelRouter`."""
+        """Tokenize a request; see `ModelRouter`."""
         return await self._server.tokenize(request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """See `ModelRouter`."""
+        """Decode token ids; see `ModelRouter`."""
         return await self._server.detokenize(request)
 
     async def describe(self) -> ModelCard:
-        """About this model; who answers this can answer requests."""
+        """Return the model's card. A replica that returns it can serve requests."""
         self._check()
         if self._requests.leaving:
             raise WorkerError("this model is being unloaded")
         return self._server.card
 
     async def usage(self) -> Usage:
-        """Who uses it."""
+        """Return the replica's current usage."""
         return self._requests.usage
 
     async def leave(self, unless_used: bool) -> bool:
-        """Take no more requests, for the model is to be unloaded. False, and nothing changed: it has some, or may have
-        at once, and is to leave ``unless_used``.
+        """Reject new requests, since the model is to be unloaded. With ``unless_used``: return False and change nothing
+        if it has requests, or may have one at once.
         """
         return self._requests.leave(unless_used=unless_used)
 
     async def stay(self) -> None:
-        """It is not unloaded after all."""
+        """Accept requests again: the model is not unloaded after all."""
         self._requests.leaving = False
 
     async def metrics_text(self) -> str:
-        """The metrics of this replica, up to date."""
+        """Return the current metrics of this replica."""
         self._update_metrics()
         return self._metrics.text()
 
     async def statistics(self) -> dict[str, object]:
-        """Of all requests since the target was last idle."""
+        """Return the statistics of all requests since the target was last idle."""
         return dict(self._target.statistics())
 
     async def progress(self) -> int:
-        """See `paceline.workers.target.TargetHost`."""
+        """Return the engine's progress; see `paceline.workers.target.TargetHost`."""
         return self._target.progress()
 
     async def check_health(self) -> None:
-        """Serve asks; a replica that raises, or does not answer, is replaced."""
+        """Answer Serve's health check; a replica that raises, or does not respond, is replaced."""
         self._check()
 
     def _check(self) -> None:
-        """Raises WorkerError: no round succeeds, or one hangs."""
+        """Raise WorkerError if no round succeeds, or one does not end."""
         failure = self._target.engine.failure
         if isinstance(failure, RankError):
             log.error("a rank of the model is lost; this replica ends, to be replaced", exc_info=failure)
-            os._exit(1)  # its processes cannot be brought together again
+            os._exit(1)  # its processes cannot be connected again
         if failure is not None:
             raise WorkerError(f"no round of the model succeeds ({type(failure).__name__}: {failure})") from failure
         figures = self._target.engine.figures()
@@ -209,7 +208,7 @@ class ModelReplica:
 
 
 class _Requests:
-    """The requests of a replica, and whether it takes more. ``leaving``: it does not."""
+    """Requests of a replica. ``leaving``: it accepts no more."""
 
     def __init__(self) -> None:
         self._running, self._since, self._is_new = 0, time.monotonic(), True
@@ -217,13 +216,13 @@ class _Requests:
 
     @property
     def usage(self) -> Usage:
-        """Whoever had the model loaded is about to use it: it counts as used until its first request, for a moment."""
+        """Current usage. A newly loaded model counts as used until its first request, for up to `_FIRST_REQUEST_S`."""
         idle_s = time.monotonic() - self._since
         about_to = int(self._is_new and idle_s < _FIRST_REQUEST_S)
         return Usage(self._running or about_to, 0.0 if self._running else idle_s)
 
     def begin(self) -> bool:
-        """A request comes. False: it is not taken."""
+        """Add a request. False: it is rejected."""
         if self.leaving:
             return False
         self._running += 1
@@ -231,12 +230,12 @@ class _Requests:
         return True
 
     def end(self) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._running -= 1
         self._since = time.monotonic()
 
     def leave(self, *, unless_used: bool) -> bool:
-        """See `ModelReplica.leave`."""
+        """Stop accepting requests; see `ModelReplica.leave`."""
         if unless_used and self.usage.running:
             return False
         self.leaving = True
@@ -244,13 +243,13 @@ class _Requests:
 
 
 class _Heartbeat:
-    """Whether an engine that has something to do goes on. ``timeout_s``: for which it may stand still."""
+    """Detects an engine with requests that makes no progress. ``timeout_s``: maximum seconds without progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._count, self._since = timeout_s, -1, time.monotonic()
 
     def check(self, count: int, *, busy: bool) -> None:
-        """Raises WorkerError: it stands still."""
+        """Raise WorkerError if the engine makes no progress."""
         now = time.monotonic()
         if count != self._count or not busy:
             self._count, self._since = count, now
@@ -259,7 +258,7 @@ class _Heartbeat:
 
 
 def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[WorkerSpec]) -> ModelCard:
-    """What is said about a model that is ready."""
+    """Return the card of a model that is ready."""
     model, *drafts = (item.model for item in group.plan.placements)
     methods = ("model",) * len(drafts) or tuple(
         draft.name or recognise(str(draft.path)) for draft in model.speculative.draft
@@ -279,7 +278,7 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
 
 
 def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_ids: bool = False) -> serve.Application:
-    """A model, with as many replicas as its file asks for. ``by_ids``: see `ModelReplica`."""
+    """Return the deployment of a model, with the number of replicas in its file. ``by_ids``: see `ModelReplica`."""
     target, *drafts = group.num_cores
     max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
     threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling

@@ -1,8 +1,8 @@
-"""What stands between the HTTP edge and the models: the edge (`paceline.serving.api`) sees a `ModelRouter` only.
+"""Interface between HTTP and the models: `paceline.serving.api` uses a `ModelRouter` only.
 
-A router finds a model server for a request, and asks another one where the first is lost. Rendering is done where the
-tokens are (`paceline.serving.model_server`), so what crosses are finished bytes. Values and protocols only: no HTTP, no
-model, no Ray.
+A router finds a model server for a request, and retries on another one if the first is lost. Responses are rendered
+where the tokens are (`paceline.serving.model_server`), so only finished bytes are sent. Values and protocols only: no
+HTTP, no model, no Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """A request of a program, by ids (`paceline.placement.launch`). Its answer has tokens in place of text.
+    """Request of a program, by token ids (`paceline.placement.launch`). Its response has tokens instead of text.
 
     params  without objects of the program's process
     """
@@ -46,16 +46,16 @@ GenerationRequest = TextRequest | TokenRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What is settled at the door, so that every server that is asked gives the same bytes.
+    """Request properties fixed by the ingress, so that every server that is tried returns the same bytes.
 
-    id            of the answer, without its prefix ("cmpl-", "chatcmpl-", ...); also names tool calls
-    created       seconds since 1970, of the answer
-    client        who asks: a digest of the API key, or "" without one; requests take turns by it
-    deadline      seconds since 1970 when the answer must be complete; None: never
-    spec_metrics  what the answer says about acceptance, unless the request says it
-    max_sequence  tokens of a prompt and its answer together; None: as many as the model has positions
-    interval_s    between the messages of a stream, at least; see `paceline.workers.calls.Call`
-    reader        who takes the answer from a server in another process; see `paceline.serving.ray_guard`
+    id            id of the response, without its prefix ("cmpl-", "chatcmpl-", ...); also names tool calls
+    created       time of the response, seconds since 1970
+    client        identifies the caller: a digest of the API key, or "" without one; clients take turns
+    deadline      seconds since 1970 when the response must be complete; None: never
+    spec_metrics  acceptance metrics in the response, unless the request sets them
+    max_sequence  tokens of a prompt and its response together; None: the model's number of positions
+    interval_s    minimum interval between the messages of a stream; see `paceline.workers.calls.Call`
+    reader        process that reads the response from a server in another one; see `paceline.serving.ray_guard`
     """
 
     id: str
@@ -77,7 +77,7 @@ class RequestContext:
         max_sequence: int | None = None,
         interval_s: float = 0.0,
     ) -> RequestContext:
-        """Of a request that comes in now."""
+        """Create the context of a request that arrives now."""
         now = time.time()
         client = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
         deadline = None if timeout_s is None else now + timeout_s
@@ -86,10 +86,10 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first item of an answer: a model takes the request.
+    """First item of a response: a model accepts the request.
 
-    prompt_tokens  of all its prompts
-    followed       the next item is there already, so that both can go as one message
+    prompt_tokens  total of all its prompts
+    followed       the next item is ready, so that both can be sent as one message
     """
 
     prompt_tokens: int
@@ -98,12 +98,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of an answer that can be sent as it is.
+    """Part of a response that can be sent as it is.
 
-    data  with ``stream``: finished server-sent events, none or several. Else empty, until the last chunk has the body.
+    data  with ``stream``: finished server-sent events, zero or more. Else empty, until the last chunk has the body.
           For a `TokenRequest`: outputs, as `paceline.serving.render.answer.read_outputs` reads them
-    sent  tokens of each choice up to here, of all chunks: what another server is told to skip if this one is lost
-    last  whether the answer is complete
+    sent  total tokens of each choice up to this chunk: the number that another server skips if this one is lost
+    last  whether the response is complete
     """
 
     data: bytes
@@ -113,10 +113,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last item of an answer that cannot be completed.
+    """Last item of a response that cannot be completed.
 
-    lost   not the request's fault; another server may do
-    cause  what a program is to be raised, of a `TokenRequest`
+    lost   not caused by the request; another server may succeed
+    cause  exception to raise in the program, for a `TokenRequest`
     """
 
     status: int
@@ -129,25 +129,26 @@ class Failed:
 
     @classmethod
     def of(cls, error: RefusedError, *, lost: bool = False, cause: Exception | None = None) -> Failed:
-        """An error as an item."""
+        """Convert an error to an item."""
         return cls(error.status, error.message, error.param, error.code, error.retry_after_s, lost, cause)
 
     def error(self) -> RefusedError:
-        """The item as an error."""
+        """Convert the item to an error."""
         return RefusedError(
             self.status, self.message, param=self.param, code=self.code, retry_after_s=self.retry_after_s
         )
 
 
 Item = Accepted | Chunk | Failed
-"""Of an answer, in order: `Accepted`, then chunks, the last of which is marked. `Failed` may take the place of any."""
+"""Item of a response. In order: `Accepted`, then chunks, the last of which is marked. `Failed` may replace any of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """Where one process of a model runs, for the page's map of the chip.
+    """Location of one process of a model, for the page's map of the chip.
 
-    name   of the model
+    name   name of the model
     role   "target" or "draft"
     node   name of the machine
     cores  NeuronCores, or CPU cores of a simulated chip
@@ -161,16 +162,16 @@ class PlacedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a model server says about its model.
+    """Description of a model by its server.
 
-    name             as requests call it
+    name             model name in requests
     created          seconds since 1970 when it became ready
     max_model_len    positions, prompt included
-    methods          names of drafter rows (`paceline.registry`); () is plain decoding
-    num_spec_tokens  most drafted tokens of a round
+    methods          names of drafter rows (`paceline.registry`); (): plain decoding
+    num_spec_tokens  maximum number of drafted tokens per round
     chat             whether there is a chat template
-    tools, reasoning names of the parsers that its template calls for, or None
-    placement        where its processes run
+    tools, reasoning names of the parsers for its template, or None
+    placement        locations of its processes
     """
 
     name: str
@@ -184,7 +185,7 @@ class ModelCard:
     placement: tuple[PlacedModel, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """OpenAI's model object, vLLM's ``max_model_len``, and what else is known under ``paceline``."""
+        """Return OpenAI's model object with vLLM's ``max_model_len``, and all other fields under ``paceline``."""
         fields = {
             "methods": list(self.methods),
             "num_spec_tokens": self.num_spec_tokens,
@@ -208,39 +209,41 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """ready: whether every model that should be served can answer. models: a word on each ("ready", "loading", ...)."""
+    """Health of the service. ready: every model that should be served can respond. models: state of each ("ready",
+    ...).
+    """
 
     ready: bool
     models: Mapping[str, str] = field(default_factory=dict)
 
 
 class ModelRouter(Protocol):
-    """Finds the server of a request's model. All methods may be called at the same time."""
+    """Finder of the server of a request's model. All methods may be called concurrently."""
 
     async def models(self) -> Sequence[ModelCard]:
-        """Those that can answer now."""
+        """Return the models that can respond now."""
 
     def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        """The answer. It never raises: what fails is a `Failed`, with 404 for a model that is not there, 503 for one
-        that is not ready, 429 where a queue is full. Closing the iterator frees what the request holds.
+        """Yield the response. Never raises: errors are `Failed` items, with 404 for an unknown model, 503 for one that
+        is not ready, 429 if a queue is full. Closing the iterator frees the request's resources.
         """
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """The ids of a text or a conversation.
+        """Return the ids of a text or a conversation.
 
         Raises:
-            RefusedError: no such model, or what its tokenizer refuses.
+            RefusedError: no such model, or its tokenizer rejects the input.
         """
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of ids.
+        """Return the text of ids.
 
         Raises:
             RefusedError: no such model, or ids out of its vocabulary.
         """
 
     async def health(self) -> Health:
-        """How the models are."""
+        """Return the health of all models."""
 
     async def metrics(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""

@@ -1,10 +1,10 @@
-"""The one `ModelLifecycle` of a service, over Ray: what each process of HTTP asks, and the actor that decides.
+"""Lifecycle of a service over Ray: the client in each ingress process, and the one actor with the `ModelLifecycle`.
 
-`LifecycleActor` is one named actor, however many processes answer HTTP. There is none before somebody has something to
-decide: a model on demand, a time to live, a limit of API keys, or an operator. It belongs to the HTTP process that made
-it and ends with that; the next to ask makes another, which finds what is loaded at Ray Serve and what was decided in
-Ray's key-value store. So nothing is left when a service ends. A request for a model that answers does not pass it, and
-who uses a model it asks the model's replicas. Not here: what is decided (`paceline.serving.lifecycle`).
+`LifecycleActor` is one named actor for all ingress processes. It is created only when needed: for a model on demand, a
+time to live, a limit of API keys, or an operator. It belongs to the ingress process that created it and ends with it.
+The next call creates another one, which reads the loaded models from Ray Serve and the decisions from Ray's key-value
+store. So nothing remains when a service ends. Requests for a model that responds do not pass the actor, which polls the
+model's replicas for its usage. See also: the decisions (`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from paceline.serving.serve_router import ModelRoute, ServeRouter, deployment_na
 
 log = logging.getLogger("paceline")
 
-_PERIOD_S = 0.5  # between two times that a process says how many requests its keys have
-_SILENT_S = 10.0  # after which a process that said nothing is taken for dead: its requests are
-_ANSWER_S = 5.0  # that an answer about what is known may take; what loads a model takes its time
-_TRIES, _PAUSE_S = 40, 0.25  # with an actor that is started again
+_PERIOD_S = 0.5  # between a process's reports of the requests of its keys
+_SILENT_S = 10.0  # after which a process without a report, and its requests, count as dead
+_ANSWER_S = 5.0  # timeout of queries; loading a model has none
+_TRIES, _PAUSE_S = 40, 0.25  # while Ray restarts the actor
 _RETRY_S = 5.0
 _ERRORS = (RayError, RuntimeError, ValueError, TimeoutError)
-_LOOK_S = 0.2  # between looks at what became of a model
-_ALLOCATOR_ANSWER_S = 30.0  # that the core allocator may take
+_LOOK_S = 0.2  # between checks of a model's state
+_ALLOCATOR_ANSWER_S = 30.0  # timeout of the core allocator
 _STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def actor_name(application: str) -> str:
-    """Of the actor, in `paceline.placement.cluster.nodes.NAMESPACE`."""
+    """Return the actor's name, in `paceline.placement.cluster.nodes.NAMESPACE`."""
     return f"paceline-lifecycle-{application}"
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The models of a service, as a process has to know them.
+    """Models of a service, as known to each process.
 
-    application  of Serve: its name
-    groups       of all models, by name
+    application  name in Serve
+    groups       groups of all models, by name
     """
 
     application: str
@@ -72,23 +72,23 @@ class Service:
     fault_policy: FaultPolicy
 
     def application_of(self, name: str) -> str:
-        """Serve deploys nothing without replicas, so that a model on demand is an application of its own."""
+        """Return a model's application: a separate one on demand, since Serve deploys nothing without replicas."""
         return f"{self.application}-{name}" if self.groups[name].is_on_demand else self.application
 
     def route(self, name: str) -> ModelRoute:
-        """To a model, which need not be there."""
+        """Return the route to a model, which may not exist."""
         return ModelRoute.to(name, self.application_of(name))
 
 
 class LifecycleActor:
-    """A `ModelLifecycle` for the processes of HTTP, and the requests of API keys in all of them."""
+    """Actor with the `ModelLifecycle`, and with the requests per API key in all ingress processes."""
 
     def __init__(self, service: Service) -> None:
         residencies = {name: group.residency for name, group in service.groups.items()}
         self._lifecycle = ModelLifecycle(ServeLoader(service), residencies)
         self._starting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
-        self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}  # of each process, and when it said so
+        self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}  # of each process, with the time of its report
 
     async def states(self) -> Sequence[ModelState]:
         return await (await self._restored()).states()
@@ -106,7 +106,7 @@ class LifecycleActor:
         return await (await self._restored()).pin(name, pinned=pinned)
 
     async def count(self, process: str, counts: Mapping[str, int]) -> Mapping[str, int]:
-        """A process says how many requests each key has there. -> those of all other processes together"""
+        """Record a process's number of requests per key; return the sums of all other processes."""
         now = monotonic()
         self._counts[process] = now, counts
         self._counts = {name: one for name, one in self._counts.items() if now - one[0] < _SILENT_S}
@@ -125,10 +125,10 @@ class LifecycleActor:
 
 
 class ServeLifecycle:
-    """A `paceline.serving.lifecycle.Lifecycle` in a process of HTTP: asks the actor, where there is one.
+    """Client of the actor in an ingress process, a `paceline.serving.lifecycle.Lifecycle`.
 
-    needed  there is something to decide from the start
-    keys    requests by API key here; None: nobody limits them
+    needed  the actor is needed from the start
+    keys    requests by API key in this process; None: there is no limit
     """
 
     def __init__(self, service: Service, *, needed: bool, keys: KeyCounts | None = None) -> None:
@@ -143,7 +143,7 @@ class ServeLifecycle:
         ]
 
     async def states(self) -> Sequence[ModelState]:
-        """See `Lifecycle`: as they were told last, while nobody answers."""
+        """Return the states; the last known ones while the actor does not respond."""
         try:
             self._states = await self._call("states", seconds=_ANSWER_S) or self._states
         except WorkerError as error:
@@ -166,16 +166,16 @@ class ServeLifecycle:
         await self.states()
 
     async def watch(self) -> None:
-        """See `Lifecycle`: tell the other processes how many requests each key has here."""
+        """Report the requests of each key to the other processes, until cancelled."""
         while self._keys is not None:
             await asyncio.sleep(_PERIOD_S)
             try:
                 self._keys.elsewhere = await self._call("count", self._process, self._keys.own(), seconds=_ANSWER_S)
             except PacelineError:
-                continue  # it is logged; what was told last holds
+                continue  # it is logged; the last received counts hold
 
     async def _ask(self, method: str, *arguments: object) -> ModelState:
-        """Raises RefusedError: it refuses, or there is none."""
+        """Call the actor for an operator. Raises RefusedError if it rejects the call or is not available."""
         self._needed = True
         try:
             state: ModelState = await self._call(method, *arguments, seconds=None)
@@ -186,12 +186,12 @@ class ServeLifecycle:
         return state
 
     async def _call(self, method: str, *arguments: object, seconds: float | None) -> Any:
-        """What it answers, or None where there is none and none is needed. One that is lost is made anew and asked
-        again: all that is asked may be repeated.
+        """Call a method of the actor; return None if there is none and none is needed. If the actor is lost, create it
+        again and retry: all calls may be repeated.
 
         Raises:
-            RefusedError: it refuses.
-            WorkerError: there is none, or it does not answer within ``seconds``.
+            RefusedError: it rejects the call.
+            WorkerError: there is none, or it does not respond within ``seconds``.
         """
         lost: Exception | None = None
         for _ in range(_TRIES):
@@ -200,7 +200,7 @@ class ServeLifecycle:
                 if actor is None:
                     return None
                 return await asyncio.wait_for(getattr(actor, method).remote(*arguments), seconds)
-            except ActorUnavailableError as error:  # Ray starts it again, and ends it where nobody keeps its handle
+            except ActorUnavailableError as error:  # Ray restarts it, and ends it if no process keeps its handle
                 lost = error
                 await asyncio.sleep(_PAUSE_S)
             except RayActorError as error:
@@ -215,11 +215,11 @@ class ServeLifecycle:
         raise WorkerError("the process that loads and unloads models does not answer") from lost
 
     async def _find(self) -> Any:
-        """The actor, which is made where it is needed; None where it is not and there is none."""
+        """Return the actor, created if it is needed; None if it is not and there is none."""
         if self._actor is None:
             async with self._making:
                 if self._actor is None:
-                    if not self._looked:  # an operator may have decided something before this process began
+                    if not self._looked:  # an operator may have made decisions before this process started
                         decided = await read_decisions(self._service.application)
                         self._needed |= any((decided.pinned, decided.unpinned, decided.stopped))
                         self._looked = True
@@ -242,10 +242,10 @@ class ServeLifecycle:
 
 
 class ServeLoader:
-    """A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, or none, so its cores and its
-    memory are free. Errors have no text of Ray's, since clients read them; the log has it.
+    """Loader over Ray Serve, a `Loader`: an unloaded model is a deployment without replicas, or none, so its cores and
+    memory are free. Errors omit Ray's text, since clients read them; the log has it.
 
-    router  to the models; None: one of its own
+    router  router to the models; None: a new one
     """
 
     def __init__(self, service: Service, router: ServeRouter | None = None) -> None:
@@ -259,7 +259,7 @@ class ServeLoader:
                 await self._change(name, lambda: asyncio.to_thread(self._deploy, name))
             else:
                 await self._scale(name, self._groups[name].replicas)
-            await self._router.ask_all(name, "stay")  # where it was to leave, and could not be ended
+            await self._router.ask_all(name, "stay")  # if it was leaving, and could not be ended
             await self._until_it_answers(name)
         except BaseException:
             try:
@@ -293,7 +293,7 @@ class ServeLoader:
         return True
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
-        """See `Loader`. Whatever else has cores in the cluster stays."""
+        """Return which models to unload. All other users of cores stay."""
         residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
         return await asyncio.to_thread(_room, self._groups[name], [one for one in residents if one.cores])
 
@@ -326,7 +326,7 @@ class ServeLoader:
         await self._change(name, lambda: ray_guard.scale_deployment(application, deployment_name(name), replicas))
 
     async def _change(self, name: str, change: Callable[[], Awaitable[object]]) -> None:
-        """Have Serve change a model. Raises WorkerError."""
+        """Apply a change of a model in Serve. Raises WorkerError."""
         try:
             await change()
         except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
@@ -334,7 +334,7 @@ class ServeLoader:
             raise WorkerError(f"Ray Serve did not start or end {name}; the log says why") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
-        """What Serve knows of each model."""
+        """Return Serve's state of each model."""
         try:
             running = await ray_guard.running_deployments()
         except (RayError, ValueError) as error:
@@ -352,7 +352,7 @@ def _room(group: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]
 
 
 def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
-    """What all replicas of a model have, by node."""
+    """Return the cores of all replicas of a model, by node."""
     cores: dict[str, list[CoreRange]] = {}
     for placed in (placed for card in cards for placed in card.placement):
         cores.setdefault(placed.node, []).append(CoreRange(placed.cores[0], placed.cores[-1]))
@@ -360,7 +360,7 @@ def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
 
 
 def _nodes(instance: Instance) -> dict[str, Instance]:
-    """The living nodes with cores. One with more or fewer than the plan's instance is such an instance of its size."""
+    """Return the living nodes with cores. One of another size counts as the plan's instance, resized."""
     nodes = {}
     for node in ray.nodes():
         cores = int(node["Resources"].get(RESOURCE, 0)) if node["Alive"] else 0
@@ -371,13 +371,13 @@ def _nodes(instance: Instance) -> dict[str, Instance]:
 
 
 async def read_decisions(application: str) -> Decisions:
-    """What an operator decided last about an application's models; nothing where nothing was.
+    """Return the operator's last decisions about an application's models; empty if there are none.
 
-    It lies in the key-value store of Ray's GCS, as the state of Ray Serve itself does: it outlives every process but
-    the GCS, and that one too where it has fault tolerance.
+    They are stored in the key-value store of Ray's GCS, like the state of Ray Serve. They outlive every process but the
+    GCS, and that one too if it has fault tolerance.
 
     Raises:
-        WorkerError: the store does not answer, or something else wrote there.
+        WorkerError: the store does not respond, or has data of another format.
     """
     try:
         data = await asyncio.to_thread(ray_guard.kept, _key(application))
@@ -387,10 +387,10 @@ async def read_decisions(application: str) -> Decisions:
 
 
 def forget_decisions(application: str) -> None:
-    """The application has ended; the next one of its name begins as its file says.
+    """Delete the decisions of an ended application; the next one of its name starts from its file.
 
     Raises:
-        RayError, RuntimeError: the store does not answer.
+        RayError, RuntimeError: the store does not respond.
     """
     ray_guard.forget(_key(application))
 

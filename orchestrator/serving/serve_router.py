@@ -1,9 +1,9 @@
-"""A `ModelRouter` over Ray Serve: finds a replica for a request, and asks another one where that is lost.
+"""A `ModelRouter` over Ray Serve: finds a replica for a request, and retries on another one if that is lost.
 
-Tokens are a function of the request, its seed included, so a replica that is told how many tokens of each choice were
-sent already leaves those out and sends the rest: the client sees a pause. A request for a model that answers asks
-nobody else; where no replica answers, the lifecycle is asked to load the model, or says why not. Not here: HTTP
-(`paceline.serving.api`) and what a replica does (`paceline.serving.replica`).
+Tokens are a function of the request, including its seed. So another replica omits the tokens of each choice already
+sent and sends the rest: the client sees a pause. Requests for loaded models need no coordination. If no replica
+responds, the lifecycle loads the model or rejects the request. See also: HTTP (`paceline.serving.api`) and the replica
+(`paceline.serving.replica`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, 
 log = logging.getLogger("paceline")
 
 RECOVERY_S = 120.0
-"""Seconds in which a model without a replica has to answer, for a request of which nothing was answered yet."""
-_PAUSE_S = 0.25  # before asking again, so that Serve learns of the death too
-_FIRST_LOOK_S = 0.25  # that a request waits for an answer until the lifecycle is asked
-_LOOK_S = 1.0  # until it is asked again; and for which an answer of the models about themselves is good
-_ANSWER_S = 2.0  # that such an answer may take
+"""Seconds in which a model without a replica must respond, for a request without a response so far."""
+_PAUSE_S = 0.25  # before a retry, so that Serve detects the loss too
+_FIRST_LOOK_S = 0.25  # for which a request waits for a response before the lifecycle is called
+_LOOK_S = 1.0  # between calls of the lifecycle; also the lifetime of cached model cards
+_ANSWER_S = 2.0  # timeout of such a poll
 _LOST = (RayActorError, DeploymentUnavailableError)
 _ERRORS = (RayError, RayServeException, TimeoutError)
 
@@ -42,38 +42,38 @@ Value = TypeVar("Value")
 
 
 def deployment_name(model: str) -> str:
-    """Of a model's deployment."""
+    """Return the name of a model's deployment."""
     return f"model-{model}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRoute:
-    """Where a model is served. ``handle``: of its deployment."""
+    """Route to a model. ``handle``: of its deployment."""
 
     handle: Any
 
     @classmethod
     def to(cls, model: str, application: str) -> ModelRoute:
-        """To a model of an application of Ray Serve."""
+        """Return the route to a model of an application of Ray Serve."""
         return cls(handle_of(deployment_name(model), application))
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What the replicas of a model said of themselves when they were last asked."""
+    """Cards of the replicas of a model, from the last poll."""
 
     cards: list[ModelCard] = field(default_factory=list)
-    at: float = float("-inf")  # when that question began
+    at: float = float("-inf")  # start of that poll
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ServeRouter:
-    """See the module.
+    """Router over Ray Serve.
 
-    lifecycle   loads models that are not there; None: all are
-    recovery_s  how long a request of which nothing was answered yet waits for a replica
-    resume_s    how long an answer that has begun waits for one: as long as a model may take to be loaded
-    reader      this process, as replicas know it; see `paceline.serving.ray_guard`
+    lifecycle   loads models that are not loaded; None: all are
+    recovery_s  how long a request without a response so far waits for a replica
+    resume_s    how long a partial response waits for one: the maximum loading time of a model
+    reader      this process's name for replicas; see `paceline.serving.ray_guard`
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class ServeRouter:
         self._seen = {model: _Seen() for model in routes}
 
     def put(self, model: str, route: ModelRoute) -> None:
-        """A model that was not served until now, or elsewhere."""
+        """Add or replace the route of a model."""
         self._routes[model], self._seen[model] = route, _Seen()
 
     def remove(self, model: str) -> None:
-        """A model that is served no more."""
+        """Remove a model that is no longer served."""
         self._routes.pop(model, None)
 
     async def models(self) -> Sequence[ModelCard]:
-        """See `ModelRouter`: those with a replica that answers."""
+        """Return the models with a replica that responds."""
         answers = await asyncio.gather(*(self._cards(model) for model in await self._in_memory()))
         return [cards[0] for cards in answers if cards]
 
     async def cards(self, model: str) -> Sequence[ModelCard]:
-        """What the replicas of a model say of themselves now; () where there are none."""
+        """Poll the replicas of a model for their cards; () if there are none."""
         return await self._cards(model, since=monotonic()) if model in self._routes else ()
 
     async def health(self) -> Health:
-        """See `ModelRouter`. Nothing that a replica said before this question counts, and a model that is not in memory
-        as it should be is no reason not to be ready.
+        """Poll the health of all models. Earlier polls do not count, and a model that is rightly not in memory does not
+        make the service unready.
         """
         now = monotonic()
         states = None if self._lifecycle is None else await self._lifecycle.states()
@@ -121,7 +121,7 @@ class ServeRouter:
         return Health(all(words[one.name] == "ready" for one in states if one.awaited), words)
 
     async def metrics(self) -> bytes:
-        """See `ModelRouter`: those of all replicas."""
+        """Return the metrics of all replicas."""
         answers = await asyncio.gather(*(self.ask_all(model, "metrics_text") for model in await self._in_memory()))
         return merged(text for texts in answers for text in texts)
 
@@ -134,11 +134,11 @@ class ServeRouter:
         return answer
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        """See `ModelRouter`. From as many replicas as it takes."""
+        """Stream a response, from several replicas if some are lost; see `ModelRouter`."""
         context, model = replace(context, reader=self._reader), request.model
         sent: tuple[int, ...] = ()
         accepted = False
-        deadline: float | None = monotonic() + self._recovery_s  # also where no replica lives yet, or any more
+        deadline: float | None = monotonic() + self._recovery_s  # also while no replica is alive
         while True:
             failed: Failed | None = None
             attempt: _Attempt | None = None
@@ -164,7 +164,7 @@ class ServeRouter:
                 if not accepted:
                     yield _full(model)
                     return
-                failed = _unavailable(model, error)  # it was let in when it came
+                failed = _unavailable(model, error)  # it was accepted before
             except _LOST as error:
                 failed = _unavailable(model, error)
             except (*_ERRORS, RefusedError) as error:
@@ -189,7 +189,7 @@ class ServeRouter:
                 return
 
     async def ask(self, model: str, method: str, *request: object) -> Any:
-        """What one of the replicas answers. Raises RefusedError: it refuses, or there is none."""
+        """Call one of the replicas. Raises RefusedError if it rejects the call, or there is none."""
         method_of = getattr(self._route(model).handle, method)
         try:
             try:
@@ -205,15 +205,15 @@ class ServeRouter:
             raise _unavailable(model, error).error() from error
 
     async def ask_all(self, model: str, method: str, *request: object) -> list[Any]:
-        """What those replicas answer that do, in good time."""
+        """Return the results of all replicas that respond in time."""
         try:
             broadcast = self._routes[model].handle.broadcast(method, *request)
             answers = await broadcast.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
-        except (*_ERRORS, RuntimeError, KeyError):  # or it was removed meanwhile
+        except (*_ERRORS, RuntimeError, KeyError):  # or it was removed in between
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    # ---- models that are not there
+    # ---- models that are not loaded
 
     def _route(self, model: str) -> ModelRoute:
         if model not in self._routes:
@@ -221,11 +221,11 @@ class ServeRouter:
         return self._routes[model]
 
     async def _awaited(self, model: str, work: Coroutine[Any, Any, Value], deadline: float | None) -> Value:
-        """What a replica answers first. While nothing comes, the lifecycle is asked for one.
+        """Return a replica's first response; until then, call the lifecycle to load the model.
 
         Raises:
             RefusedError: there is none, and will be none.
-            TimeoutError: the deadline is over.
+            TimeoutError: the deadline has passed.
         """
         task, pause = asyncio.ensure_future(work), _FIRST_LOOK_S
         try:
@@ -243,26 +243,27 @@ class ServeRouter:
             task.cancel()
 
     async def _demand(self, model: str) -> float:
-        """Ask for a model that does not answer. -> seconds until it is loaded, which do not count for its request
+        """Call the lifecycle to load a model that does not respond; return the seconds that took, which extend the
+        deadline.
 
         Raises:
-            RefusedError: it is not there, and will not be.
+            RefusedError: it is not loaded, and will not be.
         """
         began = monotonic()
         if self._lifecycle is not None:
-            with suppress(PacelineError):  # nobody decides: it may be there again by itself
+            with suppress(PacelineError):  # no lifecycle responds: the model may recover
                 await self._lifecycle.demand(model)
         return monotonic() - began
 
     async def _in_memory(self, states: Sequence[ModelState] | None = None) -> list[str]:
-        """Models of which a replica should answer; a question to others would wait for nothing."""
+        """Return the models of which a replica should respond; polling others would only wait."""
         if self._lifecycle is None:
             return list(self._routes)
         states = states or await self._lifecycle.states()
         return [one.name for one in states if one.state in ("loaded", "scaled")]
 
     async def _cards(self, model: str, *, since: float | None = None) -> list[ModelCard]:
-        """What the replicas of a model say of themselves, asked ``since`` then; None: now or a moment ago."""
+        """Return the cards of a model's replicas, polled ``since`` then; None: now or a moment ago."""
         cached = self._seen[model]
         oldest = monotonic() - _LOOK_S if since is None else since
         async with cached.asking:
@@ -273,7 +274,7 @@ class ServeRouter:
 
 
 class _Attempt:
-    """What one replica answers, message by message."""
+    """Response of one replica, message by message."""
 
     def __init__(
         self, handle: Any, request: GenerationRequest, context: RequestContext, *, sent: tuple[int, ...]
@@ -283,7 +284,7 @@ class _Attempt:
         self.ended = False
 
     async def next(self) -> tuple[Item, ...]:
-        """The next items; () at the end. Raises RayError, RayServeException: it is lost, or there is none."""
+        """Return the next items; () at the end. Raises RayError, RayServeException: no replica, or it is lost."""
         try:
             message = await anext(self._messages)
         except StopAsyncIteration:
@@ -295,9 +296,9 @@ class _Attempt:
         return items
 
     def close(self) -> None:
-        """Give up what the answer holds."""
+        """Release the resources of the response."""
         if not self.ended:
-            with suppress(Exception):  # it may be done, or its replica gone
+            with suppress(Exception):  # it may be complete, or its replica lost
                 self._answer.cancel()
 
 
@@ -311,6 +312,6 @@ def _full(model: str) -> Failed:
 
 
 def _unavailable(model: str, error: Exception) -> Failed:
-    """An error of Ray without its text, which has addresses and process ids."""
+    """Convert an error of Ray, without its text, which has addresses and process ids."""
     message = f"{model} was lost ({type(error).__name__}) and did not come back in time; send the request again"
     return Failed(503, message, code=UNAVAILABLE, retry_after_s=5.0, lost=True)

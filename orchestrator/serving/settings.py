@@ -1,4 +1,4 @@
-"""What an operator says about the HTTP edge. Not here: what is served, and on which cores."""
+"""Operator's settings of the HTTP application. See also: models and their cores (`paceline.placement.planning`)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from paceline.core.errors import ConfigurationError
 from paceline.placement.planning.yaml_file import FORBID_EXTRA
 
 SpecMetrics = Literal["none", "summary", "detailed"]
-"""As vLLM's ``--per-request-spec-decode-metrics``."""
+"""Level of acceptance metrics, as in vLLM's ``--per-request-spec-decode-metrics``."""
 
 DEFAULT_MAX_BODY = 1 << 20
 DEFAULT_STREAM_INTERVAL_MS = (
     40.0  # more than an engine's call of several rounds, which may take a thirtieth of a second
 )
-MAX_STREAM_INTERVAL_MS = 1000.0  # more is no stream
+MAX_STREAM_INTERVAL_MS = 1000.0  # more would not be a stream
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Settings of the HTTP edge.
+    """Settings of the HTTP application.
 
-    api_keys            of which a request must have one; () lets everybody in
-    max_body_bytes      of a request; more is refused (413) before it is read into memory
-    max_sequence_tokens tokens of a prompt and its answer together; None: as many as the model has positions
-    max_requests_per_key   requests of one API key that are answered or wait at the same time; None: any number
-    request_timeout_s   seconds that an answer may take; None: as long as it takes
+    api_keys            a request must have one of these; (): no key is required
+    max_body_bytes      of a request; more is rejected (413) before it is read into memory
+    max_sequence_tokens tokens of a prompt and its response together; None: the model's number of positions
+    max_requests_per_key   requests of one API key that run or wait at the same time; None: no limit
+    request_timeout_s   seconds that a response may take; None: no limit
     ping_s              seconds of silence in a stream after which a comment is sent, so that no proxy closes it
-    stream_interval_ms  between the messages of a stream, which have the events of all rounds since the last one. The
+    stream_interval_ms  between the messages of a stream, with the events of all rounds since the previous one. The
                         first token, the end and errors do not wait. 0: a message for every round
-    spec_metrics        what answers say about acceptance: nothing, totals, or every step too
+    spec_metrics        acceptance metrics in responses: none, totals, or also every step
     access_log          whether every request is logged, as a line of JSON
     page                whether the page at / is served
 
@@ -73,7 +73,7 @@ class ApiSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name of one, is this machine's own."""
+    """Whether an address or host name is this machine's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,1 +1,1 @@
-"""What a worker process runs: a target with its engine, or a draft model."""
+"""Contents of a worker process: a target with its engine, or a draft model."""

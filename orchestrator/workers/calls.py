@@ -1,6 +1,6 @@
-"""Calls to a shared engine: what a caller asks, what it hears, and the state of a call between the two.
+"""Calls to a shared engine: requests of a caller, updates sent to it, and the state of a call in between.
 
-Not here: whose turn it is, and the thread that runs rounds (`workers.shared_engine`).
+See also: the order of calls and the thread that runs rounds (`workers.shared_engine`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one caller asks: requests that are answered together.
+    """One call of a caller: requests that are served together.
 
-    ticket        names the call, like no other that is under way; `SharedEngine.end` takes it
+    ticket        identifies the call, unique among the calls under way; argument of `SharedEngine.end`
     requests      as `Request.batch` makes them
-    key           who asks: keys take turns, and so do the calls of a key
-    deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
+    key           identifies the caller: keys take turns, and so do the calls of a key
+    deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None: no limit
     interval_s    seconds between two updates, if rounds are shorter; the first output of a request, its last one and
-                  errors do not wait. 0 = an update for every round
+                  errors do not wait. 0: an update for every round
     """
 
     ticket: str
@@ -38,12 +38,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Where the time of a finished request went, in seconds.
+    """Time that each phase of a finished request took, in seconds.
 
-    index    of the request in its call
-    queue    from its arrival to its slot
-    prefill  from there to its first token
-    decode   from there to its end
+    index    position of the request in its call
+    queue    from its arrival until it gets a slot
+    prefill  from then until its first token
+    decode   from then until its end
     """
 
     index: int
@@ -54,13 +54,13 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class CallUpdate:
-    """What one call hears of one step of the engine, or of several together.
+    """Update for one call after one step of the engine, or after several together.
 
     ticket    of the call
-    outputs   what its requests gained
+    outputs   new outputs of its requests
     finished  timing of the requests that ended with these outputs
     ended     no other update follows
-    error     why it ended before its requests were finished; None also where it was aborted
+    error     why it ended before its requests were finished; None also if it was aborted
     """
 
     ticket: str
@@ -71,7 +71,7 @@ class CallUpdate:
 
     @classmethod
     def joined(cls, updates: Sequence[CallUpdate]) -> CallUpdate:
-        """Those of one call, in order, as one."""
+        """Join the updates of one call, in order, into one."""
         if len(updates) == 1:
             return updates[0]
         outputs = tuple(output for update in updates for output in update.outputs)
@@ -81,11 +81,11 @@ class CallUpdate:
 
 
 Sink = Callable[[list[CallUpdate]], None]
-"""Takes the updates of one step: of all calls that share the sink. Called in the engine's thread; it must not block."""
+"""Receive the updates of one step, of all calls that share the sink. Runs in the engine's thread; must not block."""
 
 
 class GuardedTokenizer:
-    """A tokenizer that never raises in a round, where the error would end the requests of other callers too.
+    """Tokenizer that never raises in a round, where the error would end the requests of other callers too.
 
     ``failed``: the error it would have raised.
     """
@@ -111,7 +111,7 @@ class GuardedTokenizer:
 
 @dataclass(slots=True)
 class SeatedTimes:
-    """When a request in a slot got there, and when its first token was out. `time.monotonic`"""
+    """Times when a request in a slot got the slot and produced its first token, by `time.monotonic`."""
 
     seated: float
     first: float | None = None
@@ -119,10 +119,10 @@ class SeatedTimes:
 
 @dataclass(slots=True)
 class CallState:
-    """A call that is not over, in the engine's thread or under its lock.
+    """Call that is not over, used in the engine's thread or under its lock.
 
     waiting     requests without a slot, numbered as the engine knows them
-    running     those in slots, by that number
+    running     requests in slots, by that number
     unfinished  number of requests
     """
 
@@ -137,7 +137,7 @@ class CallState:
 
     @classmethod
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
-        """``numbers``: what the engine calls its requests."""
+        """Create the state of a call. ``numbers``: the engine's numbers for its requests."""
         shared = call.requests[0].stopping.tokenizer
         tokenizer = None if shared is None else GuardedTokenizer(shared)
         guarded = [
@@ -149,17 +149,17 @@ class CallState:
 
     @property
     def failed(self) -> CheckpointError | None:
-        """Why it cannot go on, if it cannot."""
+        """Error that ends the call; None if it can continue."""
         return None if self.tokenizer is None else self.tokenizer.failed
 
     def seat(self) -> Request:
-        """Its first waiting request takes a slot."""
+        """Move its first waiting request into a slot, and return it."""
         request = self.waiting.popleft()
         self.running[request.index] = SeatedTimes(monotonic())
         return request
 
     def leave(self, indices: Collection[int]) -> list[int]:
-        """These of its requests end, as far as they are in slots. -> what the engine calls them"""
+        """End the requests at ``indices`` that are in slots; return the engine's numbers for them."""
         numbers = [number for number in self.running if self.indices[number] in indices]
         for number in numbers:
             del self.running[number]
@@ -167,8 +167,8 @@ class CallState:
         return numbers
 
     def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, bool]:
-        """What its caller hears of a step in which its requests gained these outputs, and whether one of them is the
-        first or the last of its request.
+        """Return the update for the caller after a step that gave its requests these outputs, and whether one of them
+        is the first or the last of its request.
         """
         finished, now, urgent = [], monotonic(), False
         for output in outputs:
@@ -186,8 +186,8 @@ class CallState:
 
 
 def call_params(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:
-    """``params`` with some fields replaced, for a target in another process: checked here, so that no worker sees what
-    it could not do.
+    """Return ``params`` with some fields replaced, for a target in another process. Checked before they are sent, so
+    that a worker receives only valid parameters.
 
     Raises:
         SamplingError: a keyword that does not exist, or a wrong value.

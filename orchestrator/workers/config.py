@@ -14,12 +14,12 @@ from paceline.loadable import loadable
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Settings that a target's worker and a draft's worker share.
+    """Settings common to a target's worker and a draft's worker.
 
     folder       checkpoint of the model
-    options      how it is loaded
-    speculative  of a target: who drafts in its process, and how it decodes; of a draft: its k
-    draft_ahead  the draft works while its target verifies
+    options      how the model is loaded
+    speculative  for a target: the drafters in its process, and how it decodes; for a draft: its k
+    draft_ahead  asynchronous drafting: the draft model drafts while its target verifies
     """
 
     folder: Path
@@ -29,7 +29,7 @@ class WorkerConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> WorkerConfig:
-        """Read the settings of a worker; keys that only one kind of worker has are left to it.
+        """Read the settings of a worker; keys of only one kind of worker are ignored.
 
         Raises:
             ConfigurationError: a value is wrong, or the keys of `SpeculativeConfig` contradict each other.
@@ -42,5 +42,5 @@ class WorkerConfig:
         )
 
     def load(self) -> SamplingDecoder:
-        """The model of this worker."""
+        """Load this worker's model."""
         return load(loadable(self.folder, self.options))

@@ -1,6 +1,6 @@
-"""What the worker of a draft model runs: a pool of drafters over one model, one for each target that calls.
+"""Draft model's worker: a pool of drafters over one model, one for each target that connects.
 
-Not here: the process, its socket and its cores (`paceline.placement`).
+See also: the process, its socket and its cores (`paceline.placement`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from paceline.workers.config import WorkerConfig
 
 
 class DraftPool:
-    """One decoder for each target of the plan, over the same weights unless the model is divided over ranks.
+    """One decoder for each target of the plan. They share their weights unless the model is sharded.
 
-    The decoders and their graphs exist before the first target connects. When a target disconnects, the next one takes
-    its decoder over. A `paceline.placement.remote.server.DrafterPool`.
+    The decoders and their graphs exist before the first target connects. When a target disconnects, the next one reuses
+    its decoder. Implements `paceline.placement.remote.server.DrafterPool`.
     """
 
     def __init__(self, config: WorkerConfig, max_targets: int, vocab_sizes: Collection[int]) -> None:
         self._config, self._max_targets = config, max_targets
         first = config.load()
         self._k = config.speculative.longest_draft(first.backend.draft_lengths)
-        # Ranks hold one cache each, so a divided model is loaded again for every target.
+        # Each rank holds one cache, so a sharded model is loaded again for every target.
         siblings = (first.sibling() if config.options.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
         self._free: list[CompiledDecoder] = [first, *siblings]
         self._acquired: dict[int, CompiledDecoder] = {}  # by the id of the drafter over it
@@ -51,7 +51,7 @@ class DraftPool:
                 compile_drafter(self._drafter(decoder, size), self._k + 1, rereads=config.draft_ahead)
 
     def acquire(self, handshake: Handshake) -> Drafter:
-        """See `paceline.placement.remote.server.DrafterPool`.
+        """Return a drafter for a connecting target; see `paceline.placement.remote.server.DrafterPool`.
 
         Raises:
             ConfigurationError: the target has another batch size, or all decoders are in use.
@@ -86,11 +86,11 @@ class DraftPool:
 
 
 def make_drafters(settings: Mapping[str, object]) -> DraftPool:
-    """The default maker of a draft's worker.
+    """Make the drafters of a draft's worker, by default.
 
-    Settings of its own: ``max_targets``, the targets it serves at a time (default 1), and ``targets``, the checkpoint
-    folders of those that are known. Their tokenizers are compared with the draft's, and graphs for the sizes of their
-    vocabularies are made here; those for other sizes when such a target connects.
+    Own settings: ``max_targets``, the number of targets served at a time (default 1), and ``targets``, the checkpoint
+    folders of the known targets. Their tokenizers are compared with the draft's, and graphs are compiled for their
+    vocabulary sizes. Graphs for another size are compiled when such a target connects.
 
     Raises:
         ConfigurationError: ``targets`` is not a list, or the model cannot be run as planned.
@@ -108,10 +108,9 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
 
 
 def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None:
-    """Make every graph that proposing takes, in every KV bucket and for every kind of sampling that warm-up knows,
-    by running each of them once.
+    """Compile all graphs for proposing by running each once, in every KV bucket and sampling mode that warm-up covers.
 
-    ``width``: tokens of the widest commit. ``rereads``: the drafter works ahead, and reads rows again for that.
+    ``width``: tokens of the widest commit. ``rereads``: the drafter drafts asynchronously, and rereads rows for that.
     """
     decoder = drafter.decoder
     with backends.prepare(decoder.backend):
@@ -134,11 +133,11 @@ _CANDIDATES = 64  # noise for every id of a large vocabulary would take longer t
 
 
 class SecondChoices:
-    """A `paceline.placement.lookahead.SecondChoiceModel` over a draft model: reads rows of it again, to repair
-    its cache, or for second choices.
+    """A `paceline.placement.lookahead.SecondChoiceModel` over a draft model. It rereads rows of the draft's cache, to
+    repair it or to find second choices.
 
-    Both are one pass over a window of the draft's own cache, where a proposal takes a pass for every token. The graphs
-    that draft are not changed.
+    Either takes one pass over a window of the draft's own cache; a proposal takes one pass per token. The graphs used
+    for drafting do not change.
 
     ``vocabulary``: maps between the target's ids and the draft's.
     """
@@ -152,10 +151,11 @@ class SecondChoices:
     def seconds(
         self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """See the protocol. drafts [B, k] int32.
+        """Return second choices and score gaps, as the protocol says. drafts [B, k] int32.
 
-        Scores are the draft's logits; where a slot samples, over temperature and with the noise of their position,
-        which is the target's noise too. Only the most likely tokens are considered, and of the filters only top-k.
+        Scores are the draft's logits. In slots that sample, they are divided by the temperature and get the noise of
+        their position, which the target uses too. Only the most likely tokens are considered; the only filter applied
+        is top-k.
         """
         end = commit.first_row + commit.count
         root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))
@@ -173,7 +173,7 @@ class SecondChoices:
         return ids[..., 1:].gather(-1, second.indices.unsqueeze(-1)).squeeze(-1).tolist(), gaps.tolist()
 
     def _window(self, tokens: Tensor, row: Tensor, rows: int) -> Tensor:
-        """tokens [B, T] and row [B] of the first one -> logits [B, T, V] over the target's ids."""
+        """Return logits [B, T, V] over the target's ids for tokens [B, T], whose first one is at row [B]."""
         kv_bucket = self._decoder.bucket_for(rows + tokens.shape[1])
         logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=kv_bucket)
         return self._vocabulary.logits(logits)

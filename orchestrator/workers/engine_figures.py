@@ -1,6 +1,6 @@
-"""What a shared engine counts, for metrics: plain numbers, of all calls since it was built. Names follow vLLM's.
+"""Metrics of a shared engine: plain numbers over all calls since it was built. Names follow vLLM's.
 
-Not here: how they are exported.
+See also: how they are exported (`paceline.serving.metrics`).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from paceline.core.drafter_statistics import DrafterCounts
 from paceline.outputs import Statistics
 from paceline.workers.calls import RequestTiming
 
-_RECENT = 1 << 16  # timings that are kept for whoever takes them: nobody may
+_RECENT = 1 << 16  # timings kept until they are taken; they may never be
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """A snapshot. Counts and seconds add up over all calls.
+    """Snapshot of the metrics. Counts and seconds are sums over all calls.
 
     running, waiting             requests in slots, and requests without one
-    finished                     requests that were served to their end
+    finished                     requests served to their end
     generation_tokens            tokens of all outputs
     num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos   see `paceline.outputs.Statistics`
-    draft_lengths                how often each draft length was chosen for a round, where there is a choice
-    queue_seconds                from arrival to a slot, of finished requests
-    prefill_seconds, decode_seconds   of finished requests: from there to the first token, and on to the end
-    engine_prefill_seconds       time the engine spent in prompts; engine_draft_seconds, engine_verify_seconds,
+    draft_lengths                number of rounds for each draft length, if the length is chosen per round
+    queue_seconds                from arrival to a slot, over finished requests
+    prefill_seconds, decode_seconds   over finished requests: from there to the first token, and on to the end
+    engine_prefill_seconds       engine time in prefill; engine_draft_seconds, engine_verify_seconds,
                                  engine_host_seconds: in drafting, verification and everything else
     prefix_cache_queries, prefix_cache_hits   see `paceline.outputs.Statistics`
-    drafters                     what each drafter of a choice did, by its name; empty without one
+    drafters                     counts of each drafter, by name, if several are chosen from; empty otherwise
     """
 
     running: int
@@ -57,7 +57,7 @@ class EngineFigures:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over runs of the engine that are over, and over finished requests."""
+    """Sums over ended runs of the engine and over finished requests."""
 
     _sum: Statistics = field(default_factory=Statistics)
     _lengths: Counter[int] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Totals:
     _recent: deque[RequestTiming] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def finished(self, timings: Sequence[RequestTiming]) -> None:
-        """Requests were served to their end."""
+        """Add requests that were served to their end."""
         for one in timings:
             queue, prefill, decode = self._seconds
             self._requests += 1
@@ -75,20 +75,20 @@ class Totals:
             self._seconds = (queue + one.queue, prefill + one.prefill, decode + one.decode)
 
     def take_timings(self) -> Sequence[RequestTiming]:
-        """Of the requests that were finished since somebody took them last."""
+        """Return the timings of the requests that finished since the last call."""
         taken = tuple(self._recent)
         self._recent.clear()
         return taken
 
     def add(self, run: Statistics) -> None:
-        """A run of the engine is over."""
+        """Add an ended run of the engine."""
         if run is not self._added:
             self._sum, self._lengths, self._added = _plus(self._sum, run), self._lengths + _lengths(run), run
 
     def figures(
         self, running: int, waiting: int, run: Statistics, *, drafters: Mapping[str, DrafterCounts]
     ) -> EngineFigures:
-        """A snapshot; ``run``: of the engine's last run, which may be under way."""
+        """Return a snapshot. ``run``: the engine's last run, which may be under way."""
         over = run is self._added
         total = self._sum if over else _plus(self._sum, run)
         lengths = self._lengths if over else self._lengths + _lengths(run)

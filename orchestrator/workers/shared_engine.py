@@ -1,7 +1,8 @@
-"""`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its face for an event loop.
+"""`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its interface for an event
+loop.
 
-Requests take free slots between rounds, in turns, and leave when they are finished or aborted. Not here: what a request
-is (`engine.request`), rounds (`engine.engine`), processes and sockets.
+Requests take free slots between rounds, in turns, and release them when they are finished or aborted. See also:
+requests (`engine.request`) and rounds (`engine.engine`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a shared engine takes on. ``max_waiting``: requests that may wait for a slot; None = any number."""
+    """Limits of a shared engine. ``max_waiting``: requests that may wait for a slot; None: no limit."""
 
     max_waiting: int | None = None
 
 
 class SharedEngine:
-    """A `paceline.engine.engine.RequestQueue` of a generator that runs in a thread of its own.
+    """A `paceline.engine.engine.RequestQueue` of a generator that runs in a separate thread.
 
-    heartbeat  grows with every prompt, chunk of a prompt and call of the rounds: it stands still only where nothing is
-               asked, or something hangs
-    failure    why the last round failed, if that was not the fault of a request; None again after one that succeeds
+    heartbeat  grows with every prompt, chunk of a prompt and call of the rounds; it is constant only without requests,
+               or if something hangs
+    failure    why the last round failed, unless a request caused it; None again after a successful round
     """
 
     paced = True
@@ -67,23 +68,23 @@ class SharedEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether rounds succeed, as far as that was tried."""
+        """Whether rounds succeed, as far as known."""
         return self.failure is None
 
     def figures(self) -> EngineFigures:
-        """How many requests there are, and what was done for all of them so far."""
+        """Return the number of requests and the metrics of all calls so far."""
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
             made = self._generator
             return self._totals.figures(len(self._running), waiting, made.statistics, drafters=made.choice_counts)
 
     def take_timings(self) -> Sequence[RequestTiming]:
-        """Where the time of the requests went that were finished since this was called last."""
+        """Return the timings of the requests that finished since the last call."""
         with self._changed:
             return self._totals.take_timings()
 
     def submit(self, call: Call, sink: Sink) -> None:
-        """Take on a call; ``sink`` gets its updates, the last of which says that it ended.
+        """Add a call; ``sink`` gets its updates, the last of which says that it ended.
 
         Raises:
             QueueFullError: too many requests wait; this call has no effect.
@@ -102,7 +103,7 @@ class SharedEngine:
             self._changed.notify()
 
     def end(self, ticket: str) -> bool:
-        """End that call if it is under way; its slots are free after the step that runs now. -> whether it was"""
+        """End the call if it is under way, and return whether it was; its slots are free after the current step."""
         with self._changed:
             state = self._calls.get(ticket)
             if state is not None:
@@ -110,7 +111,7 @@ class SharedEngine:
             return state is not None
 
     def leave(self, ticket: str, indices: Collection[int]) -> None:
-        """End these requests of that call, as far as they are in slots; its others go on."""
+        """End those of the call's requests at ``indices`` that are in slots; the others continue."""
         with self._changed:
             state = self._calls.get(ticket)
             if state is None:
@@ -121,7 +122,7 @@ class SharedEngine:
             if not state.unfinished:
                 self._end(state, None)
 
-    # ---- the request queue, asked by the engine between steps
+    # ---- the request queue, polled by the engine between steps
 
     def pop(self) -> Request | None:
         with self._changed:
@@ -142,7 +143,7 @@ class SharedEngine:
     # ---- the thread that runs rounds
 
     def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # each thread has a number of its own
+        torch.set_num_threads(threads)  # each thread has its own setting
         while True:
             with self._changed:
                 self._changed.wait_for(self._turns.first)
@@ -152,12 +153,12 @@ class SharedEngine:
                     self.failure = None
                     self._hand_out(outputs)
                 self._after_run()
-            except Exception as error:  # whatever it is; later calls may succeed
+            except Exception as error:  # any error; later calls may succeed
                 self._after_run()
                 self._fail(error)
 
     def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
-        """Tell every sink of a step, once; or of several, where its calls ask for that."""
+        """Send the outputs of a step to every sink, or those of several steps if its calls ask for that."""
         with self._changed:
             gained: dict[int, tuple[CallState, list[RequestOutput]]] = {}
             for output in outputs:
@@ -186,7 +187,7 @@ class SharedEngine:
             self._aborted.clear()
 
     def _end(self, state: CallState, error: Exception | None) -> None:
-        """The call takes part in no further round."""
+        """End the call; it takes part in no further round."""
         del self._calls[state.call.ticket]
         self._turns.remove(state)
         self._aborted.update(state.running)
@@ -196,7 +197,7 @@ class SharedEngine:
         state.sink([CallUpdate.joined([*held, CallUpdate(state.call.ticket, ended=True, error=error)])])
 
     def _end_late(self) -> None:
-        """End the calls whose time is over."""
+        """End the calls whose deadline has passed."""
         now = monotonic()
         for state in list(self._calls.values()):
             if state.call.deadline is not None and now > state.call.deadline:
@@ -204,14 +205,14 @@ class SharedEngine:
                 self._end(state, DeadlineError(f"the time given to this call is over, and {seated}; ask for less"))
 
     def _fail(self, error: Exception) -> None:
-        """A step failed: so do the calls that have requests in slots. Those that wait go on, if rounds still work."""
+        """End the calls with requests in slots after a failed step. Waiting calls continue if rounds still work."""
         with self._changed:
             for state in [state for state in self._calls.values() if state.running]:
                 self._end(state, error)
             self._aborted.clear()
         log.warning("a round failed: %s: %s", type(error).__name__, error)
         if isinstance(error, PacelineError) and not isinstance(error, RankError):
-            return  # a request's own fault, such as processors that left no token
+            return  # caused by a request, such as logits processors that left no token
         try:
             self._probe()
         except Exception as again:
@@ -222,7 +223,7 @@ class SharedEngine:
                 self._aborted.clear()
 
     def _probe(self) -> None:
-        """Run a request of our own, to see whether rounds work."""
+        """Run an internal request, to check whether rounds work."""
         prompt = (0,)
         request = Request(0, prompt, Sampling(), Stopping(min(4, self._generator.limits.n_positions)))
         for _ in self._generator.steps(ListQueue([request])):
@@ -230,10 +231,10 @@ class SharedEngine:
 
 
 class AsyncEngine:
-    """Calls of one event loop to a shared engine. Made in that loop, and used in it alone.
+    """Calls of one event loop to a shared engine. Created and used in that loop only.
 
-    The engine's thread calls `loop.call_soon_threadsafe` once a step, with the updates of all calls of this loop; a
-    slow consumer holds back nobody, for what it has not taken yet is kept for it.
+    The engine's thread calls `loop.call_soon_threadsafe` once per step, with the updates of all calls of this loop. A
+    slow consumer delays no other one: its updates are stored until it takes them.
     """
 
     def __init__(self, engine: SharedEngine) -> None:
@@ -242,11 +243,11 @@ class AsyncEngine:
 
     @property
     def is_over(self) -> bool:
-        """Whether its loop is closed, so that nobody can use it any more."""
+        """Whether its loop is closed, so that it can no longer be used."""
         return self._loop.is_closed()
 
     def check_loop(self) -> None:
-        """Raise EventLoopError in any other loop than its own: updates would never arrive there."""
+        """Raise EventLoopError if another loop than its own is running, where updates would never arrive."""
         if asyncio.get_running_loop() is not self._loop:
             raise EventLoopError(
                 "this engine's streams are bound to another event loop that still runs; use one loop for all calls, "
@@ -254,10 +255,10 @@ class AsyncEngine:
             )
 
     def begin(self, call: Call) -> AsyncCall:
-        """Take on a call. Close what this returns to give up: its slots are free after the step that runs then.
+        """Add a call. To abort it, close the returned object: its slots are free after the step that is running then.
 
         Raises:
-            EventLoopError: another loop than its own runs.
+            EventLoopError: another event loop is running.
             QueueFullError: too many requests wait.
         """
         self.check_loop()
@@ -270,18 +271,18 @@ class AsyncEngine:
         return begun
 
     def end(self, ticket: str) -> None:
-        """The call takes part in no further round."""
+        """End the call; it takes part in no further round."""
         self._running.pop(ticket, None)
         self.engine.end(ticket)
 
     def leave(self, ticket: str, *indices: int) -> None:
-        """See `SharedEngine.leave`."""
+        """End requests of a call; see `SharedEngine.leave`."""
         if indices:
             self.engine.leave(ticket, indices)
 
     def _from_engine(self, updates: list[CallUpdate]) -> None:
-        """The sink of all calls, in the engine's thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        """Receive the updates of all calls, in the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed: no consumer is left
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _deliver(self, updates: list[CallUpdate]) -> None:
@@ -292,21 +293,21 @@ class AsyncEngine:
 
 
 class AsyncCall:
-    """A call under way, for one consumer."""
+    """Call under way, for one consumer."""
 
     def __init__(self, engine: AsyncEngine, ticket: str) -> None:
         self._engine, self._ticket = engine, ticket
-        self._updates: deque[CallUpdate] = deque()  # that the consumer has not taken yet
+        self._updates: deque[CallUpdate] = deque()  # not yet taken by the consumer
         self._came = asyncio.Event()
         self._last: CallUpdate | None = None
 
     def put(self, update: CallUpdate) -> None:
-        """An update comes."""
+        """Add an update."""
         self._updates.append(update)
         self._came.set()
 
     async def next(self) -> CallUpdate | None:
-        """All outputs that came since the last time, as one update, as soon as there are any; None at the end.
+        """Return all outputs since the last call as one update, as soon as there are any; None at the end.
 
         Raises:
             DeadlineError, SamplingError, ...: the call could not be served to its end.
@@ -325,19 +326,19 @@ class AsyncCall:
         return None
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """Abort the call; its remaining outputs are dropped."""
         self._engine.end(self._ticket)
 
 
 CROWD = 8
-"""Calls that hear every ``Call.interval_s``; where more are in slots, the interval grows with their number, so that
-they all together get as many messages a second.
+"""Number of calls with updates every ``Call.interval_s``. With more calls in slots the interval grows with their
+number, so that the total messages per second stay the same.
 """
 
 
 @dataclass(slots=True)
 class _Line:
-    """Of one call: what waits, and when something was last handed over."""
+    """Waiting updates of one call, and the time of its last delivery."""
 
     state: CallState
     sent_s: float = float("-inf")
@@ -345,12 +346,12 @@ class _Line:
 
 
 class Holding:
-    """Updates that wait for those of the next rounds and go with them: several rounds, one hand-over to the event loop.
-    Of one engine; used under its lock. ``clock``: seconds.
+    """Updates held back to be sent with those of the next rounds: several rounds, one delivery to the event loop. One
+    object per engine, used under its lock. ``clock``: seconds.
 
-    A message to a client passes four processes, the client's included, and costs each of them as much whatever is in
-    it; on a quick engine that is more than a round. No timer: the engine's own thread looks at the clock after every
-    step, so an update waits no longer than its interval, a call of the rounds and a chunk of a prompt.
+    A message to a client passes four processes, including the client. Each spends about the same time on it, whatever
+    its size; with a fast engine that is longer than a round. There is no timer: the engine's thread checks the clock
+    after every step, so an update waits at most its interval, a call of the rounds and a chunk of a prompt.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -359,7 +360,7 @@ class Holding:
         self._urgent: set[str] = set()
 
     def add(self, state: CallState, update: CallUpdate, *, urgent: bool) -> None:
-        """``urgent``: it goes, with all that waits of its call, with the next `due`."""
+        """Add an update. ``urgent``: the next `due` returns it with all waiting updates of its call."""
         line = self._lines.get(update.ticket)
         if line is None:
             line = self._lines[update.ticket] = _Line(state)
@@ -368,8 +369,8 @@ class Holding:
             self._urgent.add(update.ticket)
 
     def due(self) -> dict[Sink, list[CallUpdate]]:
-        """What is to be handed over now. As soon as one call has waited for its interval all others go too: their
-        reader is woken once for all of them.
+        """Return the updates to deliver now. Once one call has waited for its interval, those of all others are
+        included, so that their reader wakes once.
         """
         now = self._clock()
         crowd = max(1.0, len(self._lines) / CROWD)
@@ -388,15 +389,15 @@ class Holding:
         return told
 
     def end(self, ticket: str) -> list[CallUpdate]:
-        """The call takes part in no further round. -> what waits of it"""
+        """Remove the call; return its waiting updates."""
         line = self._lines.pop(ticket, None)
         self._urgent.discard(ticket)
         return [] if line is None else line.updates
 
 
 class Turns:
-    """Calls with waiting requests, in the order of their turns: keys take turns, and so do the calls of a key, one
-    request a turn. So a call of a thousand prompts does not keep others waiting, nor does a key with many calls.
+    """Calls with waiting requests, in the order of their turns. Keys take turns, and so do the calls of a key, one
+    request per turn. So neither a call of a thousand prompts nor a key with many calls delays the others.
     """
 
     def __init__(self) -> None:
@@ -404,7 +405,7 @@ class Turns:
         self._calls: dict[str, deque[CallState]] = {}  # of every key in `_keys`
 
     def add(self, state: CallState) -> None:
-        """A call has arrived: its turn is after those of its key, and a new key's after the other keys'."""
+        """Add a call. Its turn is after the other calls of its key, and a new key's after the other keys'."""
         key = state.call.key
         if key not in self._calls:
             self._calls[key] = deque()
@@ -412,11 +413,11 @@ class Turns:
         self._calls[key].append(state)
 
     def first(self) -> CallState | None:
-        """The call whose turn it is."""
+        """Return the call whose turn it is; None if none waits."""
         return self._calls[self._keys[0]][0] if self._keys else None
 
     def took(self) -> None:
-        """The first call took its turn, and goes behind the others if it has more requests that wait."""
+        """End the first call's turn; it moves to the end if more of its requests wait."""
         key = self._keys.popleft()
         calls = self._calls[key]
         state = calls.popleft()
@@ -428,7 +429,7 @@ class Turns:
             del self._calls[key]
 
     def remove(self, state: CallState) -> None:
-        """The call is over."""
+        """Remove a call that is over."""
         calls = self._calls.get(state.call.key)
         if calls is None or state not in calls:
             return

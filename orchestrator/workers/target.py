@@ -1,6 +1,6 @@
-"""What the process of a target runs: its model, who drafts for it, and the engine that all callers share.
+"""Target's process: its model, its drafter, and the engine that all callers share.
 
-Not here: the process and its cores (`paceline.placement`), and what it answers (`paceline.serving`).
+See also: the process and its cores (`paceline.placement`), and the responses (`paceline.serving`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paceline.workers.shared_engine import EngineLimits, SharedEngine
 
 
 class TargetHost:
-    """Generates for all callers together.
+    """Generator shared by all callers.
 
-    ``remote``: the drafter in another process, if there is one; else those of ``config.speculative`` draft here.
-    ``max_waiting``: requests that may wait for a slot; None = any number.
+    ``remote``: the drafter in another process, if any; else the drafters of ``config.speculative`` run in this process.
+    ``max_waiting``: requests that may wait for a slot; None: no limit.
     """
 
     def __init__(self, config: WorkerConfig, remote: Drafter | None, *, max_waiting: int | None = None) -> None:
@@ -32,31 +32,31 @@ class TargetHost:
 
     @property
     def limits(self) -> TargetLimits:
-        """What a request may ask."""
+        """Limits on requests."""
         return self._generator.limits
 
     @property
     def num_spec_tokens(self) -> int:
-        """Most drafted tokens of a round."""
+        """Maximum number of drafted tokens per round."""
         return self._generator.drafter.draft_shape.num_draft_tokens
 
     def progress(self) -> int:
-        """A number that grows while any request is served."""
+        """Return a number that grows while any request is served."""
         return self.engine.heartbeat
 
     def statistics(self) -> Mapping[str, object]:
-        """Since the target was last idle; complete when it is idle again."""
+        """Return the statistics since the target was last idle; they are complete when it is idle again."""
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:
-        """Make the graphs before the first request, so that none has to wait for one."""
+        """Compile the graphs before the first request, so that no request waits for one."""
         self._generator.compile()
 
 
 def make_target(
     settings: Mapping[str, object], drafter: Drafter | None, *, max_waiting: int | None = None
 ) -> TargetHost:
-    """The default maker of a target's worker. Its engine has a thread of its own, so that it is loaded in another."""
+    """Make a target's worker, by default. Its engine has its own thread, so the model is loaded in another one."""
     config = WorkerConfig.from_settings(settings)
 
     def load() -> TargetHost:

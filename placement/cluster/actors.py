@@ -1,8 +1,7 @@
-"""Processes with cores of a plan: how one takes them, and the Ray actor that runs a draft.
+"""Processes with planned cores: how a process takes them, and the Ray actor that runs a draft.
 
 A process first compares its environment with the plan, then takes its cores, and only then loads a model. Ray counts
-cores (`neuron_cores`) and restarts processes; it does not choose cores. Not here: what starts actors
-(`replica_group`).
+cores (`neuron_cores`) and restarts processes; it does not choose cores. See also: what starts actors (`replica_group`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _RETRY_S = 5.0  # between starts of a draft that cannot start
 
 
 class ActorSupervisor:
-    """Kills a drafter's process; Ray restarts it, with the same environment. ``node``: its node, if another one."""
+    """Kill a drafter's process, which Ray restarts with the same environment. ``node``: its node, if not this one."""
 
     def __init__(self, actor: str, node: str | None) -> None:
         self._actor, self._node = actor, node
@@ -43,17 +42,17 @@ class ActorSupervisor:
     def replace(self, process: Process | None) -> bool:
         if process is not None:
             return processes.kill(process) if self._node is None else nodes.kill(self._node, process)
-        with suppress(ValueError):  # there is no such actor now: Ray is restarting it
+        with suppress(ValueError):  # Ray is restarting the actor
             ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
         return True
 
     def ensure(self) -> bool:
-        """Ray restarts a process that died."""
+        """Do nothing: Ray restarts a process that died."""
         return False
 
 
 def take_cores(spec: WorkerSpec) -> CoreLocks:
-    """Make this process the worker of a specification: on its node, with its cores and its share of the CPUs.
+    """Make this process the worker of a specification: check its node, then take its cores and its share of the CPUs.
 
     Raises:
         WorkerError: the process is on another node, or another process has a core.
@@ -71,7 +70,7 @@ def take_cores(spec: WorkerSpec) -> CoreLocks:
 
 
 class DraftWorker:
-    """Serves proposals at its socket, in a thread; its methods are for whatever supervises it."""
+    """Drafter server that answers at its socket, in a thread; its methods are for its supervisor."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         try:
@@ -81,8 +80,9 @@ class DraftWorker:
                 raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
             listener, pool = _listening(spec, spec.address)
         except Exception:
-            # Ray starts an actor again whose process ends, and never one whose constructor raised. The first error is
-            # raised, for whoever starts the draft to see; after a restart nobody waits, so the process ends instead.
+            # Ray restarts an actor whose process ends, but not one whose constructor raised. The first error is raised
+            # to the process that starts the draft; after a restart no process waits for it, so this process ends
+            # instead.
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise
             log.exception("%s could not be started again; its next start is in %s seconds", spec.label, _RETRY_S)
@@ -92,11 +92,11 @@ class DraftWorker:
         threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
 
     def ready(self) -> None:
-        """Returns when the worker is made."""
+        """Return when the worker is ready."""
 
 
 def _listening(spec: WorkerSpec, address: Address) -> tuple[socket.socket, DrafterPool]:
-    """The address is taken first: a port was free when it was chosen, and a model may take minutes to load."""
+    """Bind the address, load the model, then listen. The port was chosen as free, and loading may take minutes."""
     listener = bind(address)
     try:
         pool = run_apart(lambda: cast(MakeDrafters, maker(spec.maker))(spec.settings))
@@ -108,7 +108,7 @@ def _listening(spec: WorkerSpec, address: Address) -> tuple[socket.socket, Draft
 
 
 def _serve(server: DraftServer) -> None:
-    """A server that ends by an error ends its process too, so that Ray restarts it."""
+    """Run a server; if it ends by an error, end its process too, so that Ray restarts it."""
     try:
         server.run()
     finally:

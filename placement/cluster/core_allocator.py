@@ -1,8 +1,8 @@
-"""Which worker has which cores in a cluster: one state, in one actor, so that no two plans use the same core.
+"""Core allocation in a cluster: one state, in one actor, so that no two plans use the same core.
 
 `CoreAllocator` is a named actor. If it dies, the next one rebuilds its state from its record in Ray's key-value store
-and from which named actors live: a worker that is busy or hangs need not answer. Instance types are those of nodes, so
-that a cluster may mix them. It holds no model and starts nothing.
+and from the named actors that are alive; a worker that is busy or hangs does not have to respond. Each node has its own
+instance type, so a cluster may mix them. It holds no model and starts nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NAME = "paceline-core-allocator"
 WORKERS = "paceline-worker-"
 _AT = "@"
 _RECORD, _STORE = b"core-allocator", b"paceline"  # key and namespace in Ray's key-value store
-_IDLE_S = 10.0  # between looks whether anything is taken: the processes that took it may have been killed
-_EXIT_S = 60.0  # more than it takes to be killed: what is requested meanwhile would be forgotten
+_IDLE_S = 10.0  # between checks whether any core is in use: the processes that used them may have been killed
+_EXIT_S = 60.0  # longer than killing takes: a request received until then would be lost
 
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """Cores for one worker.
+    """Request for the cores of one worker.
 
-    actor              the name under which they are requested, or the whole name of an actor that runs already
-    degree             how many
-    preferred          the range of the plan; another one is given if that is taken
-    startup_timeout_s  seconds in which the worker exists; without one the request is void then, for its caller may
+    actor              name of the request, or the full name of a running actor
+    degree             number of cores
+    preferred          range of the plan; another one is assigned if that is in use
+    startup_timeout_s  seconds in which the worker must exist; otherwise the request expires, since its caller may
                        have died
     """
 
@@ -52,23 +52,23 @@ class CoreRequest:
 
 
 class ClusterView(Protocol):
-    """What an allocator knows of the cluster."""
+    """Allocator's view of the cluster."""
 
     def nodes(self) -> Collection[str]:
-        """The nodes that live."""
+        """Return the nodes that are alive."""
 
     def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
-        """The named actors that are not dead: of workers, also the node and cores that their names hold."""
+        """Return the named actors that are not dead; for workers with the node and cores in their names."""
 
     def read(self) -> Mapping[str, Any]:
-        """The record of an earlier allocator; empty if there is none."""
+        """Return the record of an earlier allocator; empty if there is none."""
 
     def store(self, record: Mapping[str, object]) -> None:
-        """Keep a record for the next allocator. It has plain values only."""
+        """Store a record for the next allocator. It has plain values only."""
 
 
 class RayView:
-    """The cluster that this process is connected to."""
+    """Cluster that this process is connected to."""
 
     def nodes(self) -> Collection[str]:
         return nodes.living()
@@ -95,16 +95,16 @@ class RayView:
 
 
 class CoreAllocator:
-    """Gives and takes back cores; methods run one at a time. As an actor it ends by itself when no core has been taken
-    for ``idle`` seconds.
+    """Assign cores to workers and take them back; methods run one at a time. As an actor it ends after ``idle`` seconds
+    without a core in use.
     """
 
     def __init__(self, idle: float | None = None, cluster: ClusterView | None = None) -> None:
         self._cluster: ClusterView = cluster or RayView()
-        self._instances: dict[str, Instance] = {}  # node -> what it is
+        self._instances: dict[str, Instance] = {}  # node -> its instance type
         self._taken: dict[str, dict[str, CoreRange]] = {}  # node -> name -> cores
         self._running: set[str] = set()
-        self._deadlines: dict[str, float] = {}  # of requests whose workers may not exist yet
+        self._deadlines: dict[str, float] = {}  # for requests whose workers may not exist yet
         living = self._cluster.actors()
         self._restore(self._cluster.read(), living)
         for name, where in living.items():
@@ -115,17 +115,17 @@ class CoreAllocator:
             Thread(target=_end_when_unused, args=(idle,), daemon=True).start()
 
     def confirm(self, actors: Sequence[str]) -> None:
-        """These workers run now; from here on their cores are free again when they end."""
+        """Record that these workers run; their cores become free again when they end."""
         names = list(map(_name_of, actors))
         self._running.update(names)
         for name in names:
             self._deadlines.pop(name, None)
 
     def claim(self, node: str, instance: Instance, requests: Sequence[CoreRequest]) -> list[CoreRange]:
-        """Ranges on a node, which is such an ``instance``, for workers that start together; all of them or none.
+        """Assign ranges on a node of type ``instance`` to workers that start together: all of them or none.
 
         Raises:
-            PlanError: there is no room.
+            PlanError: not enough cores are free.
         """
         self._forget_dead()
         names = {request.actor for request in requests}  # a request that is repeated after a fault replaces itself
@@ -150,7 +150,7 @@ class CoreAllocator:
         return ranges
 
     def release(self, actors: Sequence[str]) -> None:
-        """These workers are gone."""
+        """Free the cores of these workers, which have ended."""
         names = [_name_of(actor) for actor in actors]
         self._running.difference_update(names)
         for name in names:
@@ -160,18 +160,18 @@ class CoreAllocator:
         self._write()
 
     def end_unused(self) -> None:
-        """End if nothing is taken. This runs between two methods, so that no request that was answered is lost."""
+        """End if no core is in use. Runs between two methods, so that no answered request is lost."""
         if not self.taken():
             ray.kill(ray.get_runtime_context().current_actor)  # which also keeps Ray from restarting it
             sleep(_EXIT_S)
 
     def taken(self) -> dict[str, dict[str, CoreRange]]:
-        """Node -> worker -> cores."""
+        """Return node -> worker -> cores."""
         self._forget_dead()
         return {node: dict(ranges) for node, ranges in self._taken.items() if ranges}
 
     def report(self) -> dict[str, Fragmentation]:
-        """What is free on each living node where something runs or ran, and in what pieces."""
+        """Return the free cores, and how fragmented they are, of each living node on which workers run or ran."""
         self._forget_dead()
         return {
             node: fragmentation(self._instances[node], list(ranges.values()))
@@ -180,7 +180,7 @@ class CoreAllocator:
         }
 
     def _forget_dead(self) -> None:
-        """Workers that ran and are gone, or never started, have no cores, released or not. Nor have dead nodes."""
+        """Free the cores of workers that have ended or never started, released or not, and of dead nodes."""
         now = monotonic()
         overdue = {name for name, deadline in self._deadlines.items() if now > deadline}
         if gone := (self._running | overdue).difference(self._cluster.actors()):
@@ -189,7 +189,7 @@ class CoreAllocator:
         self._taken = {node: ranges for node, ranges in self._taken.items() if node in living}
 
     def _write(self) -> None:
-        """Keep what the next allocator must know if this one is killed."""
+        """Store what the next allocator needs if this one is killed."""
         self._cluster.store(
             {
                 node: {
@@ -202,7 +202,7 @@ class CoreAllocator:
         )
 
     def _restore(self, record: Mapping[str, Any], living: Mapping[str, object]) -> None:
-        """What an earlier allocator gave to actors that still live."""
+        """Restore what an earlier allocator assigned to actors that are still alive."""
         for node, entry in record.items():
             fields = entry["instance"]
             self._instances[node] = Instance(**{**fields, "degrees": tuple(fields["degrees"])})
@@ -213,12 +213,12 @@ class CoreAllocator:
 
 
 def worker_name(name: str, node: str, cores: CoreRange) -> str:
-    """What Ray calls the worker that requested cores under a name and got these."""
+    """Return Ray's name for the worker that requested cores under ``name`` and got these."""
     return f"{name}{_AT}{node}:{cores}"
 
 
 def _end_when_unused(idle: float) -> None:
-    """Within the allocator's actor, and in turn with what other processes ask of it."""
+    """Poll from within the allocator's actor, in turn with requests from other processes."""
     me = ray.get_runtime_context().current_actor
     while True:
         sleep(idle)
@@ -230,7 +230,7 @@ def _name_of(actor: str) -> str:
 
 
 def allocator() -> ray.actor.ActorHandle:
-    """The cluster's allocator; it is made if there is none. It belongs to no placement group of whoever calls first."""
+    """Return the cluster's allocator; create it if there is none. It belongs to no caller's placement group."""
     actor = ray.remote(CoreAllocator).options(
         name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1,
         max_task_retries=3, scheduling_strategy="DEFAULT", runtime_env={"env_vars": environment.without_cores()},
@@ -239,11 +239,11 @@ def allocator() -> ray.actor.ActorHandle:
 
 
 def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
-    """What the allocator returns. One that has just ended is made anew and asked again.
+    """Call a method of the allocator and return its result. If the allocator has just ended, create it again and retry.
 
     Raises:
-        PlanError: it refuses.
-        WorkerError: it does not answer within ``timeout`` seconds, or is lost.
+        PlanError: it rejects the request.
+        WorkerError: it does not respond within ``timeout`` seconds, or is lost.
     """
 
     def call() -> Any:
@@ -266,12 +266,14 @@ def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
 
 
 def give_back(actors: Sequence[str], timeout: float) -> None:
-    """These workers are gone. Without an allocator nothing is to be done: a new one sees the living workers only."""
+    """Free the cores of these workers, which have ended. Without an allocator, do nothing: a new one reads the living
+    workers.
+    """
     with suppress(ValueError, ray.exceptions.RayError):
         ray.get(ray.get_actor(NAME, NAMESPACE).release.remote(actors), timeout=timeout)
 
 
 def end_unused(timeout: float) -> None:
-    """End the allocator if nothing is taken."""
+    """End the allocator if no core is in use."""
     with suppress(ValueError, ray.exceptions.RayError):  # its end is an error of the call, too
         ray.get(ray.get_actor(NAME, NAMESPACE).end_unused.options(max_task_retries=0).remote(), timeout=timeout)

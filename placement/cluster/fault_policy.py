@@ -1,7 +1,6 @@
-"""How running workers are supervised: a value that is given once to whatever starts them.
+"""Fault policy: how running workers are supervised, given once when they are started.
 
-In a models file it is the mapping ``fault_policy``, beside ``models``; keys that are absent have their defaults:
-
+In a models file it is the mapping ``fault_policy``, next to ``models``; keys that are absent have their defaults:
     fault_policy: {startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5}}
 """
 
@@ -24,12 +23,12 @@ class FaultPolicy:
     """Timeouts and restarts of workers.
 
     startup_timeout_s    seconds in which a worker must have loaded its model
-    stall_timeout_s      seconds for which an engine with requests may do nothing, after which its target is replaced
+    stall_timeout_s      seconds without progress of an engine with requests, after which its target is replaced
     placement_timeout_s  seconds to wait for a node with enough free cores
-    draft_ahead          drafts work while their targets verify
-    colocate             drafts run on the nodes of their targets; False: elsewhere where no node has room for both
-    draft_timeouts       how long a target waits for its draft, and how often it tries
-    makers               role -> "module:function" that makes what a worker runs; cannot be given in a file
+    draft_ahead          draft models draft while their targets verify
+    colocate             drafts run on the nodes of their targets; False: elsewhere if no node has capacity for both
+    draft_timeouts       how long a target waits for its draft, and how often it retries
+    makers               role -> "module:function" that makes the worker's object; cannot be given in a file
     """
 
     startup_timeout_s: Seconds = STARTUP_TIMEOUT_S
@@ -44,7 +43,7 @@ class FaultPolicy:
 
 
 def read_fault_policy(file: Path) -> FaultPolicy:
-    """The fault policy of a models file; the defaults where it has none.
+    """Read the fault policy of a models file; without one, return the defaults.
 
     Raises:
         PlanError: the file cannot be read, or a value is wrong; the message names it.

@@ -1,8 +1,8 @@
-"""Independent jobs on the cores of a cluster: each worker holds cores of its own, and does one job after the other.
+"""Independent jobs on the cores of a cluster: each worker holds its own cores, and does one job after the other.
 
-A job that raises, and a worker or node that is lost, cost that job alone: others go on, and a lost job is tried once
-more. Cores are given by the allocator that workers of models ask too, so that neither takes what the other has. Not
-here: what a job is, and where its result is kept.
+If a job raises, or its worker or node is lost, only that job is affected: others continue, and a lost job is retried
+once. Cores come from the same allocator as those of model workers, so that no core is used twice. Jobs, and where their
+results are stored, are the caller's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("paceline")
 
 _PLACE_S = 30.0  # to find a node
 _START_S = STARTUP_TIMEOUT_S  # until a worker runs
-_EXEC_S = 600.0  # of one execution on a NeuronCore
+_EXEC_S = 600.0  # for one execution on a NeuronCore
 _TRIES = 2
 _HERE = "local"
 
@@ -44,7 +44,7 @@ Job = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended. ``error``: it has no result, and why."""
+    """Outcome of a job. ``error``: why it has no result."""
 
     index: int
     result: Any
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a worker has of its node: cores, CPUs (first and last), and the variables that say so."""
+    """Worker's share of its node: cores, CPUs (first and last), and the environment variables for them."""
 
     cores: CoreRange
     cpus: tuple[int, int]
@@ -61,7 +61,7 @@ class _Share:
 
 
 class _JobWorker:
-    """One process with cores. ``make`` makes what does a job."""
+    """Process with cores. ``make`` returns the function that does a job."""
 
     def __init__(self, share: _Share, make: Callable[[], Job]) -> None:
         environment.check(share.env)
@@ -72,7 +72,7 @@ class _JobWorker:
         self._do: Job = make()
 
     def ready(self) -> tuple[str, list[int]]:
-        """The cores and CPUs it has."""
+        """Return the cores and CPUs of this process."""
         return environment.assigned_cores(), sorted(os.sched_getaffinity(0))
 
     def do(self, job: Any) -> Any:
@@ -81,7 +81,7 @@ class _JobWorker:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A worker and what it holds."""
+    """Worker and the resources that it holds."""
 
     actor: ray.actor.ActorHandle
     name: str
@@ -89,14 +89,14 @@ class _Running:
 
 
 class JobWorkers(AbstractContextManager["JobWorkers"]):
-    """Workers for jobs, at most ``count`` of them, each on ``degree`` cores; as many as the cluster has room for.
+    """Workers for jobs: up to ``count``, each on ``degree`` cores, as far as the cluster has capacity.
 
-    make      without arguments -> what is called with a job; it and jobs can be pickled
-    address   of the cluster; "auto" for that of this machine, "local" for one that is started here for the jobs
+    make      without arguments -> function that is called with a job; it and jobs can be pickled
+    address   of the cluster; "auto": that of this machine; "local": a new one for the jobs on this machine
 
     Raises:
-        PlanError: there is no such cluster, or no node has room for a worker.
-        WorkerError: the cluster does not answer, or no worker starts.
+        PlanError: there is no such cluster, or no node has capacity for a worker.
+        WorkerError: the cluster does not respond, or no worker starts.
     """
 
     def __init__(self, make: Callable[[], Job], *, address: str, degree: int, count: int) -> None:
@@ -124,9 +124,9 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
         return len(self._workers)
 
     def run(self, jobs: Sequence[Any]) -> Iterator[Outcome]:
-        """Do all jobs, in their order as workers become free. -> outcomes as they come
+        """Do all jobs, in order as workers become free, and yield outcomes as they arrive.
 
-        A job that raised has the error's text. Raises nothing itself, but what whoever takes the outcomes raises.
+        The outcome of a job that raised has the error's text. Raises only what the consumer of the outcomes raises.
         """
         waiting = deque((index, 1) for index in range(len(jobs)))
         under_way: dict[ray.ObjectRef, tuple[_Running, int, int]] = {}
@@ -149,14 +149,14 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                 self._remove(worker)
                 if attempt < _TRIES:
                     waiting.appendleft((index, attempt + 1))
-                if len(waiting) > len(self._workers) - len(under_way):  # more than those that are free now can take
+                if len(waiting) > len(self._workers) - len(under_way):  # more than the free workers can take
                     with suppress(PlanError, WorkerError):
                         self._fill(wait=0.0 if self._workers else _PLACE_S)
                 if attempt == _TRIES:
                     yield Outcome(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
 
     def _fill(self, wait: float) -> None:
-        """Start workers at the same time until there are ``count``, or no room."""
+        """Start workers concurrently until there are ``count``, or no capacity is left."""
         new: list[_Running] = []
         while len(self._workers) < self._count:
             group = placement_group([{RESOURCE: float(self._degree)}])
@@ -213,7 +213,7 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
 
 
 def _machine(node: str, degree: int) -> Instance:
-    """What a node is, for the allocator; without an accelerator a core is a CPU of it."""
+    """Return the node's instance type, for the allocator; without an accelerator each CPU counts as a core."""
     found = detect()
     if found is not None:
         return found

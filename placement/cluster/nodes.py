@@ -1,4 +1,4 @@
-"""The cluster: joining it, which of its nodes are alive, how one is reached, and how a process there is killed."""
+"""The cluster: joining it, listing its living nodes, finding a node's address, and killing a process on a node."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from paceline.placement.host.processes import Process
 from paceline.placement.remote.channel import Address
 
 NAMESPACE = "paceline"
-"""Ray's namespace of all actors of this package."""
+"""Ray namespace of all actors of this package."""
 RESOURCE = "neuron_cores"
-"""Ray's name for what it counts on a node."""
+"""Ray's name of the resource that it counts on a node."""
 RAY_ERRORS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
-"""What Ray raises where a cluster cannot be started or joined."""
-_NEW_CLUSTER = "local"  # as an address: a cluster of its own, though another one may run on this machine
+"""Errors that Ray raises if a cluster cannot be started or joined."""
+_NEW_CLUSTER = "local"  # as an address: a separate cluster, even if another one runs on this machine
 _TASK_S = 30.0  # for a small task
 
 
 def connect(address: str | None, *, cores: int, num_cpus: int | None = None) -> None:
-    """Connect this process to a Ray cluster: that at the address, or a new one here (None) with so many cores.
+    """Connect this process to a Ray cluster: that at the address, or a new one on this machine (None) with ``cores``
+    cores.
 
-    ``num_cpus``: of a new one, as Ray counts them.
+    ``num_cpus``: CPUs of a new one, as Ray counts them.
 
     Raises:
-        PlanError: there is no such cluster, or Ray does not start here.
+        PlanError: there is no such cluster, or Ray does not start on this machine.
     """
     own: dict[str, object] = {}
     if address is None:
@@ -43,14 +44,14 @@ def connect(address: str | None, *, cores: int, num_cpus: int | None = None) -> 
 
 
 def summary(error: Exception) -> str:
-    """The first line and the last: Ray puts the tracebacks of other processes between them."""
+    """Return the first and the last line; Ray puts the tracebacks of other processes between them."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def living() -> set[str]:
-    """The nodes that Ray counts as alive. A node that is gone never comes back under its id."""
+    """Return the nodes that Ray counts as alive. A lost node never returns under its id."""
     return {str(item["NodeID"]) for item in ray.nodes() if item["Alive"]}
 
 
@@ -60,20 +61,20 @@ def lives(node: str) -> bool:
 
 
 def tcp_address(node: str) -> Address:
-    """The node's address in the cluster's network, with a port that is free there now."""
+    """Return the node's address in the cluster's network, with a port that is free now."""
     host = next(str(item["NodeManagerAddress"]) for item in ray.nodes() if item["NodeID"] == node)
     return Address(host=host, port=int(ray.get(_on(node, _free_port).remote(host), timeout=_TASK_S)))
 
 
 def kill(node: str, process: Process) -> bool:
-    """End a process on a node, if it still runs; whether that is known."""
+    """End a process on a node if it still runs; return whether that is certain."""
     with suppress(ray.exceptions.RayError):
         return bool(ray.get(_on(node, processes.kill).remote(process), timeout=_TASK_S))
     return False
 
 
 def _on(node: str, function: object) -> ray.remote_function.RemoteFunction:
-    """A task that runs on that node, without the cores of a worker that submits it."""
+    """Return a task that runs on that node, without the cores of the worker that submits it."""
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     variables = {"env_vars": environment.without_cores()}
     return ray.remote(function).options(num_cpus=0, scheduling_strategy=affinity, max_retries=0, runtime_env=variables)

@@ -1,9 +1,8 @@
-"""What a replica of Ray Serve holds when the replica's own process runs the target: its cores, and drafts beside it.
+"""Resources of a Ray Serve replica whose process runs the target: its cores, and the draft processes next to it.
 
-Serve starts and replaces replicas, each in a placement group whose first bundle is the replica itself; the others are
-those of its drafts. The replica asks the core allocator which cores of its node are free, sets the variables of the
-runtime in its own process, and only then loads the target. Drafts end with the replica.
-Not here: what a replica serves.
+Serve starts and replaces replicas, each in a placement group. The first bundle is for the replica, the others are for
+its drafts. The replica requests free cores of its node from the core allocator, sets the runtime's variables in its own
+process, and only then loads the target. Drafts end with the replica.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from paceline.placement.remote.reconnect import DrafterEndpoint
 
 Loaded = TypeVar("Loaded")
 
-_POLL_S = 0.5  # between looks whether the target could be loaded
+_POLL_S = 0.5  # between checks whether the target could be loaded
 
 
 class ReplicaGroup:
-    """One target, which this process becomes, and its drafts, which are processes of their own: on the same node, or
+    """One target, which runs in this process, and its drafts, which run in separate processes: on the same node, or
     wherever the placement group has them.
 
     Raises:
-        PlanError: ``members`` hold several targets, or there is no room on this node.
-        WorkerError: the core allocator does not answer, or another process holds a core.
+        PlanError: ``members`` hold several targets, or this node lacks free cores.
+        WorkerError: the core allocator does not respond, or another process holds a core.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class ReplicaGroup:
 
     @property
     def spec(self) -> WorkerSpec:
-        """What this process runs."""
+        """Specification of this process."""
         return self._specs[self._label]
 
     def drafter(self) -> RemoteDrafter | None:
-        """The draft in its own process, as the target calls it; None if it has none."""
+        """Return the target's client of its draft process; None if it has no draft."""
         spec = self.spec
         if spec.link is None or spec.address is None:
             return None
@@ -85,11 +84,11 @@ class ReplicaGroup:
         return RemoteDrafter(spec.link.contract, endpoint, timeouts=spec.link.timeouts)
 
     def wait_ready(self, load: Callable[[], Loaded]) -> Loaded:
-        """Call ``load``, which loads the target, while the drafts load; what it returns when all are ready.
+        """Call ``load``, which loads the target, while the drafts load; return its result when all are ready.
 
         Raises:
-            WorkerError: a draft did not start. It is told at once, though the target may still load: this process is to
-                end then.
+            WorkerError: a draft did not start. Raised at once, though the target may still be loading: end this process
+                then.
         """
         pending = {label: actor.ready.remote() for label, actor in self._actors.items()}
         loaded = load_beside(load, pending, timeout_s=self._policy.startup_timeout_s)
@@ -98,7 +97,7 @@ class ReplicaGroup:
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:
-        """What the target and its drafts are."""
+        """Specifications of the target and its drafts."""
         return tuple(self._specs.values())
 
     def _start_drafts(self) -> None:
@@ -120,7 +119,7 @@ class ReplicaGroup:
             )
 
     def close(self) -> None:
-        """End the drafts and give the cores back. The process is to end after this: its runtime keeps its cores."""
+        """End the drafts and release the cores. End the process after this: its runtime keeps its cores."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors = {}
@@ -128,13 +127,13 @@ class ReplicaGroup:
 
 
 def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef], *, timeout_s: float) -> Loaded:
-    """What ``load`` returns or raises, called in a thread, while workers start. ``pending``: their answers, by name.
+    """Call ``load`` in a thread while workers start; return or raise what it does. ``pending``: their results, by name.
 
     Raises:
         WorkerError: a worker failed, or is not ready in time.
     """
     loading: Future[Loaded] = Future()
-    num_threads = torch.get_num_threads()  # each thread has a number of its own
+    num_threads = torch.get_num_threads()  # each thread has its own setting
 
     def call() -> None:
         torch.set_num_threads(num_threads)
@@ -154,7 +153,7 @@ def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef]
             except ray.exceptions.RayError as error:
                 raise WorkerError(f"{label} did not start: {error}") from error
         if loading.done():
-            loading.result()  # what it raised is told at once, too
+            loading.result()  # an error of it is raised at once, too
         if names and monotonic() > deadline:
             raise WorkerError(
                 f"{', '.join(names.values())} did not start within {timeout_s} seconds; raise "

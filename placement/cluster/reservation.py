@@ -1,6 +1,6 @@
-"""What a replica group holds in the cluster: a place on nodes, which Ray counts, and cores, which the allocator gives.
+"""Cluster resources of a replica group: capacity on nodes, which Ray counts, and cores, which the allocator assigns.
 
-Not here: the processes themselves (`replica_group`).
+See also: the processes themselves (`replica_group`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.placement.planning.plan import Placement
 
 class Reservation:
     """Nodes and cores for the placements of a group, each in its bundle of the placement ``group``. ``owner``: the
-    actor that runs already, and is to be the first of them.
+    running actor that is the first of them.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Reservation:
         self._names: set[str] = set()  # under which cores were requested
 
     def acquire(self) -> dict[str, WorkerSpec]:
-        """A specification for each label, with a node and cores.
+        """Return a specification for each label, with a node and cores.
 
         Raises:
-            PlanError: no node has room.
-            WorkerError: the allocator does not answer.
+            PlanError: no node has enough free cores.
+            WorkerError: the allocator does not respond.
         """
         stamp = secrets.token_hex(4)
         names = [self._owner, *(f"{WORKERS}{item.label}-{stamp}" for item in self._placements[1:])]
@@ -64,16 +64,16 @@ class Reservation:
         return worker_specs(self._instance, self._placements, self._policy, locations=locations)
 
     def confirm(self, specs: Collection[WorkerSpec]) -> None:
-        """These workers run now; from here on they hold their cores themselves."""
+        """Record that these workers run; they now hold their cores themselves."""
         self._call("confirm", [spec.actor for spec in specs])
 
     def bundle(self, label: str) -> PlacementGroupSchedulingStrategy:
-        """Where Ray is to start the worker of that label."""
+        """Return the scheduling strategy for the worker of that label."""
         index = next(index for index, item in enumerate(self._placements) if item.label == label)
         return PlacementGroupSchedulingStrategy(self._group, index)
 
     def release(self) -> None:
-        """Give everything back."""
+        """Release all cores."""
         if self._names:
             give_back(sorted(self._names), self._policy.placement_timeout_s)
         self._names = set()

@@ -1,4 +1,4 @@
-"""What a worker's process runs, by lazy path: workers know no decoder, and what they run knows no process.
+"""Objects that worker processes run, by lazy path: workers know no decoder, and those objects know no process.
 
 A maker is called in the new process, after its environment was checked and its cores were taken.
 """
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from paceline.placement.remote.server import DrafterPool
 
 Settings = Mapping[str, object]
-"""Plain values, as JSON has them: they cross processes as text."""
+"""Plain values, as in JSON: they are sent between processes as text."""
 
 MAKERS: dict[str, str] = {
     "target": "paceline.workers.target:make_target",
     "draft": "paceline.workers.draft:make_drafters",
 }
-"""The default for each role."""
+"""Default maker for each role."""
 
 
 MakeDrafters = Callable[[Settings], "DrafterPool"]
 
 
 def maker(path: str) -> Callable[..., object]:
-    """The function that ``module:name`` means.
+    """Return the function at the path ``module:name``.
 
     Raises:
         ConfigurationError: there is none.

@@ -1,7 +1,7 @@
-"""What each worker of a group is: its cores and variables, what it makes, where drafts listen and which target calls.
+"""Worker specifications of a group: cores, variables, makers, addresses of drafts, and the targets that call them.
 
-Values that travel to the workers, and what makes them. Nothing is started here and no core is taken
-(`deployment`, `core_allocator`).
+Values that are sent to the workers, and functions that make them. Starts no process and takes no core (`deployment`,
+`core_allocator`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.placement.planning.planner import cpus_of
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts
 
-_NAME_LETTERS = 16  # of a draft's name in that of its socket, whose whole path has room for some hundred bytes
+_NAME_LETTERS = 16  # of a draft's name in the name of its socket; the whole path may have about a hundred bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterLink:
-    """How a target calls its drafter.
+    """Target's connection to its drafter.
 
-    actor, node        of the drafter
+    actor, node        the drafter's actor and node
     startup_timeout_s  seconds the drafter may take to load and compile before it can be called
     """
 
@@ -41,12 +41,13 @@ class DrafterLink:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker is: its cores on its node, its environment, and what to make.
+    """Specification of one worker: its cores on its node, its environment, and what to make.
 
-    actor     its name among Ray's actors
-    affinity  CPUs of the instance it may use, first and last; ``vcpus`` are the instance's in all
-    address   of the drafter: where a draft listens, or which one a target calls; None for a target without one
-    link      of a target with a draft
+    actor     name of its Ray actor
+    affinity  CPUs of the instance it may use, first and last; ``vcpus`` counts all CPUs of the instance
+    address   where the drafter listens: own address of a draft, draft's address for a target; None: target without a
+    draft
+    link      for a target with a draft
     """
 
     actor: str
@@ -65,7 +66,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a worker runs: its actor's name, its node, and the cores it got there."""
+    """Location of a worker: its actor's name, its node, and its cores on that node."""
 
     actor: str
     node: str
@@ -75,7 +76,7 @@ class Location:
 def worker_specs(
     instance: Instance, placements: Sequence[Placement], fault_policy: FaultPolicy, *, locations: Mapping[str, Location]
 ) -> dict[str, WorkerSpec]:
-    """Label -> specification, for workers that start together. ``locations``: of every label."""
+    """Return label -> specification, for workers that start together. ``locations``: one for every label."""
     secret, addresses = secrets.token_bytes(32), _addresses(placements, locations)
     specs = {}
     for item in placements:
@@ -99,7 +100,7 @@ def worker_specs(
 
 
 def variables(instance: Instance, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
-    """The variables of the plan, or the same for the range that was free instead."""
+    """Return the variables of the plan, adapted if ``cores`` is not the planned range."""
     if cores == item.cores:
         return item.env
     threads = int(dict(item.env)["OMP_NUM_THREADS"])
@@ -107,12 +108,12 @@ def variables(instance: Instance, item: Placement, cores: CoreRange) -> tuple[tu
 
 
 def draft_of(item: Placement, placements: Sequence[Placement]) -> Placement | None:
-    """The draft of a target, if it has one."""
+    """Return the draft of a target; None if it has none."""
     return next((draft for draft in placements if (item.name, item.replica) in draft.drafts_for), None)
 
 
 def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, location: Location) -> DrafterLink:
-    """``location``: of the draft."""
+    """Return the link from a target to its draft. ``location``: the draft's."""
     model = target.model
     contract = DrafterContract(
         num_draft_tokens=draft.model.k,
@@ -127,7 +128,7 @@ def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, loc
 
 
 def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location]) -> dict[str, Address]:
-    """Where drafts listen: a socket file if the target is on the same node, else a port."""
+    """Return the addresses of drafts: a socket file if the target is on the same node, else a port."""
     addresses = {}
     for item in placements:
         if item.role == "draft":

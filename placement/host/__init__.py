@@ -1,1 +1,1 @@
-"""This machine: environment variables, core locks, processes, private folders."""
+"""The local machine: environment variables, core locks, processes, private folders."""

@@ -1,10 +1,10 @@
-"""One process per core, by file locks: what the Neuron runtime does itself, also on a host without it.
+"""Exclusive cores by file locks, one process per core. The Neuron runtime does the same; this also works without it.
 
-A lock ends with its process, however that ends, so a dead worker never keeps a core. The file holds the pid of its
-owner. Cores are distinguished by node: on a simulated cluster every node has a core 0.
+A lock ends with its process, so a dead worker never keeps a core. The file holds the pid of its owner. Cores are
+distinguished by node: on a simulated cluster every node has a core 0.
 
-Not `filelock`: the versions that may be installed truncate the file when another process tries to take it, which erases
-the owner's pid, and where flock is missing they use a lock that outlives its process.
+Not `filelock`: the supported versions truncate the file when another process tries to take it, which erases the owner's
+pid, and without flock they use a lock that outlives its process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class CoreLocks:
-    """Holds the cores of a range until `release` or the end of the process."""
+    """Locks on the cores of a range, held until `release` or the end of the process."""
 
     def __init__(self, cores: CoreRange, *, node: str = "local") -> None:
         self._cores, self._node = cores, re.sub(r"[^A-Za-z0-9_.-]", "_", node)
         self._held: list[int] = []
 
     def acquire(self, timeout: float = 10.0) -> None:
-        """Lock every core, waiting for a process that is just ending. If that fails, no core is locked.
+        """Lock every core; wait up to ``timeout`` seconds for a process that is ending. On failure, no core is locked.
 
         Raises:
             CoresBusyError: another process uses one.
@@ -64,13 +64,13 @@ class CoreLocks:
         os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Give the cores back."""
+        """Release the cores."""
         while self._held:
             os.close(self._held.pop())
 
 
 def held(node: str = "local") -> dict[int, int]:
-    """Core -> pid of its owner, for the cores in use on a node of this host."""
+    """Return core -> pid of its owner, for the cores in use on a node of this host."""
     owners = {}
     folder = lock_folder() / re.sub(r"[^A-Za-z0-9_.-]", "_", node)
     for path in folder.glob("core-*") if folder.is_dir() else ():

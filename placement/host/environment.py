@@ -1,4 +1,4 @@
-"""The variables of a process that runs on NeuronCores: computed, set and checked here and nowhere else.
+"""Environment variables of processes on NeuronCores: computed, set and checked in this module only.
 
 NEURON_RT_VISIBLE_CORES            the range, "0-7"
 NEURON_RT_ROOT_COMM_ID             one address for each process that uses several cores
@@ -7,21 +7,21 @@ NEURON_RT_STOCHASTIC_ROUNDING_EN   off: the same seed gives the same tokens
 NEURON_PROCESS_TAG                 so that neuron-monitor can tell models apart
 NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logical one (Trn2); both names in use
 OMP_NUM_THREADS                    this process's share of the host's threads
-OMP_WAIT_POLICY                    PASSIVE for a process that computes beside another one
+OMP_WAIT_POLICY                    PASSIVE for a process that computes alongside another one
 RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
-PACELINE_CORES                     the same range under our own name, for a host without Neuron
-RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
-RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S   written: how long Ray Serve's controller waits for a proxy that it ends
-RAY_kill_worker_timeout_milliseconds   written: how soon Ray kills a process that it asked to end
-RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
-RAY_SERVE_SLOW_STARTUP_WARNING_S   written: how long a new controller of Ray Serve waits for a replica that it found
-RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   written: whether Ray Serve gives our code an event loop beside its own
-RAY_worker_niceness                written: the priority of Ray's worker processes, on the scale of nice
+PACELINE_CORES                     the same range under Paceline's name, for a host without Neuron
+RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   set: time until Ray Serve replaces an unresponsive proxy
+RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S   set: how long Ray Serve's controller waits for a proxy that it ends
+RAY_kill_worker_timeout_milliseconds   set: time until Ray kills a process that it asked to end
+RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   set: Ray Serve ends an unresponsive replica without waiting for it
+RAY_SERVE_SLOW_STARTUP_WARNING_S   set: how long a new controller of Ray Serve waits for an existing replica
+RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   set: whether Ray Serve runs our code in a separate event loop
+RAY_worker_niceness                set: the priority of Ray's worker processes, on the scale of nice
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 
-Also private folders below the temporary folder, which all users of a machine share: another user may have put a folder
-or a link where one of ours is to be, and could then move what is written there, or make it change a file of ours
-somewhere else.
+Also private folders below the temporary folder, which all users of a machine share. Another user may have put a folder
+or a link at the path of one of ours. That user could then move what is written there, or redirect a write to another
+file of ours.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
-_TAG_LENGTH = 32  # of NEURON_PROCESS_TAG, as neuron-monitor's guide has it
+_TAG_LENGTH = 32  # maximum length of NEURON_PROCESS_TAG, from neuron-monitor's guide
 
 
 def planned(
     instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
 ) -> tuple[tuple[str, str], ...]:
-    """The variables of a process on these cores. Its port follows from them, so that no two that run have the same."""
+    """Return the variables of a process on these cores. Its port follows from them, so running processes have different
+    ones.
+    """
     variables = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), NOSET: "1"}
     if instance.sdk:
         variables |= {
@@ -77,7 +79,7 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
     """Check that this process has the variables of its plan.
 
     Raises:
-        WorkerError: it has not, and must not touch a core.
+        WorkerError: it does not, and must not use a core.
     """
     wrong = [
         f"{name} is {os.environ.get(name)!r}, not {value!r}" for name, value in env if os.environ.get(name) != value
@@ -90,10 +92,10 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
 
 
 def apply(env: tuple[tuple[str, str], ...]) -> None:
-    """Give this process the variables of its plan, before anything in it initialises the runtime.
+    """Set the variables of this process's plan, before the Neuron runtime is initialised.
 
     Raises:
-        WorkerError: it has other cores already.
+        WorkerError: it already has other cores.
     """
     for name in (CORES, "PACELINE_CORES"):
         if os.environ.get(name):
@@ -104,26 +106,27 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
 
 
 def prepare_new_cluster() -> None:
-    """Have a cluster that this process starts replace what does not answer within some 20 seconds, run models at
-    the usual priority, and pass on what is ready in one piece.
+    """Set defaults for a Ray cluster that this process starts: unresponsive processes are replaced within some 20
+    seconds, models run at normal priority, and ready outputs are passed on together.
 
-    A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
-    is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
-    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. Then the controller
-    asks it to end, and does nothing else until it has, for 5 seconds by default. Ray kills what does not end when it is
-    to in 2 seconds, by default 5; until then a stopped proxy's socket takes connections that nobody answers, beside
-    that of its successor. A controller that was started again asks each replica that it finds, and ends one that has
-    not answered in 8 seconds (30 by default; of replicas that start it only writes a warning after that time). Ray
-    starts workers at niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to
-    be there again.
+    A suspended replica cannot end itself, and by default Ray Serve would wait for it as for a graceful shutdown. A
+    proxy counts as lost after three failed checks in a row. Each check has a pause and a timeout, 10 seconds by
+    default; 3 are enough for a process that only forwards text. Then the controller asks the proxy to end and does
+    nothing else until it has, for up to 5 seconds by default.
 
-    Ray Serve runs a deployment's code in a thread and an event loop of its own, so that code that blocks does not keep
-    Serve's loop from its work, and hands every item of a stream from one loop to the other. Ours does not block: models
-    load before a replica is asked anything, the engine and tokenizers have threads of their own, and whether a replica
-    is healthy is asked in the loop of our code in any case. In one loop an item is taken when Ray is done with the one
-    before, so that several rounds of a stream come as one item where Ray is behind
-    (`paceline.workers.shared_engine`). Handles stay as they are (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): their
-    loop has no part in items, and without it a request that is given up while it is assigned may not be cancelled.
+    Ray kills a process that does not end within 2 seconds (5 by default); until then a suspended proxy's socket accepts
+    connections, next to that of its successor, and does not answer them. A restarted controller polls each existing
+    replica, and ends one that has not responded after 8 seconds (30 by default; for replicas that it starts it only
+    logs a warning then). Ray starts workers at niceness 15: next to any other computation they get a thirtieth of a
+    CPU, and take minutes to restart.
+
+    By default Ray Serve runs a deployment's code in a separate thread and event loop, so that blocking code does not
+    delay Serve's loop, and passes every item of a stream between the loops. Ours does not block: models load before a
+    replica gets requests, the engine and tokenizers have their own threads, and health checks run in our code's loop in
+    either case. In one loop an item is taken once Ray has finished the previous one, so several rounds of a stream
+    become one item if Ray is slow (`paceline.workers.shared_engine`). Handles keep their loop
+    (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): it does not carry items, and without it a request that is aborted while it
+    is assigned may not be cancelled.
     """
     os.environ.setdefault(FORCE_STOP, "1")
     os.environ.setdefault(NICENESS, "0")
@@ -139,7 +142,7 @@ def check_unassigned() -> None:
     """Check that this process, which is to start a Ray cluster, was not given cores itself.
 
     Raises:
-        PlanError: it was. Ray would take them for those of the machine, and reads no range such as 0-7.
+        PlanError: it was. Ray would take them for those of the machine, and cannot read a range such as 0-7.
     """
     if cores := os.environ.get(CORES):
         raise PlanError(
@@ -150,32 +153,36 @@ def check_unassigned() -> None:
 
 
 def assigned_cores() -> str:
-    """The cores that this process was started with; "" if none."""
+    """Return the cores that this process was started with; "" if none."""
     return os.environ.get("PACELINE_CORES", "")
 
 
 def without_cores(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables for a child of a worker, which must not inherit the worker's cores: Ray and fork hand them down."""
+    """Return variables for a child of a worker, which must not inherit the worker's cores as Ray and fork would have
+    it.
+    """
     return dict(env or {}) | {CORES: "", "PACELINE_CORES": ""}
 
 
 def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The whole environment of a process that is started directly, without Ray."""
+    """Return the full environment of a process that is started directly, without Ray."""
     return without_cores(os.environ) | dict(env)
 
 
 def for_actor(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """What an actor adds to its job's variables: cores that a job gives to all its actors are not its own."""
+    """Return the variables that an actor adds to its job's: cores that a job gives to all its actors are not this
+    actor's.
+    """
     return without_cores() | dict(env)
 
 
 def lock_folder() -> Path:
-    """Where the locks of simulated cores lie."""
+    """Return the folder of the locks of simulated cores."""
     return Path(os.environ.get("PACELINE_LOCKS") or scratch() / "cores")
 
 
 def share_cpus(first: int, last: int) -> None:
-    """Keep this process to its share of the host's CPUs, if the host has that many."""
+    """Restrict this process to its share of the host's CPUs, if the host has that many."""
     allowed = os.sched_getaffinity(0)
     share = set(range(first, last + 1))
     if share <= allowed:
@@ -183,18 +190,18 @@ def share_cpus(first: int, last: int) -> None:
 
 
 def scratch() -> Path:
-    """Where this user's locks and sockets lie."""
+    """Return the folder of this user's locks and sockets."""
     return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
 
 
 def private(folder: Path) -> None:
-    """Make sure of a folder that no other user can change; levels that are missing are made for this user alone.
+    """Ensure that a folder can be changed by this user only; create missing levels as private.
 
     Raises:
-        WorkerError: it, or a folder it is in, is another user's or can be written by others.
+        WorkerError: it, or a parent folder, belongs to another user or is writable by others.
     """
     path = folder.absolute()
-    for level in (*reversed(path.parents), path):  # no level is made in one that was not checked
+    for level in (*reversed(path.parents), path):  # no level is created in an unchecked one
         try:
             if not level.exists():
                 level.mkdir(mode=0o700, exist_ok=True)
@@ -209,7 +216,7 @@ def private(folder: Path) -> None:
 
 
 def _safe(status: os.stat_result) -> bool:
-    """Whether only we and the administrator can change what it holds; all may add to a sticky folder, such as /tmp."""
+    """Whether only this user and root can change the entries; everyone may add to a sticky folder, such as /tmp."""
     if status.st_uid not in (0, os.getuid()):
         return False
     own_group = status.st_gid == os.getgid()

@@ -1,7 +1,7 @@
-"""Processes and their threads. A process is known by more than its pid, which the system uses again, so that only that
-one is killed later.
+"""Processes and their threads. A process is identified by its pid and start time: pids are reused, and no other process
+may be killed later.
 
-Not here: which process is killed and why (`remote.reconnect`, `cluster.deployment`), and on which node (`nodes`).
+See also: which process is killed and why (`remote.reconnect`, `cluster.deployment`), and on which node (`nodes`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TypeVar
 
 _STARTED = 19  # fields after the name in /proc/PID/stat (proc_pid_stat(5): field 22)
-_BITS = 31  # of a word on the wire; at 100 ticks a second the same count comes again after 248 days
+_BITS = 31  # of a word in a message; at 100 ticks per second the count repeats after 248 days
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of some machine.
+    """Process on some machine.
 
-    pid    its number there
-    began  when it did, in clock ticks since the machine did; 0 where a system does not say (there is no /proc)
+    pid    its process id on that machine
+    began  its start, in clock ticks since boot; 0 if the system does not report it (there is no /proc)
     """
 
     pid: int
@@ -32,12 +32,14 @@ class Process:
 
 
 def running(pid: int) -> Process:
-    """The process that has this number now."""
+    """Return the process that has this pid now."""
     return Process(pid, _began(pid))
 
 
 def kill(process: Process) -> bool:
-    """Kill it if it still runs; whether it did. SIGKILL, since a stopped process handles nothing else."""
+    """Kill the process if it still runs; return whether it did. SIGKILL, since a suspended process handles nothing
+    else.
+    """
     if _began(process.pid) != process.began:
         return False
     with suppress(ProcessLookupError):
@@ -58,16 +60,16 @@ Made = TypeVar("Made")
 
 
 def run_apart(make: Callable[[], Made]) -> Made:
-    """What ``make`` returns or raises, called in a thread that has ended when this returns.
+    """Call ``make`` in a thread that has ended when this returns; return or raise what it does.
 
     For a process that loads a model in one thread and computes in another. OpenMP keeps a team of threads for every
-    thread that ever ran a parallel loop, until that one ends. With two teams GNU's library has more threads than there
-    are CPUs, and then they sleep between loops instead of waiting for the next one, with which decoding takes up to
-    twice as long (``gomp_throttled_spin_count_var``, https://github.com/gcc-mirror/gcc/blob/master/libgomp/env.c).
+    thread that ever ran a parallel loop, until that thread ends. With two teams GNU's library has more threads than
+    CPUs. Then they sleep between loops instead of spinning, and decoding takes up to twice as long
+    (``gomp_throttled_spin_count_var``, https://github.com/gcc-mirror/gcc/blob/master/libgomp/env.c).
     """
-    import torch  # not where no model is
+    import torch  # not in processes without a model
 
-    num_threads = torch.get_num_threads()  # each thread has a number of its own
+    num_threads = torch.get_num_threads()  # each thread has its own setting
 
     def call() -> Made:
         torch.set_num_threads(num_threads)

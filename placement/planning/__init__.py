@@ -1,1 +1,1 @@
-"""Which model gets which cores: instances, model files, footprints and the planner. Pure; starts nothing."""
+"""Assignment of cores to models: instances, model files, footprints and the planner. Pure; starts no process."""

@@ -1,7 +1,7 @@
 """Core ranges: contiguous, aligned, disjoint. Pure arithmetic; knows no model.
 
-The degrees of an instance divide each other and a run starts at a multiple of its length, so runs nest like the
-blocks of a buddy allocator. There, putting the largest first, each into the smallest free block that holds it, finds
+The degrees of an instance divide each other and a run starts at a multiple of its length, so runs nest like the blocks
+of a buddy allocator. For such blocks, putting the largest first, each into the smallest free block that holds it, finds
 a packing whenever one exists and leaves the most large runs free; the tests compare it with brute force.
 """
 
@@ -24,7 +24,7 @@ class CoreRange:
         return self.last - self.first + 1
 
     def __str__(self) -> str:
-        """As NEURON_RT_VISIBLE_CORES takes it."""
+        """Return the format of NEURON_RT_VISIBLE_CORES."""
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     @property
@@ -33,7 +33,7 @@ class CoreRange:
 
 
 def free_runs(instance: Instance, taken: Iterable[CoreRange], degree: int) -> list[CoreRange]:
-    """Every aligned run of that length without a taken core, ascending."""
+    """Return every aligned run of that length without a core in use, ascending."""
     used = {core for item in taken for core in item.cores}
     runs = [CoreRange(start, start + degree - 1) for start in instance.starts(degree)]
     return [run for run in runs if used.isdisjoint(run.cores)]
@@ -42,9 +42,9 @@ def free_runs(instance: Instance, taken: Iterable[CoreRange], degree: int) -> li
 def best_fit(
     instance: Instance, taken: Sequence[CoreRange], degree: int, *, near: CoreRange | None = None
 ) -> CoreRange | None:
-    """Where a run of that length breaks up least free space; None if there is no aligned room.
+    """Return the run of that length that fragments free space least; None if no aligned run is free.
 
-    That is inside the smallest larger run that is still free; among equals nearest to ``near``, then lowest.
+    It lies inside the smallest larger run that is still free; among equals nearest to ``near``, then lowest.
     """
     runs = free_runs(instance, taken, degree)
     if not runs:
@@ -52,7 +52,7 @@ def best_fit(
     larger = [(d, {run.first for run in free_runs(instance, taken, d)}) for d in instance.degrees if d > degree]
 
     def breaks(run: CoreRange) -> int:
-        """The longest free run this one would break."""
+        """Return the longest free run that this one would break."""
         return max((d for d, firsts in larger if run.first - run.first % d in firsts), default=degree)
 
     def distance(run: CoreRange) -> int:
@@ -63,7 +63,7 @@ def best_fit(
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """How much is free, and in what pieces.
+    """Free cores and their fragmentation.
 
     free    cores that are not used
     runs    for every degree, longest first: (degree, how many aligned runs of it are free)
@@ -76,13 +76,13 @@ class Fragmentation:
 
     @property
     def stranded(self) -> float:
-        """Share of the free cores outside the longest kind of run; 0 when nothing is free."""
+        """Share of the free cores outside runs of the longest degree; 0 when no core is free."""
         count = dict(self.runs).get(self.largest, 0)
         return 1 - count * self.largest / self.free if self.free else 0.0
 
 
 def fragmentation(instance: Instance, taken: Sequence[CoreRange]) -> Fragmentation:
-    """The report for an instance with these ranges in use."""
+    """Return the report for an instance with these ranges in use."""
     free = instance.cores - sum(len(item) for item in taken)
     runs = tuple((d, len(free_runs(instance, taken, d))) for d in reversed(instance.degrees))
     return Fragmentation(free, runs, next((d for d, count in runs if count), 0))

@@ -1,7 +1,7 @@
-"""How many bytes a model takes on each of its cores: weights, cache and scratch, from its configuration alone.
+"""Estimated bytes of a model on each of its cores: weights, cache and scratch, from its configuration only.
 
-An estimate to plan with, on the high side; nothing is measured. Tensor parallelism cuts the products' weights and the
-cache's heads, as `paceline.decoder.parallel.sharding` says; norms are on every core. What the fullest core has counts.
+An estimate for planning, on the high side; nothing is measured. Tensor parallelism shards the matmuls' weights and the
+cache's heads, as in `paceline.decoder.parallel.sharding`; norms are replicated on every core. The fullest core counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights.formats import SCALE_BYTES
 
 CODE_BYTES = 96 * (1 << 20)
-"""Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
-_SLACK_ROWS = 256  # a cache's rows after its last position, for a window or a padded chunk
+"""Bytes of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
+_SLACK_ROWS = 256  # of a cache after its last position, for a window or a padded chunk
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-# Bytes of a number, scales included: those of 8 bits have a scale of 4 bytes for a row, blocks of 32 have it inside.
+# Bytes of a number, scales included: 8-bit types have a 4-byte scale per row, blocks of 32 contain it.
 _EIGHT_BITS = dict.fromkeys(("int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"), 1.01)
-# Of a GGUF file ("gguf"), types other than the last two become Q8_0, which is the most that they take.
+# In a GGUF file ("gguf"), types other than the last two become Q8_0, the largest of them.
 QUANTIZED_BYTES = {**_EIGHT_BITS, "gguf": 34 / 32, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
@@ -40,7 +40,7 @@ class Footprint:
 
 
 def footprint(config: ModelConfig, options: LoadOptions, degree: int) -> Footprint:
-    """Bytes on each of ``degree`` cores."""
+    """Return the bytes on each of ``degree`` cores."""
     shards = [Shard(config, layout(config, degree, options.group_query_attention), rank) for rank in range(degree)]
     fullest = max(shards, key=lambda shard: len(shard.key_heads))
     wide = NUMBER_BYTES[options.amp]
@@ -56,12 +56,12 @@ def footprint(config: ModelConfig, options: LoadOptions, degree: int) -> Footpri
     chunk = min(options.chunks[-1], positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
     scores = fullest.heads * positions
-    logits = _share(config.vocab_size, degree) * options.slots * 16  # rows of a verifying window
+    logits = _share(config.vocab_size, degree) * options.slots * 16  # of a verifying window
     return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
 
 
 def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
-    """Bytes of one KV cache on the fullest of ``degree`` cores."""
+    """Return the bytes of one KV cache on the fullest of ``degree`` cores."""
     placed = layout(config, degree, options.group_query_attention)
     tokens = (options.longest(config.max_position_embeddings) + _SLACK_ROWS) * options.slots
     rows = max(Shard(config, placed, rank).cache_rows(tokens) for rank in range(degree))
@@ -71,7 +71,7 @@ def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
 
 
 def product_weights(shard: Shard) -> int:
-    """Numbers in one core's matrices of all layers."""
+    """Return the number of matmul weights on one core, over all layers."""
     specs = registry.family(shard.config.model_type).tensors(shard.config).values()
     return sum(shard.numbers_of(spec) for spec in specs if spec.is_product)
 

@@ -1,11 +1,10 @@
-"""Replica groups: a target with the drafts that serve it alone, planned once and placed wherever there is room.
+"""Replica groups: a target with its own draft processes, planned once and placed wherever there is capacity.
 
-A server scales a model by groups, so each target has draft processes of its own here, where a plan of a whole machine
-lets targets share one. A group has to fit one instance; how many groups there are does not matter to its plan.
+A server scales a model by groups, so each target has its own draft processes; in a plan for one machine, targets may
+share one. A group must fit on one instance; its plan does not depend on the number of groups.
 
-Also what fits beside what: which models are to leave for one that is to be loaded, and which drafts stay away. Where
-there is too little room for a model and its draft, the draft goes before anything of the model does: its context stays
-as long as it was asked for. Pure; the answer is the planner's.
+Also which models fit together: which ones to unload for a model, and which ones run without a draft. If capacity is too
+small for a model and its draft, only the draft is dropped: the context keeps its length. Pure; the planner decides.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from paceline.placement.planning.residency import Residency
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroupPlan:
-    """What one replica of a model is.
+    """Plan of one replica of a model.
 
     name      of the target
-    replicas  how many the models file asks for
-    plan      of one of them, on an instance that is otherwise empty; the cores are those it prefers
-    undrafted why it decodes without the draft that was asked for: there is no room for both; empty: it has one, if any
+    replicas  number of replicas in the models file
+    plan      of one of them, on an otherwise empty instance; the cores are the preferred ones
+    undrafted why it runs without the requested draft: capacity is too small for both; empty: it has its draft, if any
     """
 
     name: str
@@ -40,7 +39,7 @@ class ReplicaGroupPlan:
 
     @property
     def residency(self) -> Residency:
-        """When it is in memory."""
+        """Residency of the model."""
         return self.plan.placements[0].model.residency
 
     @property
@@ -50,7 +49,7 @@ class ReplicaGroupPlan:
 
     @property
     def min_replicas(self) -> int:
-        """Replicas that are loaded from the start on."""
+        """Number of replicas that are loaded from the start."""
         scaling = self.residency.autoscaling
         if scaling is not None:
             return scaling.min_replicas
@@ -63,8 +62,8 @@ class ReplicaGroupPlan:
 
 
 def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[ReplicaGroupPlan, ...]:
-    """One group for each target of a models file. Where there is no room for a target and its draft, the draft stays
-    away (``undrafted``); the context is never cut.
+    """Return one group for each target of a models file. If capacity is too small for a target and its draft, it runs
+    without the draft (``undrafted``); the context is never cut.
 
     Raises:
         PlanError: a group does not fit the instance, even without its draft.
@@ -91,23 +90,23 @@ def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[Replic
 
 
 def without_draft(group: ReplicaGroupPlan, reason: str) -> ReplicaGroupPlan:
-    """The same model, decoding plainly. ``reason``: as in `ReplicaGroupPlan.undrafted`."""
+    """Return the same model without speculation. ``reason``: as in `ReplicaGroupPlan.undrafted`."""
     target = group.plan.placements[0].model
     return _bare(replace(target, replicas=group.replicas), group.plan.instance, reason)
 
 
 def _bare(target: ModelSpec, instance: Instance, reason: str) -> ReplicaGroupPlan:
-    """A target alone. Its rounds keep their options, but for those of drafting."""
+    """Return a group of the target only. Its rounds keep their options except those for drafting."""
     plain = replace(target, replicas=1, drafts=(), speculative=SpeculativeConfig(exact=target.speculative.exact))
     return ReplicaGroupPlan(target.name, target.replicas, plan([plain], instance), reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model that is loaded.
+    """Loaded model.
 
-    cores    node -> what it has there
-    movable  whether it may be unloaded: it is not pinned, and serves nobody now
+    cores    node -> its cores on that node
+    movable  whether it may be unloaded: it is not pinned, and serves no request now
     """
 
     name: str
@@ -116,20 +115,20 @@ class Resident:
 
 
 def to_unload(group: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Mapping[str, Instance]) -> tuple[str, ...]:
-    """Names of the residents that have to leave for ``group``, as few as it takes, of the first ones.
+    """Return the residents to unload for ``group``: the first ones of the list, and as few as possible.
 
-    residents  in the order in which they may leave, such as by when they were last used
-    nodes      those that live, and what they are
+    residents  in the order in which they may be unloaded, such as by last use
+    nodes      living nodes and their instance types
 
     Raises:
-        RoomError: it does not fit, even if all leave that may; the message names those that stay.
+        RoomError: it does not fit, even if all movable ones are unloaded; the message names those that stay.
     """
     movable = [resident.name for resident in residents if resident.movable]
     for count in range(len(movable) + 1):
         leaving = movable[:count]
         if not _fits(group, _without(residents, leaving), nodes):
             continue
-        for name in reversed(movable[:count]):  # one that left for nothing stays, the last used first
+        for name in reversed(movable[:count]):  # one that does not have to be unloaded stays, the last used first
             spared = [other for other in leaving if other != name]
             if _fits(group, _without(residents, spared), nodes):
                 leaving = spared
@@ -142,8 +141,8 @@ def to_unload(group: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Map
 
 
 def fit_together(groups: Sequence[ReplicaGroupPlan], instance: Instance) -> tuple[ReplicaGroupPlan, ...]:
-    """The groups that are loaded from the start, on one instance: where they do not fit together, the drafts of the
-    last ones stay away.
+    """Return the groups loaded from the start, on one instance. If they do not fit together, the last ones run without
+    drafts.
 
     Raises:
         RoomError: they do not fit without drafts either.
@@ -180,7 +179,7 @@ def _fits(group: ReplicaGroupPlan, staying: Sequence[Resident], nodes: Mapping[s
 def _place(
     group: ReplicaGroupPlan, taken: dict[str, list[CoreRange]], nodes: Mapping[str, Instance], *, copies: int
 ) -> bool:
-    """Whether so many replicas find a place on the nodes; ``taken`` gains what they take."""
+    """Whether ``copies`` replicas fit on the nodes; their cores are added to ``taken``."""
     for _ in range(copies):
         for node, instance in nodes.items():
             planned = _placed(group, instance, taken[node])

@@ -1,9 +1,9 @@
 """Instance types: devices, logical cores, memory, and the tensor-parallel degrees the runtime accepts.
 
-Figures of a core are its chip's (`paceline.neuron.chips`). What the machine at hand has is asked of `neuron-ls`,
-or of the system where there is none (`detect`). Not here: which models go where (`planner`).
+The values of a core are its chip's (`paceline.neuron.chips`). Those of this machine come from `neuron-ls`, or without
+it from the system (`detect`). See also: placement of models (`planner`).
 
-A *core* is what the runtime numbers: a logical NeuronCore (on Trn2 two physical ones, "LNC 2").
+A *core* is a core in the runtime's numbering: a logical NeuronCore (on Trn2 two physical ones, "LNC 2").
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One machine.
+    """Instance type of a machine.
 
     cores_per_device  logical cores of a device (chip)
-    memory            bytes of device memory a core can plan with
-    bandwidth         bytes per second a core reads from that memory
-    vcpus             of the host; host_memory in bytes
+    memory            bytes of device memory per core for planning
+    bandwidth         bytes per second that a core reads from that memory
+    vcpus             number of the host's vCPUs; host_memory in bytes
     degrees           tensor-parallel degrees, ascending; each divides the next, so that aligned runs nest
     links             how the devices are connected: "ring", "torus" or "none"
-    sdk               last line of the Neuron SDK whose ModelBuilder drives this family; "" = no Neuron hardware
-    logical           physical cores in a logical one (NEURON_LOGICAL_NC_CONFIG); 0 = the family does not know it
+    sdk               last version of the Neuron SDK whose ModelBuilder supports this family; "": no Neuron hardware
+    logical           physical cores in a logical one (NEURON_LOGICAL_NC_CONFIG); 0: the family has no such setting
     """
 
     name: str
@@ -51,20 +51,20 @@ class Instance:
 
     @property
     def cores(self) -> int:
-        """Logical cores in all."""
+        """Total number of logical cores."""
         return self.devices * self.cores_per_device
 
     def starts(self, degree: int) -> range:
-        """First cores a run of ``degree`` may begin at: multiples of itself.
+        """Return the first cores at which a run of ``degree`` may begin: multiples of itself.
 
-        Trn2 requires this (a misaligned slice loads and then fails in its first collective); on Inf2 and Trn1, where
-        no document says so, it is a rule of caution that also keeps a run on connected devices.
+        Trn2 requires this (a misaligned slice loads and then fails in its first collective). For Inf2 and Trn1 no
+        document says so; the rule is a precaution that also keeps a run on connected devices.
         """
         return range(0, self.cores - degree + 1, degree)
 
 
 def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees: tuple[int, ...] = ()) -> Instance:
-    """A type with so many chips; ``degrees``: where not all that the chip takes and that there are cores for."""
+    """Return a type with ``devices`` chips. ``degrees``: if not all that chip and cores allow."""
     able = CAPABILITIES[chip]
     return Instance(
         name=f"{chip.value}{size}",
@@ -89,11 +89,11 @@ _ALL = (
     _with(Chip.TRN1, ".2xlarge", 1, vcpus=8, host=32),
     _with(Chip.TRN1, ".32xlarge", 16, vcpus=128, host=512),
     _with(Chip.TRN1, "n.32xlarge", 16, vcpus=128, host=512),
-    # Degree 2 is said to fail on the small one, and its vCPUs and host memory are not in the SDK's pages.
+    # Degree 2 is reported to fail on the small one, whose vCPUs and host memory are not in the SDK's pages.
     _with(Chip.TRN2, ".3xlarge", 1, vcpus=12, host=128, degrees=(1, 4)),
     _with(Chip.TRN2, ".48xlarge", 16, vcpus=192, host=2048),
     _with(Chip.TRN2, "u.48xlarge", 16, vcpus=192, host=2048),
-    # No accelerator: eight "cores" that are processes on the host, to plan and to simulate with.
+    # No accelerator: eight "cores" that are processes on the host, for planning and simulation.
     Instance("cpu", 8, 1, 2 * GIB, 10 * GIB, 8, 16 * GIB, (1,), "none", ""),
 )
 
@@ -101,7 +101,7 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType({item.name: item for item i
 
 
 def instance(name: str) -> Instance:
-    """The instance type of that name.
+    """Return the instance type of that name.
 
     Raises:
         PlanError: there is no such type.
@@ -111,13 +111,13 @@ def instance(name: str) -> Instance:
     return INSTANCES[name]
 
 
-USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # where the tools package puts it, often not on PATH
+USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # path in the tools package, often not on PATH
 _TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What `neuron-ls -j` says: devices, logical cores of each, bytes of memory of each."""
+    """Output of `neuron-ls -j`: devices, logical cores of each, bytes of memory of each."""
 
     count: int
     cores_each: int
@@ -126,7 +126,7 @@ class Devices:
 
 
 def tool() -> Path | None:
-    """Where `neuron-ls` is, if anywhere."""
+    """Return the path of `neuron-ls`; None if it is not found."""
     command = shutil.which("neuron-ls")
     if command:
         return Path(command)
@@ -137,7 +137,7 @@ def parse(text: str) -> Devices:
     """Read the JSON array that `neuron-ls -j` prints, one object for each device.
 
     Raises:
-        PlanError: it is not what the tool documents, or the devices differ.
+        PlanError: it is not the documented format, or the devices differ.
     """
     try:
         rows = [
@@ -157,13 +157,13 @@ def parse(text: str) -> Devices:
 
 
 def matching(devices: Devices) -> Instance:
-    """The instance type with these devices, with the memory that they really have.
+    """Return the instance type with these devices, with their actual memory.
 
     Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are distinguished by --instance;
-    here the smallest host is assumed.
+    this function assumes the smallest host.
 
     Raises:
-        PlanError: no type has so many devices and cores.
+        PlanError: no type has this number of devices and cores.
     """
     fits = [
         item
@@ -181,7 +181,7 @@ def matching(devices: Devices) -> Instance:
 
 
 def detect() -> Instance | None:
-    """This machine's instance; None where there is no `neuron-ls`.
+    """Return this machine's instance; None without `neuron-ls`.
 
     Raises:
         PlanError: the tool failed, or its output was not understood.
@@ -199,7 +199,9 @@ def detect() -> Instance | None:
 
 
 def host_cpus() -> Instance:
-    """This machine without an accelerator: a core for each CPU that this process may use, which share its memory."""
+    """Return this machine without an accelerator: one core for each CPU that this process may use; they share its
+    memory.
+    """
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return replace(
@@ -208,7 +210,7 @@ def host_cpus() -> Instance:
 
 
 def _this_machine() -> Instance:
-    """What `neuron-ls` finds; else the CPUs of this machine.
+    """Return the instance that `neuron-ls` finds; else the CPUs of this machine.
 
     Raises:
         PlanError: `neuron-ls` failed, or its output was not understood.
@@ -217,7 +219,7 @@ def _this_machine() -> Instance:
 
 
 def instance_named(name: str | None) -> Instance:
-    """The instance type of that name; ``cpu`` and None are this machine.
+    """Return the instance type of that name; ``cpu`` and None are this machine.
 
     Raises:
         PlanError: there is no such type.

@@ -1,4 +1,4 @@
-"""The models file: which models to run, in YAML.
+"""The models file: models to run, in YAML.
 
     models:
       - {name: chat, path: models/chat, tp_degree: 8, n_positions: 2048, batch_size: 1, amp: bf16}
@@ -9,26 +9,26 @@ Keys of a model:
     name          letters, digits, "-", "_" and "."
     path          checkpoint folder, GGUF file, or name of a fetched model; or ``config``: a config.json (or its folder)
                   to plan without weights
-    tp_degree     a number, or "auto" (default): the smallest legal degree whose share fits on a core; above 1 it runs
+    tp_degree     a number, or "auto" (default): the smallest legal degree whose shard fits on a core; above 1 it runs
                   with eager and neuron
-    batch_size, n_positions, amp, backend, quantization, ...   how it is loaded: all of
+    batch_size, n_positions, amp, backend, quantization, ...   loading options: all of
                   `paceline.decoder.options.LoadOptions` (more positions than it was trained on can be planned, but not
                   loaded)
-    draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
+    draft         drafter in the target's own process, fused with it where possible: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
-    k, acceptor, exact, fused, prefix_caching, ...   how it decodes: all of
-                  `paceline.config.SpeculativeConfig`; but k is "auto" where nothing says it, and nobody drafts by heads
-    draft_of      the target's name, or a list: a draft model on cores of its own, a process for each replica of each of
-                  them; of the keys above it has ``k`` alone
+    k, acceptor, exact, fused, prefix_caching, ...   decoding options: all of
+                  `paceline.config.SpeculativeConfig`; but the default of k is "auto", except with heads
+    draft_of      the target's name, or a list: a draft model on separate cores, one process for each replica of each of
+                  them; of the keys above it has ``k`` only
     replicas      default 1; a draft has one for each replica of its targets
-    max_waiting   requests of a replica that may wait for a slot of a served model; more are refused. Default 1024
+    max_waiting   requests of a replica that may wait for a slot of a served model; more are rejected. Default 1024
     load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
 
-A mapping ``fault_policy`` may stand beside ``models``; `paceline.placement.cluster.fault_policy` reads it.
+A mapping ``fault_policy`` may be given next to ``models``; `paceline.placement.cluster.fault_policy` reads it.
 
-Relative paths are relative to the file or, where nothing is there, to the current folder. Only configurations are
-loaded here, no weights.
+Relative paths are relative to the file or, if nothing exists at that path, to the current folder. Only configurations
+are loaded, no weights.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, cache
 from paceline.placement.planning.residency import Residency
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
-_STORED_BYTES = 2  # of a number in a file of heads, which says nothing of the format it is loaded in
+_STORED_BYTES = 2  # of a number in a file of heads, whatever format it is loaded in
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 @dataclass(frozen=True, slots=True)
 class _InProcessDraft:
-    """A draft model or heads that a target loads beside itself.
+    """Draft model or heads that a target loads alongside its own model.
 
-    name        as it was asked for
-    config      of a draft model; None for heads
+    name        as given in the models file
+    config      configuration of a draft model; None for heads
     file_bytes  size of the weight files, from which heads are estimated
-    degree      tensor-parallel degree; None = the target's
+    degree      tensor-parallel degree; None: the target's
     """
 
     name: str
@@ -71,10 +71,11 @@ class _InProcessDraft:
     degree: int | None = None
 
     def footprint(self, target: ModelConfig, options: LoadOptions, target_degree: int) -> Footprint:
-        """Bytes on each of the target's cores, besides the target's own.
+        """Return the bytes on each of the target's cores, in addition to the target's own.
 
-        Heads count as one more layer of the target with a cache of its own, and as whole on every core, which Medusa's
-        and small EAGLE heads are: a large EAGLE head is divided and takes less. Scratch and programs are the target's.
+        Heads count as one more layer of the target with its own cache. They count as replicated on every core, as
+        Medusa's and small EAGLE heads are: a large EAGLE head is sharded and takes less. Scratch and programs are the
+        target's.
         """
         if self.config is None:
             weights = self.file_bytes * NUMBER_BYTES[options.amp] // _STORED_BYTES
@@ -88,11 +89,11 @@ class _InProcessDraft:
 
 
 def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[str], Path]) -> SpeculativeConfig:
-    """The keys of a target that say who drafts in its process. ``resolve``: from a path as written to a
-    folder or a GGUF file.
+    """Read the keys of a target for the drafter in its process. ``resolve``: from a path as written to a folder or a
+    GGUF file.
 
     Raises:
-        PlanError: a value is wrong, or names a folder that is not there.
+        PlanError: a value is wrong, or names a folder that does not exist.
     """
     try:
         config = SpeculativeConfig(**keys)
@@ -113,9 +114,9 @@ def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[
 
 
 def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> SpeculativeConfig:
-    """With ``k="auto"`` where nothing says a length: under load, the longest that pays is a short one, or none.
+    """Set ``k="auto"`` if no length is given: under load, the best draft length is short, or zero.
 
-    Heads keep the length of their tree, or the usual one. ``drafts``: those of the configuration that have weights.
+    Heads keep the length of their tree, or the usual one. ``drafts``: drafters of the configuration that have weights.
     """
     leaves = config.leaves()
     lengths = [spec.k for spec in (*config.draft, *leaves) if spec.k is not None]
@@ -126,7 +127,7 @@ def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> Sp
 
 
 def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProcessDraft, ...]:
-    """The drafters of a target that have weights, with what is known of them without loading any.
+    """Return the drafters of a target that have weights, with what is known of them without loading any.
 
     Raises:
         PlanError: a folder holds neither a model nor heads.
@@ -148,19 +149,19 @@ def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProces
 
 
 MAX_WAITING = 1024
-"""Requests of a replica that wait for a slot."""
+"""Default number of requests of a replica that may wait for a slot."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model to place.
+    """Model to place.
 
-    folder       its checkpoint; None when only a configuration was given
-    options      how it is loaded, but for its degree
-    degree       tensor-parallel degree; None = the smallest that fits
-    speculative  of a target: who drafts in its process, and how it decodes; of a draft: its k
-    drafts       the drafters in its process that have weights
+    folder       its checkpoint; None if only a configuration was given
+    options      loading options, except its degree
+    degree       tensor-parallel degree; None: the smallest that fits
+    speculative  for a target: the drafter in its process, and how it decodes; for a draft: its k
+    drafts       drafters in its process that have weights
     """
 
     name: str
@@ -177,12 +178,12 @@ class ModelSpec:
 
     @property
     def k(self) -> int:
-        """Most drafted tokens a round."""
+        """Maximum number of drafted tokens per round."""
         return self.speculative.max_k
 
     @property
     def n_positions(self) -> int:
-        """The longest text."""
+        """Maximum sequence length."""
         return self.options.longest(self.config.max_position_embeddings)
 
 
@@ -193,7 +194,7 @@ def _valid_name(name: str) -> str:
 
 
 class ModelEntry(Residency):
-    """One entry of ``models``, as it is written."""
+    """One entry of ``models``, as written."""
 
     name: Annotated[str, pydantic.AfterValidator(_valid_name)]
     path: Annotated[str, pydantic.Field(min_length=1)] | None = None
@@ -204,8 +205,8 @@ class ModelEntry(Residency):
     replicas: pydantic.PositiveInt | None = None
 
     def spec(self, keys: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
-        """The model with its configuration loaded; relative paths start at ``folder``. ``keys``: of `LoadOptions` and
-        `SpeculativeConfig`.
+        """Return the model with its configuration loaded; relative paths start at ``folder``. ``keys``: of
+        `LoadOptions` and `SpeculativeConfig`.
         """
         config, home = _configuration(self, folder, where)
         try:
@@ -233,7 +234,7 @@ class ModelEntry(Residency):
         )
 
     def _speculative(self, keys: Mapping[str, object], folder: Path, where: str) -> SpeculativeConfig:
-        """Who drafts in a target's process, and how it decodes; of a draft, its k alone."""
+        """Read the decoding options of a target; of a draft, only its k."""
         keys = {key: keys[key] for key in SpeculativeConfig.model_fields if key in keys}
         k = keys.get("k")
         if self.draft_of:
@@ -248,7 +249,7 @@ class ModelEntry(Residency):
 
 
 class _ModelsFile(pydantic.BaseModel):
-    """The whole file. Entries and the fault policy are validated one by one, so that errors name them."""
+    """Content of the file. Entries and the fault policy are validated one by one, so that errors name them."""
 
     model_config = STRICT
 
@@ -257,7 +258,7 @@ class _ModelsFile(pydantic.BaseModel):
 
 
 def read_models(file: Path) -> tuple[ModelSpec, ...]:
-    """The models of a YAML file.
+    """Read the models of a YAML file.
 
     Raises:
         PlanError: the file cannot be read, or an entry is wrong; the message names it.
@@ -267,7 +268,7 @@ def read_models(file: Path) -> tuple[ModelSpec, ...]:
 
 
 def read_fault_policy_entry(file: Path) -> object:
-    """The key ``fault_policy`` of a YAML file as it is written; an empty mapping where there is none.
+    """Return the key ``fault_policy`` of a YAML file as written; an empty mapping if it is absent.
 
     Raises:
         PlanError: the file cannot be read.
@@ -288,7 +289,7 @@ def _read(file: Path) -> _ModelsFile:
 
 
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[ModelSpec, ...]:
-    """The models of a list of entries, checked one by one and against each other.
+    """Read the models of a list of entries, checked one by one and against each other.
 
     Raises:
         PlanError: an entry is wrong; the message names it.
@@ -324,7 +325,7 @@ def _configuration(entry: ModelEntry, folder: Path, where: str) -> tuple[ModelCo
 
 
 def _resolve(folder: Path, path: str, where: str) -> Path:
-    """Beside the models file, else in the current folder, else a model that was fetched or one of the hub.
+    """Resolve a path in the folder of the models file, else in the current folder, else as a fetched or hub model.
 
     Absolute, since workers run in other folders.
     """
@@ -340,7 +341,7 @@ def _resolve(folder: Path, path: str, where: str) -> Path:
 
 
 def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
-    """The model of an entry with its replicas settled, once its targets are known."""
+    """Return the model of an entry with its number of replicas, from its targets."""
     spec = specs[entry.name]
     if not spec.draft_of:
         return spec

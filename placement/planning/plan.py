@@ -1,4 +1,4 @@
-"""A plan: which process runs which model on which cores, and with what environment. Values, and the plan as text."""
+"""Plans: the model, cores and environment of each process. Values, and the plan as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Role = Literal["target", "draft"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One process.
+    """Placement of one process.
 
-    drafts_for  (name, replica) of the target it serves; empty for a target
+    drafts_for  (name, replica) of the target that it serves; empty for a target
     env         variables that must be set before the process starts
     affinity    CPUs of the host it may use: first and last
     timeout     seconds after which one execution counts as hung
@@ -42,11 +42,11 @@ class Placement:
 
     @property
     def label(self) -> str:
-        """Unique in a plan: the name, and the replica where it is not the first."""
+        """Unique name in a plan: the model's, plus the replica's number unless it is the first."""
         return self.name if not self.replica else f"{self.name}.{self.replica}"
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "name": self.name,
             "replica": self.replica,
@@ -73,11 +73,11 @@ class Plan:
 
     @property
     def fragmentation(self) -> Fragmentation:
-        """What is left, and in what pieces."""
+        """Free cores and their fragmentation."""
         return fragmentation(self.instance, [item.cores for item in self.placements])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         left = self.fragmentation
         return {
             "instance": self.instance.name,
@@ -93,12 +93,12 @@ _DEVICES_A_LINE = 4
 
 
 def marks(plan: Plan) -> dict[str, str]:
-    """One letter for each placement's label; letters start again after 52."""
+    """Return one letter for each placement's label; letters repeat after 52."""
     return {item.label: _MARKS[index % len(_MARKS)] for index, item in enumerate(plan.placements)}
 
 
 def render_plan(plan: Plan) -> str:
-    """Devices as boxes of cores, four in a line, then what each letter stands for."""
+    """Draw devices as boxes of cores, four in a line, then the label of each letter."""
     instance, letters = plan.instance, marks(plan)
     owner = [_FREE] * instance.cores
     for item in plan.placements:

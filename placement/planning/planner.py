@@ -1,9 +1,15 @@
-"""From models and an instance to a plan. Pure: nothing is started, read or reserved.
+"""Planner: from models and an instance to a plan. Pure: nothing is started, read or reserved.
 
-Rules, each with its own error: a degree the runtime accepts; K/V heads that can be laid out as asked; a share, filled
-up as `paceline.decoder.parallel.sharding` does, that fits on a core; a contiguous run that starts at a multiple of its
-length; every core in one process only. `check` says whether a backend here can run the plan, which may be made from
-configurations alone. Not here: whether cores are free now (`cluster.core_allocator`).
+Rules, each with its own error:
+
+- a degree that the runtime accepts;
+- K/V heads that can be laid out as asked;
+- a shard, padded as in `paceline.decoder.parallel.sharding`, that fits on a core;
+- a contiguous run that starts at a multiple of its length;
+- every core in one process only.
+
+`check` reports whether an installed backend can run the plan, which may be made from configurations only. See also:
+whether cores are free now (`cluster.core_allocator`).
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One process that wants cores."""
+    """Process that needs cores."""
 
     model: ModelSpec
     replica: int
@@ -37,16 +43,16 @@ class Need:
 
     @property
     def order(self) -> tuple[int, bool, str, int]:
-        """Larger first, targets before drafts; then by name, so that a plan is the same every time."""
+        """Key for sorting: larger first, targets before drafts; then by name, for a reproducible plan."""
         return -self.degree, bool(self.model.draft_of), self.model.name, self.replica
 
 
 def degree_of(model: ModelSpec, instance: Instance) -> int:
-    """The tensor-parallel degree of a model: as asked, or the smallest that fits.
+    """Return the tensor-parallel degree of a model: as given, or the smallest that fits.
 
     Raises:
         PlanError: the degree is illegal, or K/V heads do not allow it.
-        RoomError: the share does not fit on a core.
+        RoomError: the shard does not fit on a core.
     """
     name = model.name
     legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
@@ -79,10 +85,10 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
 
 
 def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
-    """Put all models on an instance where the ranges ``taken`` are in use already.
+    """Place all models on an instance where the ranges ``taken`` are already in use.
 
     Raises:
-        PlanError: it cannot be done; the message names the rule. RoomError where only room is missing.
+        PlanError: it cannot be done; the message names the rule. RoomError if only capacity is missing.
     """
     needs = []
     for model in models:
@@ -108,7 +114,7 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
 
 
 def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange]) -> list[tuple[Need, CoreRange]]:
-    """A range for every need, which come larger first."""
+    """Assign a range to every need; larger ones come first."""
     assigned: list[tuple[Need, CoreRange]] = []
     for need in needs:
         used = [*taken, *(cores for _, cores in assigned)]
@@ -124,7 +130,7 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
 
 
 def _why_not(model: ModelSpec, degree: int) -> str:
-    """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
+    """Return why a model cannot be sharded over ``degree`` cores, with its K/V heads as configured; "" if it can."""
     try:
         layout(model.config, degree, model.options.group_query_attention)
     except ConfigurationError as error:
@@ -133,7 +139,7 @@ def _why_not(model: ModelSpec, degree: int) -> str:
 
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
-    """Bytes on each core, with the drafters in the model's own process."""
+    """Return the bytes on each core, with the drafters in the model's own process."""
     own = footprint(model.config, model.options, degree)
     drafts = [draft.footprint(model.config, model.options, degree) for draft in model.drafts]
     weights, cache = sum(size.weights for size in drafts), sum(size.cache for size in drafts)
@@ -141,7 +147,7 @@ def _size(model: ModelSpec, degree: int) -> Footprint:
 
 
 def _target_of(draft: Need, needs: Sequence[Need]) -> tuple[tuple[str, int], ...]:
-    """The target of one replica of a draft; () of what is no draft."""
+    """Return the target of one replica of a draft; () for other models."""
     names = draft.model.draft_of
     targets = sorted((need.model.name, need.replica) for need in needs if need.model.name in names)
     return tuple(targets[draft.replica : draft.replica + 1])
@@ -163,8 +169,8 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
 
 
 def cpus_of(instance: Instance, cores: CoreRange) -> tuple[int, int]:
-    """First and last CPU of the host for a process on these cores: a share that no other process on other cores has,
-    whichever plan it is in. Without an accelerator cores are a way of counting, and a process may use every CPU.
+    """Return the first and last CPU of the host for a process on these cores: an exclusive share, whatever the plan of
+    other processes. Without an accelerator cores are only counted, and a process may use every CPU.
     """
     if not instance.sdk:
         return 0, instance.vcpus - 1
@@ -173,7 +179,7 @@ def cpus_of(instance: Instance, cores: CoreRange) -> tuple[int, int]:
 
 
 def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: int) -> Placement:
-    """``share``: threads of a process where CPUs are not divided by cores."""
+    """Return the placement of a need. ``share``: threads of a process if CPUs are not divided by cores."""
     need, cores = assigned
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
     first, last = cpus_of(instance, cores)

@@ -1,11 +1,10 @@
-"""When a model is in memory: the keys of a models file that say it.
+"""Residency: when a model is in memory, by the keys of a models file.
 
-    - {name: chat, path: models/chat, pinned: true}
-    - {name: code, path: models/code, load: on_demand, idle_ttl_s: 600}
-    - {name: many, path: models/many, autoscaling: {min_replicas: 1, max_replicas: 4, target_ongoing_requests: 16}}
+  - {name: chat, path: models/chat, pinned: true}
+  - {name: code, path: models/code, load: on_demand, idle_ttl_s: 600}
+  - {name: many, path: models/many, autoscaling: {min_replicas: 1, max_replicas: 4, target_ongoing_requests: 16}}
 
-Values only. What has to leave the cores for another model is in `groups`; who loads and unloads is
-`paceline.serving.lifecycle`.
+Values only. `groups` decides what to unload for another model; `paceline.serving.lifecycle` loads and unloads.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from paceline.placement.planning.yaml_file import STRICT, Seconds
 
 Load = Literal["eager", "on_demand"]
 
-UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0  # Ray Serve's own
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0  # Ray Serve's defaults
 
 
 class Autoscaling(pydantic.BaseModel):
-    """How many replicas of a model Ray Serve keeps; the names are those of its ``autoscaling_config``.
+    """Number of replicas of a model that Ray Serve keeps; the names are those of its ``autoscaling_config``.
 
-    target_ongoing_requests  requests of one replica at which the number stays as it is; None: as many as it has slots
+    target_ongoing_requests  requests of one replica at which the number stays as it is; None: its number of slots
     upscale_delay_s          seconds for which there are more before a replica is added
-    downscale_delay_s        seconds for which there are fewer before one goes
+    downscale_delay_s        seconds for which there are fewer before one is removed
     """
 
     model_config = STRICT
@@ -40,10 +39,10 @@ class Autoscaling(pydantic.BaseModel):
 
 
 class Residency(pydantic.BaseModel):
-    """When a model is in memory; keys of an entry of ``models``.
+    """Times when a model is in memory; keys of an entry of ``models``.
 
-    load         eager: from the start on. on_demand: from its first request on
-    pinned       it is never unloaded to make room, nor by the operator before it is unpinned
+    load         eager: from the start. on_demand: from its first request
+    pinned       it is never unloaded for another model, nor by the operator before it is unpinned
     idle_ttl_s   seconds without a request after which it is unloaded; its next request loads it again. None: never
     autoscaling  Ray Serve chooses the number of replicas; None: it is fixed
     """
@@ -56,7 +55,7 @@ class Residency(pydantic.BaseModel):
     autoscaling: Autoscaling | None = None
 
     def residency(self, where: str, *, batch_size: int, is_draft: bool, replicas: int | None) -> Residency:
-        """These keys alone, checked and completed.
+        """Return these keys, checked and completed.
 
         Raises:
             PlanError: two keys contradict each other, or the model is a draft, which is loaded with its target.

@@ -1,4 +1,4 @@
-"""Reads YAML files and checks their content against a declared type; every mistake becomes a PlanError."""
+"""YAML files: read, and checked against a declared type; every mistake becomes a PlanError."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STRICT = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-"""How the models of a file are checked: unknown keys are errors, and no value is converted silently."""
+"""Validation settings for the models of a file: unknown keys are errors, and no value is converted silently."""
 FORBID_EXTRA = pydantic.ConfigDict(extra="forbid")
-"""The same for dataclasses, whose fields are strict one by one."""
+"""Validation settings for dataclasses, whose fields are strict one by one."""
 
 _WEEK = 7 * 24 * 3600  # the clocks of sockets end at 24 days
 Seconds = Annotated[float, pydantic.Field(strict=True, gt=0, le=_WEEK)]
@@ -36,7 +36,7 @@ _REASONS = {
 
 
 def read_yaml(file: Path) -> object:
-    """The content of a file as plain values.
+    """Return the content of a file as plain values.
 
     Raises:
         OSError, UnicodeDecodeError: the file cannot be read.
@@ -50,8 +50,8 @@ def read_yaml(file: Path) -> object:
 
 
 def validate(kind: type[T], content: object, where: str, *others: type) -> T:
-    """``content`` as a value of a pydantic model or a dataclass. ``where`` names its place in error messages.
-    ``others``: types whose keys stand beside, and are left to them.
+    """Validate ``content`` as a pydantic model or a dataclass. ``where`` is its location in error messages.
+    ``others``: types whose keys may also be present, and are ignored.
 
     Raises:
         PlanError: a key is unknown, or a value has the wrong type or is out of range.
@@ -70,7 +70,7 @@ def validate(kind: type[T], content: object, where: str, *others: type) -> T:
 
 
 def _message(error: pydantic.ValidationError, where: str) -> str:
-    """The first mistake in a sentence."""
+    """Describe the first mistake in a sentence."""
     first = error.errors(include_url=False)[0]
     place = ".".join((where, *map(str, first["loc"])))
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -84,7 +84,7 @@ def _message(error: pydantic.ValidationError, where: str) -> str:
 
 
 def _keys(kind: type) -> list[str]:
-    """The keys a file may give. A dataclass keeps a field out of files with ``metadata={"file": False}``."""
+    """Return the keys that a file may give. A dataclass excludes a field with ``metadata={"file": False}``."""
     if issubclass(kind, pydantic.BaseModel):
         return list(kind.model_fields)
     assert is_dataclass(kind)
@@ -92,7 +92,7 @@ def _keys(kind: type) -> list[str]:
 
 
 def _check_keys(root: Node | None) -> None:
-    """PyYAML keeps the last of two equal keys without a word; here they are an error."""
+    """Raise an error for duplicate keys, of which PyYAML silently keeps the last."""
     import yaml
 
     waiting, visited = [root], set()

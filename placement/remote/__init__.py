@@ -1,1 +1,1 @@
-"""Drafters in other processes: messages, channel, server, reconnection."""
+"""Drafters in separate processes: messages, channel, server, reconnection."""

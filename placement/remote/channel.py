@@ -1,15 +1,15 @@
 """Frames over a socket: AF_UNIX within a machine, TCP between machines, both with a shared secret.
 
-A frame is a length in 4 bytes and so many bytes. Each side proves that it knows the secret before a frame is read
+A frame is a length in 4 bytes followed by its bytes. Each side proves that it knows the secret before a frame is read
 (challenge and response with HMAC-SHA256). Frames themselves are neither signed nor encrypted: on TCP use a private
-network. Not here: what the frames mean (`messages`).
+network. See also: the meaning of frames (`messages`).
 
-A round through another process shall not find cold CPU caches. After a pause of some milliseconds code and data are out
-of them: the first Python and the first tensor operations take eight to ten times as long, which is most of what such a
-round costs. So a side that waits for a message does twice what saves that time, both in ``wait``:
+A round through another process should not find cold CPU caches. After a pause of some milliseconds code and data are
+evicted: the first Python and the first tensor operations take eight to ten times as long, which is most of the cost of
+such a round. So a side that waits for a message does two things in ``wait`` that save this time:
 
-- Shortly before the message is due it goes through the same steps with the previous message (a rehearsal).
-- It makes the tensors that the message will fill. Numbers are then copied into memory that exists.
+- Shortly before the message is due, it repeats the same steps with the previous message (a rehearsal).
+- It allocates the tensors for the message. Numbers are then copied into existing memory.
 
 This saves a third of the cost of such a round (docs/results.md).
 """
@@ -40,13 +40,13 @@ _NONCE = 32
 _AUTHENTICATION_S = 5.0
 _LAST_PORT = 65535
 BACKLOG = 16  # connections that wait to be accepted
-# A machine that is gone says nothing: it is noticed after 30 + 3 x 10 seconds of silence, not after hours.
+# A lost machine sends nothing: it is detected after 30 + 3 x 10 seconds of silence, not after hours.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a drafter listens: a socket file, or host and port."""
+    """Address of a drafter: a socket file, or host and port."""
 
     path: str = ""
     host: str = ""
@@ -68,11 +68,11 @@ class Address:
 
 
 class SilentError(ChannelError):
-    """A process listens and says nothing: every one that runs answers at once, whatever else it does."""
+    """A process accepts a connection and sends nothing; a running one responds at once, even if it is busy."""
 
 
 class Channel:
-    """One connection. A frame that arrives late is kept until it is complete: no deadline cuts one in two."""
+    """One connection. A frame that arrives late is kept until it is complete: no deadline cuts it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -90,14 +90,14 @@ class Channel:
         self._writable.register(connection, select.POLLOUT)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, frame: bytes, seconds: float) -> None:
-        """Write a frame.
+        """Write a frame, within ``seconds``.
 
         Raises:
-            ChannelError: the other side is gone, or did not take it in time; the channel cannot be used any more.
+            ChannelError: the other side is gone, or did not read it in time; the channel can no longer be used.
         """
         data = _LENGTH.pack(len(frame)) + frame
         try:
@@ -110,10 +110,10 @@ class Channel:
             self._write(data[sent:], monotonic() + seconds)
 
     def receive(self, seconds: float) -> bytearray | None:
-        """The next frame; None if it is not there in time. It may then be asked for again.
+        """Return the next frame; None if it does not arrive within ``seconds``. The call can then be repeated.
 
         Raises:
-            ChannelError: the other side is gone, or sends what is not a frame.
+            ChannelError: the other side is gone, or sends something that is not a frame.
         """
         frame = self._cut() if self._buffer else None
         end = monotonic() + seconds
@@ -122,14 +122,14 @@ class Channel:
         return frame
 
     def wait(self, milliseconds: int) -> None:
-        """Until there is something to read, but no longer than so many milliseconds."""
+        """Wait up to ``milliseconds`` for data to read."""
         self._readable.poll(milliseconds)
 
     def arrived(self) -> list[bytearray]:
-        """Every complete frame that has arrived, after one read of the socket and without waiting.
+        """Return every complete frame that has arrived, after one read of the socket and without waiting.
 
         Raises:
-            ChannelError: as `receive`.
+            ChannelError: see `receive`.
         """
         frame = self._next()
         frames = [] if frame is None else [frame]
@@ -138,21 +138,21 @@ class Channel:
         return frames
 
     def peer(self) -> int | None:
-        """The process at the other end, where the kernel knows it (AF_UNIX)."""
+        """Return the pid at the other end, if the kernel knows it (AF_UNIX)."""
         if self._socket.family != socket.AF_UNIX:
             return None
         pid, _, _ = struct.unpack("iII", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid)
 
     def close(self) -> None:
-        """Hang up; may be called twice."""
+        """Close the connection; may be called twice."""
         self._socket.close()
 
     def authenticate(self, secret: bytes, *, server: bool) -> None:
-        """Both sides prove that they know the secret.
+        """Prove that this side knows the secret, and check that the other one does.
 
         Raises:
-            ChannelError: the other one does not; SilentError: it says nothing.
+            ChannelError: the other side does not know it; SilentError: it sends nothing.
         """
         end = monotonic() + _AUTHENTICATION_S
         own_role, other_role = (b"drafter", b"target") if server else (b"target", b"drafter")
@@ -190,7 +190,7 @@ class Channel:
             raise ChannelError(f"the other side is gone ({error})") from error
 
     def _next(self) -> bytearray | None:
-        """A complete frame, after one read of the socket. A single one, the usual case, skips the buffer."""
+        """Return a complete frame, after one read of the socket. A single one, the usual case, skips the buffer."""
         try:
             size = self._socket.recv_into(self._space)
         except BlockingIOError:
@@ -225,7 +225,7 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
     """Connect to a drafter.
 
     Raises:
-        ChannelError: nothing answers in time, or the secrets differ; SilentError: something listens and says nothing.
+        ChannelError: no response in time, or the secrets differ; SilentError: a process listens and sends nothing.
     """
     connection = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -241,10 +241,10 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
 
 
 def listen(address: Address) -> socket.socket:
-    """A listening socket. Only its owner can use a socket file, which replaces one left behind.
+    """Return a listening socket. A socket file is accessible to its owner only, and replaces a stale one.
 
     Raises:
-        ChannelError, WorkerError: as `bind`.
+        ChannelError, WorkerError: see `bind`.
     """
     listener = bind(address)
     listener.listen(BACKLOG)
@@ -252,10 +252,11 @@ def listen(address: Address) -> socket.socket:
 
 
 def bind(address: Address) -> socket.socket:
-    """A socket that has the address and refuses everybody until it listens: nobody else takes it while a model loads.
+    """Return a socket that has the address and refuses connections until it listens, so that no other process takes the
+    address while a model loads.
 
     Raises:
-        ChannelError: the address cannot be taken.
+        ChannelError: the address is not available.
         WorkerError: the folder of the socket file can be changed by another user.
     """
     if address.path:
@@ -278,7 +279,7 @@ def bind(address: Address) -> socket.socket:
 
 Events = TypeVar("Events")
 
-_KEPT = 8  # pauses; the shortest of them counts, so that a rehearsal never delays a message that is there
+_KEPT = 8  # pauses; the shortest of them counts, so that a rehearsal never delays a message that has arrived
 _LEAD_S = 0.0009  # a rehearsal begins this long before the message is due; with 0.0004 it often delayed the message
 _MIN_WAIT_MS = 1  # by then the other process has taken up what was sent to it, even on the same CPU
 
@@ -290,18 +291,18 @@ class DueTime:
         self._pauses: deque[float] = deque(maxlen=_KEPT)
 
     def observe(self, seconds: float) -> None:
-        """A message came so long after the last one went the other way."""
+        """Record the seconds from the last message in the other direction to this one."""
         self._pauses.append(seconds)
 
     def milliseconds(self, elapsed: float = 0.0) -> int:
-        """How long to wait until there is just time for a rehearsal. ``elapsed``: seconds since the last message went
-        the other way.
+        """Return how long to wait before a rehearsal. ``elapsed``: seconds since the last message in the other
+        direction.
         """
         return max(_MIN_WAIT_MS, int(1000 * (min(self._pauses, default=0.0) - _LEAD_S - elapsed)))
 
 
 class _IntBuffer:
-    """An int32 tensor of a shape, whose numbers come later and are written once."""
+    """Int32 tensor of a given shape, whose numbers are written later, once."""
 
     def __init__(self, *shape: int) -> None:
         import torch
@@ -310,12 +311,12 @@ class _IntBuffer:
         self._memory = self.tensor.view(-1).numpy().data
 
     def fill(self, numbers: memoryview) -> None:
-        """Write all numbers, row by row, as `messages.unpack_words` gives them."""
+        """Write all numbers, row by row, as returned by `messages.unpack_words`."""
         self._memory[:] = numbers
 
 
 class CommitBuffer:
-    """A commit [B, W] and its limits [B], whose numbers come later."""
+    """Buffer for a commit [B, W] and its limits [B], whose numbers are written later."""
 
     def __init__(self, slots: int, width: int) -> None:
         self.shape = slots, width
@@ -326,14 +327,14 @@ class CommitBuffer:
         self._commit = Commit(numbers[:size].view(slots, width), count, first_row)
 
     def fill(self, request: messages.ProposeRequest) -> tuple[Commit, RoundLimits]:
-        """The commit and the limits of a request."""
+        """Write the numbers of a request; return its commit and limits."""
         numbers = messages.unpack_words(request.numbers)
         self._buffer.fill(numbers)
         return self._commit, RoundLimits(numbers[-self.shape[0] :].tolist(), request.max_rows)
 
 
 class ReplyWarmer:
-    """The target's side: waits for proposals of one shape [B, N], and makes tensors of them."""
+    """Target side: waits for proposals of one shape [B, N], and makes tensors of them."""
 
     def __init__(self, slots: int, num_draft_tokens: int) -> None:
         self._shape = slots, num_draft_tokens
@@ -342,11 +343,11 @@ class ReplyWarmer:
         self._last: bytearray | None = None  # the frame of the last proposal
 
     def wait(self, channel: Channel, timeout: float) -> None:
-        """Until a reply is nearly due, or there; but no longer than ``timeout`` seconds."""
+        """Wait until a reply is nearly due or has arrived, up to ``timeout`` seconds."""
         channel.wait(min(self._due.milliseconds(), int(1000 * timeout)))
 
     def rehearse(self) -> None:
-        """Prepare for the reply. Afterwards nothing but the reply itself is to be done."""
+        """Prepare for the reply. Afterwards only the reply itself is left to do."""
         self._buffer = _IntBuffer(*self._shape)
         if self._last is not None:
             reply = messages.decode_reply(self._last)
@@ -354,7 +355,7 @@ class ReplyWarmer:
             self._buffer.fill(messages.unpack_words(reply.tokens))
 
     def proposal(self, frame: bytearray, reply: messages.ProposeReply, *, seconds: float) -> Proposal:
-        """The reply as a proposal, which came so many ``seconds`` after its request. ``frame``: as it arrived."""
+        """Return the reply as a proposal; it arrived ``seconds`` after its request. ``frame``: as received."""
         self._buffer.fill(messages.unpack_words(reply.tokens))
         self._last = frame
         self._due.observe(seconds)
@@ -362,7 +363,7 @@ class ReplyWarmer:
 
 
 class RequestWarmer:
-    """The drafter's side of one target: waits for its next round, and makes a commit of it.
+    """Drafter side of one target: waits for its next round, and makes a commit of it.
 
     ``encode`` turns a request's number and a proposal into the reply's bytes; a rehearsal does that too.
     """
@@ -375,9 +376,9 @@ class RequestWarmer:
         self._replied_at = 0.0
 
     def wait(self, poll: Callable[[int], list[Events]], *, only_target: bool) -> list[Events]:
-        """Until ``poll`` (milliseconds; -1 = for ever) finds something; meanwhile prepare for the next request.
+        """Wait until ``poll`` (milliseconds; -1: no limit) returns events; until then prepare for the next request.
 
-        ``only_target``: it is the only one. Of several targets any may be next, and soon.
+        ``only_target``: there is no other target. Of several targets any may be next, and soon.
         """
         due = self._due.milliseconds(perf_counter() - self._replied_at) if only_target else _MIN_WAIT_MS
         if events := poll(due):
@@ -386,25 +387,27 @@ class RequestWarmer:
         return poll(-1)
 
     def commit(self, request: messages.ProposeRequest) -> tuple[CommitBuffer, Commit, RoundLimits]:
-        """The commit and the limits of a request, and the buffer that holds their tensors."""
+        """Return the commit and the limits of a request, and the buffer that holds their tensors."""
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.shape != (request.slots, request.width):
             buffer = CommitBuffer(request.slots, request.width)
         return buffer, *buffer.fill(request)
 
     def prepared(self, buffer: CommitBuffer, proposal: Proposal, frame: bytearray | None) -> None:
-        """A request was answered with this proposal; ``frame`` is the request if the next one will be like it.
+        """Record the proposal for a request. ``frame``: the request, if the next one will be similar.
 
         Its tensors are kept until the target has its reply, so that it does not wait while they are freed.
         """
         self._last = buffer, proposal, frame
 
     def failed(self) -> None:
-        """A request failed; its steps are not gone through again."""
+        """Discard a failed request; its steps are not repeated."""
         self._last = None
 
     def replied(self, pause: float) -> None:
-        """The reply is sent; ``pause`` seconds lay between the last reply and this request (0 = not known)."""
+        """Record that the reply is sent; ``pause`` seconds passed between the last reply and this request (0: not
+        known).
+        """
         self._replied_at = perf_counter()
         if pause:
             self._due.observe(pause)

@@ -1,9 +1,9 @@
-"""`RemoteDrafter`: a drafter in another process, which may die, hang, be late or send nonsense without harm.
+"""`RemoteDrafter`: a drafter in another process; its crashes, delays and invalid replies do no harm.
 
-To the engine it is an ordinary drafter: each round sends one message and gets one back. Whatever goes wrong, the round
-goes on with nothing proposed, so that the tokens are those of plain decoding; the process is restarted in the
-background, reads the sequences anew, and is asked again. Not here: processes (`process`, `cluster.actors`),
-reconnecting (`reconnect`), the other end (`server`).
+The engine uses it as an ordinary drafter: each round sends one message and gets one back. If anything fails, the round
+continues without a proposal, so its tokens are those of plain decoding. The process is restarted in the background,
+reads the sequences again, and is then used again. See also: processes (`process`, `cluster.actors`), reconnecting
+(`reconnect`), the other end (`server`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class _Exchange:
-    """One request at a time, on the channel of now. Every method may raise ChannelError: the other side is gone."""
+    """One request at a time, on the current channel. Every method may raise ChannelError: the other side is gone."""
 
     def __init__(self, slots: int, num_draft_tokens: int) -> None:
         self._warmer = ReplyWarmer(slots, num_draft_tokens)
         self._channel: Channel | None = None
         self._number = 0
-        self._overdue_since: float | None = None  # the last request was not answered in time
+        self._overdue_since: float | None = None  # set if the last request was not answered in time
         self._sent_at = self._timeout = 0.0
         self._replied_at: float | None = None  # None: something else was sent after the last reply
         self._frame = bytearray()  # of the last reply
 
     def use(self, channel: Channel | None) -> bool:
-        """Go on with this channel; whether it is another one than before, which owes no reply."""
+        """Continue with this channel; return whether it is a new one, which owes no reply."""
         if channel is self._channel:
             return False
         self._channel, self._overdue_since = channel, None
@@ -48,12 +48,12 @@ class _Exchange:
 
     @property
     def overdue(self) -> bool:
-        """Whether a reply is still awaited that did not come in time."""
+        """Whether a reply that did not come in time is still missing."""
         return self._overdue_since is not None
 
     @property
     def overdue_seconds(self) -> float:
-        """Since when it is."""
+        """Seconds since it is overdue."""
         return 0.0 if self._overdue_since is None else monotonic() - self._overdue_since
 
     @property
@@ -64,16 +64,16 @@ class _Exchange:
         return min(round(1e6 * (monotonic() - self._replied_at)), messages.MAX_PAUSE_US)
 
     def interrupt(self) -> None:
-        """Something else happens before the next request; the pause before it says nothing."""
+        """Discard the idle time measured since the last reply."""
         self._replied_at = None
 
     def next_number(self) -> int:
-        """The number of the next request."""
+        """Return the number of the next request."""
         self._number += 1
         return self._number
 
     def tell(self, message: messages.AddRequest, timeout: float) -> None:
-        """Send what has no reply, within ``timeout`` seconds."""
+        """Send a message without a reply, within ``timeout`` seconds."""
         self._send(message, timeout)
 
     def ask(self, request: messages.ProposeRequest, timeout: float) -> None:
@@ -84,7 +84,7 @@ class _Exchange:
         self._warmer.wait(self._channel, timeout)
 
     def reply(self) -> messages.ProposeReply | messages.ErrorReply | None:
-        """The reply to the last request; None if it is not there in time, and then it is overdue."""
+        """Return the reply to the last request; None if it does not arrive in time, and then it is overdue."""
         self._warmer.rehearse()
         assert self._channel is not None
         end = self._sent_at + self._timeout
@@ -97,7 +97,7 @@ class _Exchange:
         return None
 
     def catch_up(self) -> bool:
-        """Read what has arrived meanwhile; whether the overdue reply is there."""
+        """Read the messages that have arrived; return whether the overdue reply is among them."""
         assert self._channel is not None
         while self.overdue and (frame := self._channel.receive(0)) is not None:
             if messages.decode_reply(frame).number == self._number:
@@ -105,7 +105,7 @@ class _Exchange:
         return self._overdue_since is None
 
     def proposal(self, reply: messages.ProposeReply) -> Proposal:
-        """The last reply, which was found good, as tensors."""
+        """Return the last reply, which was found valid, as tensors."""
         self._replied_at = monotonic()
         return self._warmer.proposal(self._frame, reply, seconds=self._replied_at - self._sent_at)
 
@@ -118,7 +118,7 @@ _ALL = 1 << 20
 
 
 class CommitRows(NamedTuple):
-    """A commit as lists: tokens [B][W], counts [B] and first rows [B]."""
+    """Commit as lists: tokens [B][W], counts [B] and first rows [B]."""
 
     tokens: list[list[int]]
     counts: list[int]
@@ -126,11 +126,11 @@ class CommitRows(NamedTuple):
 
     @classmethod
     def of(cls, commit: Commit) -> CommitRows:
-        """The lists of a commit."""
+        """Return the lists of a commit."""
         return cls(commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist())
 
     def without(self, slots: Collection[int]) -> CommitRows:
-        """The same with these slots as if they were idle."""
+        """Return the same commit with these slots marked as idle."""
         if not slots:
             return self
         tokens, counts, first_rows = list(self.tokens), list(self.counts), list(self.first_rows)
@@ -141,32 +141,32 @@ class CommitRows(NamedTuple):
 
 
 class _Budget:
-    """How many sequences one request carries.
+    """Number of sequences per request.
 
-    most      fewer after late replies, so that a reply is in time again
-    taken     of the last request
-    left_out  slots that were left for later ones
+    most      lower after late replies, so that a reply is in time again
+    taken     number in the last request
+    left_out  slots left for later requests
     """
 
     def __init__(self) -> None:
         self.most, self.taken, self.left_out = _ALL, 0, frozenset[int]()
 
     def take(self, slots: list[int]) -> list[int]:
-        """Those of the slots that the next request is for."""
+        """Return the slots that the next request includes."""
         taken, later = slots[: self.most], slots[self.most :]
         self.taken, self.left_out = len(taken), frozenset(later)
         return taken
 
 
 class SequenceTracker:
-    """The sequences of a target's slots and what the drafter's process has read of them.
+    """Sequences of a target's slots, and the tokens of each that the drafter's process has read.
 
-    The only place where that is known, on either side of the socket: each request carries exactly what is missing,
-    and the process itself keeps no record. A commit is only recorded when it comes, and appended to the sequences
-    while the process drafts: a round would wait for it otherwise.
+    The only record of this on either side of the socket: each request carries exactly what is missing. A commit is only
+    recorded when it arrives, and appended to the sequences while the process drafts; otherwise a round would wait for
+    it.
 
-    max_positions   the drafter does not follow longer sequences; None = it follows all
-    sampling_known  the process knows how the requests of now sample
+    max_positions   the drafter does not follow longer sequences; None: it follows all
+    sampling_known  the process knows the sampling parameters of the current requests
     prompt_pending  a prompt was sent that it may still be reading
     """
 
@@ -175,19 +175,19 @@ class SequenceTracker:
         self._sequences: dict[int, list[int]] = {}
         self._read: dict[int, int] = {}  # slot -> tokens the process has read
         self._recorded: Commit | None = None  # not yet part of the sequences
-        self._in_flight: dict[int, int] = {}  # slot -> tokens it has read once it has replied
+        self._in_flight: dict[int, int] = {}  # whether it has replied
         self._acked = False  # it has replied
-        self._all_in_flight = False  # every sequence was part of that request
+        self._all_in_flight = False  # whether every sequence was part of that request
         self._budget = _Budget()
         self.sampling_known = self.prompt_pending = False
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Slots whose sequence it lacks, and which `missing` left for later requests."""
+        """Slots whose sequence the process lacks, and which `missing` left for later requests."""
         return self._budget.left_out
 
     def add_request(self, slot: int, prompt: Sequence[int]) -> None:
-        """A request took a slot."""
+        """Add a request that takes a slot."""
         self._settle()
         self._sequences[slot] = list(prompt)
         self._read.pop(slot, None)
@@ -195,12 +195,12 @@ class SequenceTracker:
         self.sampling_known = False
 
     def mark_read(self, slot: int) -> None:
-        """The process was sent the sequence of that slot, as it is now."""
+        """Record that the process was sent the current sequence of that slot."""
         self._read[slot] = len(self._sequences[slot])
         self.prompt_pending = True
 
     def finish_request(self, slot: int) -> None:
-        """A request left; what the process keeps of it is overwritten by the next one in that slot."""
+        """Remove a request; the process overwrites its rows with the next one in that slot."""
         self._settle()
         self._sequences.pop(slot, None)
         self._read.pop(slot, None)
@@ -208,33 +208,33 @@ class SequenceTracker:
         self.sampling_known = False
 
     def reset(self) -> None:
-        """The process may have read anything, or it is another one."""
+        """Forget what the process has read: unknown after a fault, or nothing if it is a new process."""
         self._settle()
         self._read.clear()
         self._in_flight = {}
         self.sampling_known = False
 
     def overdue(self) -> None:
-        """The reply to the last request did not come in time. The next one carries fewer sequences: if all were sent
-        again each time, a process that cannot read them within one deadline would never catch up.
+        """Halve the sequences of the next request, after a late reply. If all were sent again each time, a process that
+        cannot read them within one deadline would never catch up.
         """
         self._budget.most = max(1, min(self._budget.most, self._budget.taken) // 2)
 
     def acked_late(self) -> None:
-        """The overdue reply is there: what it was asked about is read, though the sequences have gone on since."""
+        """Record the overdue reply: the sequences of its request are read, though they have continued since."""
         self._settle()
         self._read |= self._in_flight
         self._in_flight = {}
 
     def record(self, commit: Commit) -> None:
-        """The sequences go on with this commit."""
+        """Record a commit, which extends the sequences."""
         if self._recorded is not None and self._recorded is not commit:
-            self._settle()  # nothing was asked after that one
+            self._settle()  # no proposal was requested after that one
         self._recorded = commit
 
     def missing(self, commit: Commit, rows: CommitRows) -> list[tuple[int, tuple[int, ...]]]:
-        """What the process has to read before it can continue after a commit: (slot, sequence). ``rows``: the commit
-        as lists. Where that is too much for one request, the shortest come first, and ``left_out`` has the others.
+        """Return what the process has to read before it can continue after a commit: (slot, sequence). ``rows``: the
+        commit as lists. If that is too much for one request, the shortest come first, and ``left_out`` has the others.
         """
         if self._acked and self._all_in_flight and self._recorded is commit:
             self._budget.take([])
@@ -247,20 +247,20 @@ class SequenceTracker:
         return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in taken]
 
     def sent(self, rows: CommitRows) -> None:
-        """The process was asked to continue after this commit; while it does, the sequences are brought up to date."""
+        """Record a request to continue after this commit, and update the sequences while the process drafts."""
         self._settle(rows)
         self._in_flight = {slot: len(self._sequences[slot]) for slot in self._followed(rows)}
         self._all_in_flight = len(self._in_flight) == len(self._sequences)
         self.sampling_known, self.prompt_pending = True, False
 
     def acked(self) -> None:
-        """It has replied, and so has read what it was asked about."""
+        """Record its reply: it has read all sequences of the request."""
         self._acked = True
         if not self.left_out:
             self._budget.most = _ALL
 
     def _followed(self, rows: CommitRows) -> list[int]:
-        """The slots whose sequence ends with this commit, if the drafter can follow it."""
+        """Return the slots whose sequence ends with this commit, if the drafter can follow it."""
         return [
             slot
             for slot, sequence in self._sequences.items()
@@ -269,7 +269,7 @@ class SequenceTracker:
         ]
 
     def _settle(self, recorded: CommitRows | None = None) -> None:
-        """Take in what was recorded and acknowledged. ``recorded``: the commit as lists, where they exist."""
+        """Apply the recorded and acknowledged tokens. ``recorded``: the commit as lists, if they exist."""
         if self._acked:
             self._read |= self._in_flight
             self._acked = False
@@ -284,12 +284,12 @@ class SequenceTracker:
 
 @dataclass(frozen=True, slots=True)
 class DrafterContract:
-    """What target and drafter agree on.
+    """Parameters that target and drafter agree on.
 
-    num_draft_tokens  N, drafted tokens a round
-    slots             B of the target's batch
-    vocab_size        V of the target
-    max_positions     positions the drafter follows; None = all
+    num_draft_tokens  N, drafted tokens per round
+    slots             B, batch size of the target
+    vocab_size        V, vocabulary size of the target
+    max_positions     positions the drafter follows; None: all
     target            the target's name, for messages
     """
 
@@ -302,15 +302,15 @@ class DrafterContract:
 
 @dataclass(frozen=True, slots=True)
 class DraftTimeouts:
-    """How long a target waits for its drafter, and how often it tries.
+    """Timeouts and retries of a target for its drafter.
 
     reply_timeout_s   seconds a reply may take; a round waits no longer
-    resync_timeout_s  seconds more where sequences have to be read anew (in the first round of a request too)
-    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; one that
-                      listens, and does not answer a target that calls it, too
-    max_failures      faults in a row after which the process is restarted
-    backoff_s         seconds it is left alone after a fault; twice as long after each further one, but no longer than
-    max_backoff_s     these
+    resync_timeout_s  additional seconds if sequences have to be read again (also in the first round of a request)
+    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one
+                      that listens, and does not respond to a target
+    max_failures      consecutive faults after which the process is restarted
+    backoff_s         seconds without requests after a fault; doubled after each further one, up to
+    max_backoff_s     this maximum
     """
 
     reply_timeout_s: Seconds = 1.0
@@ -324,7 +324,7 @@ class DraftTimeouts:
 
 
 class RemoteDrafter(Drafter):
-    """Proposes what a process at the other end of a socket drafts. Call ``close`` when done."""
+    """Drafter whose proposals come from a process at the other end of a socket. Call ``close`` when done."""
 
     def __init__(
         self, contract: DrafterContract, endpoint: DrafterEndpoint, *, timeouts: DraftTimeouts | None = None
@@ -366,11 +366,11 @@ class RemoteDrafter(Drafter):
         self._tracker.finish_request(slot)
 
     def update(self, commit: Commit) -> None:
-        """Follow the sequences, whether or not the process does."""
+        """Record a commit, whether or not the process is available."""
         self._tracker.record(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """Ask the process, and wait no longer than the timeout. Whatever fails, nothing is proposed."""
+        """Request a proposal, and wait up to the timeout. If anything fails, propose nothing."""
         if not self._usable():
             self._counters.count("skipped")
             return self._nothing()
@@ -414,7 +414,7 @@ class RemoteDrafter(Drafter):
 
     @property
     def health(self) -> DrafterHealth:
-        """Counts so far and the state of now."""
+        """Counts so far and the current state."""
         connection, last_error = self._connection, self._counters.last_error
         state = connection.state
         if state == "up" and self._exchange.overdue:
@@ -426,11 +426,11 @@ class RemoteDrafter(Drafter):
         return self._counters.snapshot(state, connection.restarts, last_error)
 
     def wait_until_up(self, seconds: float) -> bool:
-        """Whether the process is there within so many seconds. No request has to wait for it; a first one may."""
+        """Wait up to ``seconds`` for the process; return whether it is up. No request has to wait; a first one may."""
         return self._connection.wait(seconds)
 
     def close(self) -> None:
-        """Hang up for good."""
+        """Close the connection permanently."""
         self._connection.close()
 
     # ---- inside
@@ -442,7 +442,7 @@ class RemoteDrafter(Drafter):
         return Proposal(torch.full(shape, PAD, dtype=torch.int32))
 
     def _usable(self) -> bool:
-        """Whether the process is up, not left alone after a fault, and owes no reply."""
+        """Return whether the process is up, not in its backoff pause, and owes no reply."""
         channel = self._connection.channel
         if self._exchange.use(channel):
             self._tracker.reset()  # a new process has read nothing
@@ -463,7 +463,7 @@ class RemoteDrafter(Drafter):
         return arrived
 
     def _why_invalid(self, reply: messages.ProposeReply) -> str:
-        """What is wrong with a proposal; nothing if it can be verified."""
+        """Return what is wrong with a proposal; "" if it can be verified."""
         contract, shape = self._contract, (reply.slots, reply.num_draft_tokens)
         if shape != (contract.slots, contract.num_draft_tokens):
             return f"a proposal of shape {list(shape)}, not {[contract.slots, contract.num_draft_tokens]}"
@@ -473,7 +473,7 @@ class RemoteDrafter(Drafter):
         return ""
 
     def _fail(self, kind: Fault, reason: str) -> Proposal:
-        """Count a fault, leave the process alone for a while, and restart it if it is gone or fails too often."""
+        """Count a fault, start the backoff pause, and restart the process if it is lost or fails too often."""
         self._counters.fault(kind, reason)
         self._backoff.fail()
         if kind == "late":

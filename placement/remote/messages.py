@@ -1,8 +1,8 @@
-"""The messages between a target and its drafter, in msgpack: one message each way a round.
+"""Messages between a target and its drafter, in msgpack: one in each direction per round.
 
 Requests (target to drafter): Handshake, AddRequest, ProposeRequest. Replies: HandshakeReply, ProposeReply, ErrorReply.
-Decoding is strict: an unknown kind, a missing or additional field, a wrong type or size is a ChannelError, and nothing
-that comes from a socket is ever run (no pickle). Not here: sockets and the size limit of a frame (`channel`).
+Decoding is strict: an unknown kind, a missing or additional field, a wrong type or size is a ChannelError, and no
+received data is ever executed (no pickle). See also: sockets and the maximum frame size (`channel`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WORD = 4  # bytes
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """``number`` of a request, which its reply repeats."""
+    """Message with the ``number`` of a request, which its reply repeats."""
 
     number: Number
 
 
 class Handshake(_Message, frozen=True, tag="handshake"):
-    """A target introduces itself: its name, the B slots of its batch, the V ids of its vocabulary."""
+    """Introduction of a target: its name, the B slots of its batch, the V ids of its vocabulary."""
 
     target: str
     slots: Positive
@@ -44,7 +44,7 @@ class Handshake(_Message, frozen=True, tag="handshake"):
 
 
 class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
-    """What the drafter offers: N tokens a round, the positions it follows (None = all), and which process it is."""
+    """Drafter's offer: N tokens per round, the positions it follows (None: all), and its process."""
 
     num_draft_tokens: Natural
     max_positions: Natural | None
@@ -53,25 +53,25 @@ class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
 
 
 class AddRequest(_Message, frozen=True, tag="add"):
-    """A request took a slot; its prompt. There is no reply."""
+    """Prompt of a request that takes a slot. Has no reply."""
 
     slot: Natural
     prompt: tuple[Natural, ...]
 
 
 class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 4]. Their kind follows from them."""
+    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 4]. They determine the mode."""
 
     params: memoryview
     seeds: memoryview
 
     @classmethod
     def of(cls, sampling: SamplingTensors) -> SamplingWords:
-        """The bytes of these tensors."""
+        """Return the bytes of these tensors."""
         return cls(*(memoryview(part.numpy().tobytes()) for part in (sampling.params, sampling.seeds)))
 
     def tensors(self) -> SamplingTensors:
-        """The tensors again."""
+        """Return the tensors of these bytes."""
         import torch
 
         params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
@@ -80,13 +80,13 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class ProposeRequest(_Message, frozen=True, tag="propose"):
-    """A round: read these sequences anew (slot, ids), then propose what follows the commit.
+    """Request of a round: read these sequences again (slot, ids), then propose tokens after the commit.
 
     slots, width  B and W of the commit
     numbers       int32: the commit's tokens row by row, its counts, its first rows, the round's limits; B * (W + 3)
-    max_rows      of `RoundLimits`
-    sampling      None = as in the last ProposeRequest; it changes only when a request comes or goes
-    pause_us      microseconds since the target had the last reply; 0 = something else happened in between
+    max_rows      see `RoundLimits`
+    sampling      None: as in the last ProposeRequest; it changes only when a request is added or removed
+    pause_us      microseconds since the target had the last reply; 0: something else happened in between
     """
 
     texts: tuple[tuple[Natural, tuple[Natural, ...]], ...]
@@ -109,7 +109,7 @@ class ProposeRequest(_Message, frozen=True, tag="propose"):
 
 
 class ProposeReply(_Message, frozen=True, tag="propose-reply"):
-    """A proposal: ``tokens`` int32 row by row, B * N of them. ``ahead``: it was ready before it was asked for."""
+    """Proposal: ``tokens`` int32 row by row, B * N of them. ``ahead``: it was ready before the request."""
 
     slots: Natural
     num_draft_tokens: Natural
@@ -122,7 +122,7 @@ class ProposeReply(_Message, frozen=True, tag="propose-reply"):
 
 
 class ErrorReply(_Message, frozen=True, tag="error"):
-    """The drafter could not serve the message of that number; why."""
+    """Reason why the drafter could not serve the message of that number."""
 
     reason: str
 
@@ -136,12 +136,12 @@ _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as bytes."""
+    """Encode a message as bytes."""
     return _ENCODER.encode(message)
 
 
 def decode_request(frame: bytearray) -> Request:
-    """The request in a frame.
+    """Decode the request in a frame.
 
     Raises:
         ChannelError: the bytes are not a request.
@@ -154,7 +154,7 @@ def decode_request(frame: bytearray) -> Request:
 
 
 def decode_reply(frame: bytearray) -> Reply:
-    """The reply in a frame.
+    """Decode the reply in a frame.
 
     Raises:
         ChannelError: the bytes are not a reply.
@@ -173,16 +173,16 @@ def _not_understood(frame: bytearray, error: Exception) -> ChannelError:
 
 
 def pack_words(numbers: Sequence[int]) -> memoryview:
-    """Numbers as int32 for the fields ``numbers`` and ``tokens``.
+    """Pack numbers as int32 for the fields ``numbers`` and ``tokens``.
 
     Raises:
-        struct.error: a number has no room in 32 bits.
+        struct.error: a number does not fit in 32 bits.
     """
     return memoryview(_words(len(numbers)).pack(*numbers))
 
 
 def unpack_words(data: memoryview) -> memoryview:
-    """The numbers of such a field, without copying them."""
+    """Return the numbers packed by `pack_words`, without copying them."""
     return data.cast("i")
 
 

@@ -31,7 +31,7 @@ _EXIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to start: the process calls ``maker`` with ``settings``; ``env`` is the plan's."""
+    """Process to start: it calls ``maker`` with ``settings``; ``env`` is the plan's."""
 
     address: Address
     secret: bytes = field(repr=False)
@@ -41,12 +41,12 @@ class ProcessSpec:
     env: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> bytes:
-        """One line; it goes through a pipe, so that no secret shows in the list of processes."""
+        """Return one line of JSON; sent through a pipe, so that the secret is not visible in the process list."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, line: bytes) -> ProcessSpec:
-        """What `to_json` wrote."""
+        """Read the output of `to_json`."""
         return msgspec.json.decode(line, type=cls)
 
 
@@ -62,12 +62,12 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """PID of the running draft process."""
         assert self._process is not None
         return self._process.pid
 
     def replace(self, process: Process | None) -> bool:
-        """Kill the process if it is still ours (None: whichever runs), and start a new one."""
+        """Kill the process if it is still the given one (None: the current one), and start a new one."""
         with self._lock:
             if self._closed or (self._runs and process is not None and process.pid != self.pid):
                 return False
@@ -75,7 +75,7 @@ class LocalProcess:
             return True
 
     def ensure(self) -> bool:
-        """Start a process if none runs."""
+        """Start a process if none is running."""
         with self._lock:
             if self._closed or self._runs:
                 return False
@@ -100,14 +100,14 @@ class LocalProcess:
             env=environment.for_child(self._spec.env),
         )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once, which whatever connects to it will notice
+        with suppress(BrokenPipeError):  # it died at once, which its client will notice
             self._process.stdin.write(self._spec.to_json() + b"\n")
             self._process.stdin.flush()
 
     def _end(self) -> None:
         if self._process is None:
             return
-        self._process.kill()  # a process that was stopped by a signal receives no other one
+        self._process.kill()  # a suspended process receives no other signal
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         if self._process.stdin is not None:
@@ -122,7 +122,7 @@ class LocalProcess:
 
 
 def main() -> None:
-    """Check the environment, lock the cores, make the drafter, and serve until the parent is gone."""
+    """Check the environment, lock the cores, make the drafter, and serve until the parent has ended."""
     spec = ProcessSpec.from_json(sys.stdin.buffer.readline())
     threading.Thread(target=_follow_parent, daemon=True, name="paceline-parent").start()
     environment.check(spec.env)
@@ -134,7 +134,7 @@ def main() -> None:
 
 def _follow_parent() -> None:
     sys.stdin.buffer.read()
-    os._exit(0)  # the main thread may be deep in a model; there is nothing to save
+    os._exit(0)  # the main thread may be inside a model; there is nothing to save
 
 
 if __name__ == "__main__":

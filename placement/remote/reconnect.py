@@ -1,4 +1,4 @@
-"""Connecting to a drafter's process and bringing it back, in a thread of its own, so that no round waits for it."""
+"""Connection to a drafter's process and its recovery, in a separate thread, so that no round waits for it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Address, Channel, SilentError, connect
 
 STARTUP_TIMEOUT_S = 600.0
-"""Seconds in which a drafter's process can be called, unless another time is given: it loads and compiles first."""
-_POLL_S = 1.0  # between looks whether to stop
-_JOIN_S = 10.0  # that the thread may take to end
+"""Default time in seconds until a drafter's process must respond; before that it loads and compiles."""
+_POLL_S = 1.0  # between checks whether to stop
+_JOIN_S = 10.0  # for the thread to end
 _CALL_S = 2.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0  # between calls
 _FIRST_RESTART_S = 0.2  # between restarts of a process that dies before it can be called
-_MAX_DOUBLINGS = 64  # a float has no room for the thousands that weeks of faults would come to
+_MAX_DOUBLINGS = 64  # a float cannot hold the powers that weeks of faults would reach
 
 
 class ProcessSupervisor(Protocol):
     """Keeps a drafter's process alive."""
 
     def replace(self, process: Process | None) -> bool:
-        """Kill the process if it is still the one that runs (None: whichever runs), and have a new one come up.
+        """Kill the process if it is still the running one (None: any), and start a new one.
 
         Returns whether anything was done.
         """
 
     def ensure(self) -> bool:
-        """Start a process if none runs. Returns whether one was started."""
+        """Start a process if none is running; return whether one was started."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterEndpoint:
-    """How to reach a drafter.
+    """Address and supervisor of a drafter.
 
-    supervisor         restarts its process; None: something else does, and it is only called again
-    startup_timeout_s  a process that cannot be called for so long is replaced; one that answers, even with a refusal,
-                       is not, for it may serve other targets
+    supervisor         restarts its process; None: another program does, and this one only reconnects
+    startup_timeout_s  seconds without a response after which a process is replaced; one that responds, even with a
+                       rejection, is not, since it may serve other targets
     """
 
     address: Address
@@ -54,7 +54,7 @@ class DrafterEndpoint:
 
 @dataclass(slots=True)
 class Backoff:
-    """How long a drafter is left alone: twice as long after each failure in a row, from ``first_s`` up to ``max_s``."""
+    """Pause after failures: doubled after each consecutive failure, from ``first_s`` up to ``max_s`` seconds."""
 
     first_s: float
     max_s: float
@@ -62,16 +62,16 @@ class Backoff:
     _until: float = 0.0
 
     def fail(self) -> None:
-        """One more failure in a row."""
+        """Count one more consecutive failure."""
         self.failures += 1
 
     def reset(self) -> None:
-        """It worked."""
+        """Reset the backoff after a successful round."""
         self.failures = 0
 
     @property
     def seconds(self) -> float:
-        """The pause after so many failures."""
+        """Pause after the current number of failures."""
         doublings = min(max(0, self.failures - 1), _MAX_DOUBLINGS)
         return min(self.first_s * 2.0**doublings, self.max_s)
 
@@ -81,12 +81,12 @@ class Backoff:
 
     @property
     def resting(self) -> bool:
-        """Whether the pause lasts."""
+        """Whether the pause is still running."""
         return self._until > monotonic()
 
 
 class _RefusedError(ChannelError):
-    """The drafter runs and does not accept this target, which asks again, less and less often."""
+    """The drafter runs and rejects this target, which retries at increasing intervals."""
 
 
 class Reconnector:
@@ -108,7 +108,7 @@ class Reconnector:
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._process: Process | None = None
-        self.channel: Channel | None = None  # not a property: every round looks at it
+        self.channel: Channel | None = None  # not a property: every round reads it
         self.restarts = 0
         self.last_error = ""
 
@@ -117,11 +117,11 @@ class Reconnector:
         return "closed" if self._stop.is_set() else "up" if self._up.is_set() else "down"
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is a connection within so many seconds."""
+        """Wait up to ``seconds`` for a connection; return whether there is one."""
         return self._up.wait(seconds)
 
     def begin(self, *, restart: bool, delay: float = 0.0) -> None:
-        """Hang up, and connect anew in the background, after a restart of the process if that is asked for."""
+        """Close the connection and reconnect in the background, with a restart of the process if ``restart``."""
         with self._lock:
             self._hang_up()
             if self._stop.is_set() or self._thread is not None:
@@ -132,7 +132,7 @@ class Reconnector:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop for good."""
+        """Stop permanently."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -147,7 +147,7 @@ class Reconnector:
         self.channel = None
 
     def _reconnect(self, restart: bool, delay: float) -> None:
-        """Until it works: restart the process where needed, call it, and wait longer after each failure."""
+        """Retry until connected: restart the process if needed, connect, and wait longer after each failure."""
         self.last_error = ""
         if self._stop.wait(delay):
             return
@@ -166,12 +166,12 @@ class Reconnector:
                 self.last_error = str(error)
                 pause, deadline = min(2 * pause, self._max_backoff_s), monotonic() + self._endpoint.startup_timeout_s
                 silent_since = None
-            except Exception as error:  # whatever it is: if this thread ended, nothing would call again
+            except Exception as error:  # any error: if this thread ended, no thread would reconnect
                 self.last_error = str(error) if isinstance(error, ChannelError) else repr(error)
                 pause = min(1.5 * pause, _MAX_PAUSE_S)
                 silent_since = (silent_since or begin) if isinstance(error, SilentError) else None
                 hangs = silent_since is not None and monotonic() - silent_since > self._hang_timeout_s
-                if hangs or monotonic() > deadline:  # behind its socket, or before it can be called
+                if hangs or monotonic() > deadline:  # it listens without responding, or never became reachable
                     self._supervise(lambda supervisor: supervisor.replace(None))
                     deadline, silent_since = monotonic() + self._endpoint.startup_timeout_s, None
                 elif monotonic() > restart_at and self._supervise(lambda supervisor: supervisor.ensure()):
@@ -180,7 +180,7 @@ class Reconnector:
             self._stop.wait(pause)
 
     def _connected(self, channel: Channel) -> None:
-        """Hand the connection over; this thread has nothing more to do."""
+        """Publish the connection, which ends this thread's work."""
         with self._lock:
             if self._stop.is_set():
                 channel.close()
@@ -189,7 +189,7 @@ class Reconnector:
             self._up.set()
 
     def _supervise(self, act: Callable[[ProcessSupervisor], bool]) -> bool:
-        """Whether the supervisor started a process. It may fail in any way, and is asked again then."""
+        """Call the supervisor; return whether it started a process. It may fail in any way, and is then retried."""
         if self._endpoint.supervisor is None:
             return False
         try:
@@ -203,7 +203,7 @@ class Reconnector:
         return started
 
     def _call(self, deadline: float) -> Channel:
-        """A connection to a drafter that accepted this target before the deadline."""
+        """Return a connection to a drafter that accepted this target before the deadline."""
         channel = connect(self._endpoint.address, self._endpoint.secret, seconds=_CALL_S)
         try:
             channel.send(messages.encode(self._handshake), _CALL_S)

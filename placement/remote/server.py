@@ -1,8 +1,8 @@
-"""A drafter in a process of its own, for one target or several.
+"""Drafter server in a separate process, for one target or several.
 
-Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are
-fair: the target that has used the least time is next, so that a busy one cannot starve the others.
-Not here: how the process is started (`process`, `cluster.actors`), and what a target does when this fails (`drafter`).
+Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are fair:
+the target that has used the least time is next, so that a busy one cannot starve the others. See also: how the process
+is started (`process`, `cluster.actors`), and how a target handles its failure (`drafter`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.placement.remote.channel import Channel, RequestWarmer
 
 @dataclass(frozen=True, slots=True)
 class _Grant:
-    """What a target got at its handshake.
+    """Drafter that a target got at its handshake.
 
-    lookahead  the drafter, if it works while the target does
+    lookahead  the same drafter, if it drafts asynchronously
     """
 
     drafter: Drafter
@@ -41,13 +41,13 @@ class _Grant:
 
     @classmethod
     def of(cls, drafter: Drafter) -> _Grant:
-        """The grant of a drafter; its kind is looked at once, since every round depends on it."""
+        """Return the grant of a drafter; its type is checked once, since every round depends on it."""
         lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
         return cls(drafter, lookahead)
 
 
 class _TargetSession:
-    """A connected target. ``time_used`` is what its messages took, on the server's clock."""
+    """Connected target. ``time_used``: total time of its messages, on the server's clock."""
 
     def __init__(self, channel: Channel, time_used: float) -> None:
         self.channel = channel
@@ -56,29 +56,29 @@ class _TargetSession:
         self.inbox: deque[bytearray] = deque()
         self.warmer = RequestWarmer(self._encoded)
         self._sampling: SamplingTensors | None = None
-        self._used_slots: int | None = None  # of `RoundLimits`; as long as the sampling stays, so do the requests
-        self._error = ""  # what failed where no reply was due; the next reply says it
+        self._used_slots: int | None = None  # of `RoundLimits`; unchanged as long as the sampling is
+        self._error = ""  # failure of a message without a reply; reported in the next reply
 
     @property
     def works_ahead(self) -> bool:
-        """Whether its drafter has something to do before the target asks."""
+        """Whether its drafter has work to do before the target's next request."""
         lookahead = None if self.grant is None else self.grant.lookahead
         return lookahead is not None and not lookahead.idle
 
     def charge(self, seconds: float) -> None:
-        """So much time was spent on it."""
+        """Add seconds spent on this target."""
         self.time_used += seconds
 
     def add_request(self, request: messages.AddRequest) -> None:
-        """Read a prompt. No reply is due; the next one says if it failed."""
+        """Read a prompt. No reply is due; the next reply reports a failure."""
         drafter = self._granted().drafter
         try:
             drafter.add_request(request.slot, request.prompt)
-        except Exception as error:  # a drafter may be anything; what its failure means is for the target to decide
+        except Exception as error:  # a drafter may raise anything; the target decides how to handle it
             self._error = repr(error)
 
     def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
-        """The reply to a round, encoded: a proposal, or why there is none. ``frame``: the request as it arrived."""
+        """Return the encoded reply to a round: a proposal, or the reason for none. ``frame``: as received."""
         grant = self._granted()
         error, self._error = self._error, ""
         if error:
@@ -105,7 +105,7 @@ class _TargetSession:
             return messages.encode(messages.ErrorReply(request.number, repr(failure)))
 
     def work_ahead(self) -> None:
-        """Do one unit of what there is to do before the target asks."""
+        """Do one unit of asynchronous drafting work."""
         lookahead = self._granted().lookahead
         assert lookahead is not None
         try:
@@ -114,9 +114,9 @@ class _TargetSession:
             self._error = repr(error)
 
     def _encoded(self, number: int, proposal: Proposal) -> bytes:
-        """A proposal as the reply to the request of that number."""
+        """Encode a proposal as the reply to the request of that number."""
         grant, rows = self._granted(), _undrawn_rows(proposal)
-        if len(grant.drafter.draft_lengths) > 1:  # those that travel are padded
+        if len(grant.drafter.draft_lengths) > 1:  # proposals are padded when they are sent
             width = grant.drafter.draft_shape.num_draft_tokens
             rows = [row + [PAD] * (width - len(row)) for row in rows]
         tokens = messages.pack_words([*chain.from_iterable(rows)])
@@ -130,12 +130,14 @@ class _TargetSession:
 
 
 def _used_slots(sampling: SamplingTensors) -> int:
-    """So many slots, from the first on, hold every request."""
+    """Return the number of slots, from the first one, that hold all requests."""
     return max((slot for slot, seated in enumerate(sampling.seated.tolist(), 1) if seated), default=1)
 
 
 def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
-    """The ids of a proposal; only chains that were not drawn can cross processes: no probabilities travel with them."""
+    """Return the ids of a proposal. Only chains that were not sampled can be sent: their probabilities would be
+    missing.
+    """
     if proposal.draft_probs is not None or proposal.parents is not None:
         raise ValueError("a drafter in another process must propose chains that are not drawn")
     rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `channel`
@@ -147,33 +149,33 @@ def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
 log = logging.getLogger("paceline")
 
 _RETRY_S = 0.2  # between attempts to accept
-_SEND_S = 5.0  # that a target may take to read a reply
+_SEND_S = 5.0  # for a target to read a reply
 _MAX_STRANGERS = 16  # connections that have not authenticated themselves, each with a thread for 5 seconds at most
-_MAX_INBOX = 64  # messages a target may have waiting; more is not our protocol
+_MAX_INBOX = 64  # messages of one target that may wait; more violate the protocol
 
 
 class DrafterPool(Protocol):
-    """Has drafters for targets. It is called in turn with everything else: what takes long was done before."""
+    """Source of drafters for targets. Calls alternate with all other work, so they must be fast."""
 
     def acquire(self, handshake: messages.Handshake) -> Drafter:
-        """A drafter for a target that connects; any error is the reason why there is none."""
+        """Return a drafter for a connecting target; any error is sent as the reason why there is none."""
 
     def release(self, drafter: Drafter) -> None:
-        """The target hung up."""
+        """Take back the drafter of a disconnected target."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnpooledDrafters:
-    """Drafters that are made when a target connects, and dropped when it hangs up."""
+    """Drafters that are created when a target connects, and dropped when it disconnects."""
 
     acquire: Callable[[messages.Handshake], Drafter]
 
     def release(self, drafter: Drafter) -> None:
-        """See `DrafterPool`."""
+        """Drop the drafter (`DrafterPool.release`)."""
 
 
 class Acceptor:
-    """Accepts connections in threads, and authenticates them; one that is slow to do so holds up none of the others."""
+    """Accepts and authenticates connections in threads; a slow one does not delay the others."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener, self._secret = listener, secret
@@ -184,15 +186,15 @@ class Acceptor:
         self._woken.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when something has arrived, or after `wake`."""
+        """Return a descriptor that is readable after an arrival or `wake`."""
         return self._woken.fileno()
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start accepting connections."""
         threading.Thread(target=self._accept, daemon=True, name="paceline-accept").start()
 
     def wake(self) -> bool:
-        """End a wait for `fileno`, from any thread. False: it is closed already."""
+        """End a wait on `fileno`, from any thread. False: it is already closed."""
         try:
             self._wake.send(b".")
         except OSError:
@@ -200,16 +202,16 @@ class Acceptor:
         return True
 
     def take(self) -> list[Channel]:
-        """The connections that have arrived."""
+        """Return the connections that have arrived."""
         with suppress(BlockingIOError):
             self._woken.recv(4096)
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def close(self) -> None:
-        """Accept no more, and close what was not taken."""
+        """Stop accepting, and close the connections that were not taken."""
         self._closed = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing would not wake the thread that accepts
         self._listener.close()
         while self._arrived:
             self._arrived.popleft().close()
@@ -247,31 +249,31 @@ class Acceptor:
 
 
 class Turns:
-    """Whose messages are next."""
+    """Order in which the targets' messages are served."""
 
     def __init__(self) -> None:
         self._clock = 0.0
-        self._ready: list[_TargetSession] = []  # those whose messages wait
-        self._lookahead: list[_TargetSession] = []  # those whose drafters work while their targets do
+        self._ready: list[_TargetSession] = []  # those with waiting messages
+        self._lookahead: list[_TargetSession] = []  # those whose drafters draft asynchronously
 
     def session(self, channel: Channel) -> _TargetSession:
-        """A new target; it has used as much time as the others."""
+        """Return a session for a new target; it starts with as much used time as the others."""
         return _TargetSession(channel, self._clock)
 
     def granted(self, session: _TargetSession) -> None:
-        """It has a drafter now."""
+        """Register a session that has got a drafter."""
         if session.grant is not None and session.grant.lookahead is not None:
             self._lookahead.append(session)
 
     def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
-        """Messages of a target."""
-        if not session.inbox:  # time in which it wanted nothing is not saved up
+        """Add messages of a target."""
+        if not session.inbox:  # idle time is not saved up
             session.time_used = max(session.time_used, self._clock)
             self._ready.append(session)
         session.inbox += frames
 
     def next(self) -> _TargetSession | None:
-        """The target whose message is next, if there is one; its turn begins."""
+        """Return the target whose message is next, and begin its turn; None if no message waits."""
         if not self._ready:
             return None
         session = self._ready[0] if len(self._ready) == 1 else min(self._ready, key=_time_used)
@@ -279,28 +281,28 @@ class Turns:
         return session
 
     def served(self, session: _TargetSession) -> None:
-        """One of its messages was dealt with."""
+        """Record that one of its messages was served."""
         if not session.inbox:
             self._ready.remove(session)
 
     def next_lookahead(self) -> _TargetSession | None:
-        """The target for which there is something to do before it asks."""
+        """Return the target with asynchronous drafting work; None if there is none."""
         return min((s for s in self._lookahead if s.works_ahead), key=_time_used, default=None)
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be done even if nothing more arrives."""
+        """Whether there is work to do even if no message arrives."""
         return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
 
     def remove(self, session: _TargetSession) -> None:
-        """It hung up."""
+        """Remove a disconnected target."""
         for sessions in self._lookahead, self._ready:
             if session in sessions:
                 sessions.remove(session)
 
 
 class DraftServer:
-    """Serves proposals until it is stopped. Each target has a drafter of the pool."""
+    """Server of proposals, until it is stopped. Each target has a drafter of the pool."""
 
     def __init__(self, listener: socket.socket, secret: bytes, pool: DrafterPool) -> None:
         self._pool = pool
@@ -318,7 +320,7 @@ class DraftServer:
         self._acceptor.wake()
 
     def run(self) -> None:
-        """Serve. Returns after `stop`; then every connection is closed."""
+        """Serve until `stop`; then close every connection."""
         self._acceptor.start()
         busy = False
         try:
@@ -330,8 +332,8 @@ class DraftServer:
                 self._drop(session)
 
     def _turn(self, *, busy: bool) -> bool:
-        """Read what has arrived and serve one message, or work ahead where there is none. Returns whether the next turn
-        has something to do even if nothing arrives.
+        """Read what has arrived and serve one message; without one, draft asynchronously. Return whether the next turn
+        has work even if nothing arrives.
         """
         for number, _ in self._poll.poll(0) if busy else self._wait():
             session = self._sessions.get(number)
@@ -352,7 +354,7 @@ class DraftServer:
         return self._turns.busy
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Until something arrives. Shortly before, the next round of the target that had the last reply is prepared."""
+        """Wait for messages. Shortly before the target with the last reply is due, prepare its next round."""
         session, self._replied = self._replied, None
         if session is None:
             return self._poll.poll(None)
@@ -388,7 +390,7 @@ class DraftServer:
         session.charge(perf_counter() - begin)
 
     def _accept(self, session: _TargetSession, handshake: messages.Handshake) -> messages.Reply:
-        """The reply to a handshake: what the target is granted, or why nothing."""
+        """Return the reply to a handshake: the granted drafter's properties, or the reason for none."""
         number = handshake.number
         if session.grant is not None:
             raise ChannelError("a target must send its handshake once")

@@ -18,6 +18,7 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
 from paceline.eagle.config import EagleConfig
+from paceline.eagle.formats import written
 from paceline.neuron import round_cost, round_graphs
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
@@ -131,7 +132,7 @@ def test_a_round_of_llama_70b_and_8b_on_24_cores_stays_within_its_budget() -> No
 
 def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
     setup = qwen3()
-    eagle3(setup.target).write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(written(eagle3(setup.target), "paceline")))
     assert read_draft(tmp_path, setup.target) == setup.draft
     published = fields("Llama-3-8B") | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     published |= {"draft_vocab_size": 32_000, "vocab_size": 151_936, "intermediate_size": 12_288}
