@@ -45,7 +45,7 @@ class SyntheticAcceptance:
         return f"synthetic {self.alpha}"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept as if the drafter had proposed the target's sampled token wherever the random number is below alpha."""
+        """Accept as if the drafter had proposed the target's sampled token where the random number is below alpha."""
         import torch
 
         from paceline.core import noise
