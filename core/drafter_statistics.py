@@ -1,4 +1,4 @@
-"""What drafters did, for the statistics of a call: each of several, or one in another process. Values and counting."""
+"""Counts and health of drafters for the statistics of a call: each of several, or one in another process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class DrafterCounts:
-    """Of one drafter of a choice.
+    """Counts of one drafter of a choice.
 
     num_drafts           proposals of it that were verified; of these
     num_draft_tokens     tokens
-    num_scored           proposals of it that were compared with what the target wrote, verified ones among them
-    num_scored_tokens    tokens of these, from the first on, that the target wrote
+    num_scored           proposals of it that were compared with the target's tokens, verified ones among them
+    num_scored_tokens    tokens of these, from the first on, that the target sampled
     propose_seconds      time it took to propose, whether or not that was verified
     """
 
@@ -25,7 +25,7 @@ class DrafterCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Of all its proposals that were compared, the target's own token included."""
+        """Mean accepted length of all compared proposals, the bonus or recovered token included."""
         return 1 + self.num_scored_tokens / self.num_scored if self.num_scored else 1.0
 
     def plus(
@@ -37,7 +37,7 @@ class DrafterCounts:
         num_scored_tokens: int = 0,
         propose_seconds: float = 0.0,
     ) -> DrafterCounts:
-        """With more of each."""
+        """Return the counts with these numbers added."""
         return DrafterCounts(
             self.num_drafts + num_drafts,
             self.num_draft_tokens + num_draft_tokens,
@@ -47,7 +47,7 @@ class DrafterCounts:
         )
 
     def since(self, before: DrafterCounts) -> DrafterCounts:
-        """What was added since ``before``."""
+        """Return the counts added since ``before``."""
         return self.plus(
             num_drafts=-before.num_drafts,
             num_draft_tokens=-before.num_draft_tokens,
@@ -74,21 +74,21 @@ Fault = Literal["lost", "late", "failed", "invalid"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterHealth:
-    """What happened since the drafter was made.
+    """Health of a drafter since it was made.
 
-    state       up; late (a reply is overdue); broken (it failed too often and is left alone); down (being restarted);
-                closed
-    asked       rounds in which it was asked; of these were
+    state       up; late (a reply is overdue); broken (it failed too often and is no longer used); down (being
+                restarted); closed
+    asked       rounds in which a request was sent to it; of these were
     answered    answered in time with a usable proposal
-    ahead       answered with a proposal that was ready before it was asked for
-    skipped     rounds in which it was not asked, because it was not up
+    ahead       answered with a proposal that was ready before the request
+    skipped     rounds without a request, because it was not up
     lost        connections that broke: the process died or was killed
     late        replies after the deadline
-    failed      replies that said why there is no proposal
+    failed      replies that gave a reason why there is no proposal
     invalid     replies with a wrong shape, or ids outside the vocabulary
     restarts    restarts of the process
-    rereads     sequences it had to read again
-    last_error  the last reason, for people
+    rereads     sequences that it had to prefill again
+    last_error  the last reason, as a message
     """
 
     state: State = "down"
@@ -106,12 +106,12 @@ class DrafterHealth:
 
     @property
     def faults(self) -> int:
-        """Everything that went wrong."""
+        """Number of all faults."""
         return self.lost + self.late + self.failed + self.invalid
 
     @property
     def hit_rate(self) -> float:
-        """Share of the answers that were ready before they were asked for; 0 without answers."""
+        """Share of the responses that were ready before the request; 0 without responses."""
         return self.ahead / self.answered if self.answered else 0.0
 
     def to_dict(self) -> dict[str, object]:
@@ -119,13 +119,13 @@ class DrafterHealth:
         return asdict(self) | {"hit_rate": self.hit_rate}
 
     def since(self, before: DrafterHealth) -> DrafterHealth:
-        """The counts since ``before``, with the state of now."""
+        """Return the counts since ``before``, with the current state."""
         now, then = asdict(self), asdict(before)
         return replace(self, **{name: value - then[name] for name, value in now.items() if isinstance(value, int)})
 
 
 class HealthCounters:
-    """Counts what `DrafterHealth` reports, but for what only the owner of the connection knows."""
+    """Counters behind `DrafterHealth`, except those that only the owner of the connection has."""
 
     def __init__(self) -> None:
         elsewhere = ("state", "restarts", "last_error")
@@ -142,5 +142,5 @@ class HealthCounters:
         self.last_error = reason
 
     def snapshot(self, state: State, restarts: int, last_error: str) -> DrafterHealth:
-        """The health of now."""
+        """Return the current health."""
         return DrafterHealth(state=state, restarts=restarts, last_error=last_error, **self._counts)

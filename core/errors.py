@@ -58,7 +58,7 @@ class UnknownArchitectureError(CheckpointError):
 
 
 class RequestError(PacelineError, ValueError):
-    """A request cannot be served as it was asked."""
+    """A request cannot be served with its values."""
 
 
 class PromptError(RequestError):
@@ -66,11 +66,11 @@ class PromptError(RequestError):
 
 
 class ContextError(PromptError):
-    """The prompt leaves no room for a token."""
+    """The prompt leaves no position for a token."""
 
 
 class SamplingError(RequestError):
-    """A sampling or stopping value is out of range. ``param``: which of `Sampling`'s, where it is of those."""
+    """A sampling or stopping value is out of range. ``param``: its name in `Sampling`, if it is one of those."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -94,11 +94,11 @@ class ArtefactError(BackendError):
 
 
 class RankError(BackendError):
-    """A process of a model divided over ranks failed or is gone."""
+    """A process of a tensor-parallel model failed or is gone."""
 
 
 class QueueFullError(PacelineError):
-    """More requests wait than may. ``retry_after``: seconds after which there may be room, as far as that is known."""
+    """The queue is full. ``retry_after``: seconds until there may be capacity, if known."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class DeadlineError(PacelineError, TimeoutError):
 
 
 class EventLoopError(PacelineError, RuntimeError):
-    """What belongs to one event loop is used from another."""
+    """An object that belongs to one event loop is used from another."""
 
 
 class DecoderBusyError(PacelineError):
@@ -134,11 +134,11 @@ class TraceError(PacelineError):
 
 
 class StorageError(PacelineError):
-    """A file cannot be written: the disk is full or read-only, or it may not be."""
+    """A file cannot be written: the disk is full or read-only, or permission is missing."""
 
 
 class PlacementError(PacelineError):
-    """Models cannot be put on cores, or cannot be kept running there."""
+    """Models cannot be put on cores, or cannot be kept running on them."""
 
 
 class PlanError(PlacementError, ConfigurationError):
@@ -146,7 +146,7 @@ class PlanError(PlacementError, ConfigurationError):
 
 
 class RoomError(PlanError):
-    """The models are in order, but there is no room for them: too few cores, or too little memory on a core."""
+    """The models are valid but do not fit: too few cores, or too little memory on a core."""
 
 
 class CoresBusyError(PlacementError):

@@ -1,19 +1,19 @@
 """Counter-based Gumbel noise: randomness as a function of (seed, position, token id), not a state.
 
-The random word of these three numbers is the same bits on every backend and in a tensor of any shape. Accelerators may
-compute integers in float32, which is exact below 2**24 only. So a word is two limbs of 16 bits, every product is one of
-16 by 8 bits, and no intermediate reaches 2**24. There are no tables and no gathers.
+The random value of these three numbers is bitwise identical on every backend and in a tensor of any shape. Accelerators
+may compute integers in float32, which is exact below 2**24 only. So a 32-bit value is two 16-bit halves, every product
+is one of 16 by 8 bits, and no intermediate reaches 2**24. There are no tables and no gathers.
 
-A row (a seed, a position and a stream) has 64 bits of state: the seed's four limbs go through a permutation in which
-the position and the stream are mixed twice, so that no two seeds are windows of one sequence. An id goes through seven
-rounds whose keys come from that state. A round multiplies one limb by an odd number, keeps the product's low 16 bits as
-the one limb, and adds its upper 16 bits to the other by exclusive or, which can be undone: of one row, no two ids share
-a word. Six rounds fail serial tests over neighbouring ids for some rows; seven were not seen to.
+A row (a seed, a position and a stream) has 64 bits of state: the seed's four 16-bit words go through a permutation in
+which the position and the stream are mixed twice, so that no two seeds are windows of one sequence. An id goes through
+seven rounds whose keys come from that state. A round multiplies one half by an odd number, keeps the product's low
+16 bits as the one half, and adds its upper 16 bits to the other by exclusive or, which can be undone: in one row, no
+two ids share a value. Six rounds fail serial tests over adjacent ids for some rows; seven were not seen to.
 
 Not a general random generator: quality was tested for picking tokens (docs/decisions/0011), not for cryptography.
 
 Sources: rounds of a product's two halves are those of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", 2011), with smaller limbs; that argmax(log p + Gumbel noise) is a draw from p is the Gumbel-max trick (Gumbel 1954;
+3", 2011), with smaller words; that argmax(log p + Gumbel noise) is a sample of p is the Gumbel-max trick (Gumbel 1954;
 Maddison et al. 2014); the logarithm's polynomial is that of Cephes' logf; the form of log1p is that of Kahan.
 """
 
@@ -26,7 +26,7 @@ TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 """Streams: independent noise for the same seed and position. Coupled drafting reads the TARGET stream."""
 
 LIMBS = 4
-"""Limbs of a seed."""
+"""Number of 16-bit words of a seed."""
 
 ID_ROUNDS = 7
 _LIMB = 0xFFFF
@@ -34,7 +34,7 @@ _ROW_ROUNDS = 5  # before the position is mixed in for the second time, and afte
 _MULTIPLIER, _ADDEND, _STEP = 0xB5, 0x9E37, 0x3C6E
 _SCALE = -(2.0**-16) * (1 - 2.0**-24)  # so that no uniform number is rounded to 1
 
-# Of Cephes' logf, from the highest power down.
+# Coefficients of Cephes' logf, from the highest power down.
 _POLYNOMIAL = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
@@ -44,9 +44,9 @@ _ROOT_HALF = 0.70710678118654752440
 
 
 def row_keys(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """The keys of every row: two limbs, then the odd multipliers of 8 bits of the rounds of its ids.
+    """Return the keys of every row: two 16-bit halves, then the odd 8-bit multipliers of the rounds of its ids.
 
-    seeds [B, 4] int32 limbs, positions [B, T] int32 below 2**24 -> [B, T, 2 + 7] int32
+    seeds [B, 4] int32 16-bit words, positions [B, T] int32 below 2**24 -> [B, T, 2 + 7] int32
     """
     low, high = positions & _LIMB, positions >> 16
     place = torch.stack((low, high ^ (stream << 8)), -1)
@@ -60,7 +60,7 @@ def row_keys(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 
 
 def words(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """32 random bits for every row and id, as their upper and their lower 16.
+    """Return 32 random bits for every row and id, as their upper and their lower 16.
 
     rows [B, T, 9] int32, ids [n] or [B, T, n] int32, 0 to 2**24 - 1 -> twice [B, T, n] int32
     """
@@ -74,11 +74,11 @@ def words(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def gumbel(
     seeds: Tensor, positions: Tensor, ids: int | Tensor, *, stream: int = TARGET, traced: bool = False
 ) -> Tensor:
-    """Standard Gumbel noise for token ids [n] or [B, T, n] int32; a number n means 0 to n - 1.
+    """Return standard Gumbel noise for token ids [n] or [B, T, n] int32; a number n means 0 to n - 1.
 
-    ``traced``: by the logarithm of the backend that compiles it, which may differ in the last bits from that of another
-    backend. Otherwise by arithmetic alone, whose bits are those of the native kernels on every CPU.
-    -> [B, T, n] float32, between -2.9 and 22.9
+    ``traced``: use the logarithm of the backend that compiles it, which may differ in the last bits from that of
+    another backend. Otherwise use arithmetic only, bitwise identical to the native kernels on every CPU. -> [B, T, n]
+    float32, between -2.9 and 22.9
     """
     if isinstance(ids, int):
         ids = torch.arange(ids, dtype=torch.int32, device=seeds.device)
@@ -86,7 +86,7 @@ def gumbel(
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """One uniform number in [0, 1) for every position. -> [B, T] float32, a multiple of 2**-24."""
+    """Return a uniform number in [0, 1) for every position. -> [B, T] float32, a multiple of 2**-24."""
     zero = torch.zeros(1, dtype=torch.int32, device=seeds.device)
     high, low = words(row_keys(seeds, positions, stream), zero)
     return ((high * 256) + (low >> 8)).squeeze(-1).to(torch.float32) * 2.0**-24
@@ -128,7 +128,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _permute(x: Tensor, y: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-    """Rounds of a permutation of four limbs, two and two. [..., 2] int32 each."""
+    """Apply rounds of a permutation of four 16-bit words, two and two. [..., 2] int32 each."""
     for index in range(rounds):
         product = x * _MULTIPLIER + (_ADDEND + index * _STEP & _LIMB)
         x, y = y.flip(-1) ^ (product >> 8), product & _LIMB

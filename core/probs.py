@@ -1,4 +1,4 @@
-"""From logits to probabilities and to a choice: the only place that makes probabilities, for target and draft alike.
+"""Logits to probabilities and to sampled tokens: the only code that makes probabilities, for target and draft alike.
 
 Everything is float32. The order is Hugging Face's: temperature, top-k, top-p, min-p. Greedy (temperature 0) is the
 one-hot distribution of the largest logit, not a branch; equal logits are won by the lowest id.
@@ -21,10 +21,10 @@ def sample_tokens(
     stream: int = noise.TARGET,
     cut: bool = True,
 ) -> Tensor:
-    """The token each row picks: argmax of the filtered, scaled logits plus the noise of its position.
+    """Sample a token for each row: argmax of the filtered, scaled logits plus the noise of its position.
 
-    logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
-    ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
+    logits [B, T, V] float32, positions [B, T] int32 (of the token that is sampled) -> [B, T] int32
+    ``cut=False`` skips top-k, top-p and min-p; the caller must know that they are off in every row.
     """
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
@@ -34,11 +34,11 @@ def sample_tokens(
 def rank_tokens(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The first ``count`` choices of every row in their order, each as if those before it were not there.
+    """Return the first ``count`` choices of every row in their order, each as if those before it did not exist.
 
     logits [B, T, n] float32 of the ids [n] int32, ascending (None: all), positions [B, T] int32
-    -> ids [B, T, count] int32, the first what `sample_tokens` picks; their log-probabilities [B, T, count] float32,
-    where a row samples those of the distribution given the noise. What the filters cut comes after all they leave.
+    -> ids [B, T, count] int32, the first the one that `sample_tokens` returns; their log-probabilities [B, T, count]
+    float32, where a row samples those of the distribution given the noise. Ids that the filters cut come last.
     """
     if ids is None:
         ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
@@ -57,9 +57,9 @@ def add_gumbel(
     ids: Tensor,
     stream: int = noise.TARGET,
 ) -> Tensor:
-    """Filtered or scaled scores plus the noise of their position where a row samples: the largest is the choice.
+    """Add the noise of their position to filtered or scaled scores where a row samples: the largest is the choice.
 
-    scores [B, T, V] float32 of the ids [V] or [B, T, V] int32, which may be some of the vocabulary only
+    scores [B, T, V] float32 of the ids [V] or [B, T, V] int32, which may be only a part of the vocabulary
     -> [B, T, V] float32
     """
     hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
@@ -68,13 +68,13 @@ def add_gumbel(
 
 
 def apply_temperature(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logits over temperature; as they are where it is 0. [B, T, V] -> [B, T, V] float32."""
+    """Divide logits by temperature; unchanged where it is 0. [B, T, V] -> [B, T, V] float32."""
     temperature = sampling.params[:, 0].view(-1, 1, 1)
     return logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
 
 
 def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Tempered logits, with `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
+    """Set scaled logits to `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
     top_k, top_p, min_p = (sampling.params[:, i].view(-1, 1, 1) for i in range(1, 4))
     scores = apply_temperature(logits, sampling)
     count = torch.where(top_k > 0, top_k, float(logits.shape[-1])).expand(*scores.shape[:2], 1)
@@ -88,7 +88,7 @@ def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True) -> Tensor:
-    """The distribution that `sample_tokens` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
+    """Return the distribution that `sample_tokens` samples from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
@@ -97,6 +97,6 @@ def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last dimension in float32."""
+    """Compute softmax over the last dimension in float32."""
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)

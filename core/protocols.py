@@ -1,4 +1,4 @@
-"""The contracts between the parts of a round. What a part need not do has a default, so that a fake is a page.
+"""The contracts between the parts of a round. Optional methods have a default, so that a fake fits on a page.
 
     proposal = drafter.propose(commit); commit = verifier(commit, proposal)
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 Reading = Generator[None, None, PrefillResult]
-"""Reads a prompt in pieces, with a pause after each but the last; `finish` goes without them."""
+"""Prefill in chunks, with a pause after each but the last; `finish` runs it without pauses."""
 
 Processor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Hugging Face's logits processor: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
 
 
 class Drafter(ABC):
-    """Proposes tokens. It may be wrong, late or absent: the tokens a user gets do not depend on it.
+    """Proposes tokens. It may be wrong, late or absent: the output tokens do not depend on it.
 
-    A drafter keeps no length of its own: it re-reads the whole last commit.
+    A drafter stores no length: it re-reads the whole last commit.
 
     draft_shape    of every proposal
-    reads          what it reads of the target besides tokens; None = nothing. If set, commits carry features
-    max_positions  how many positions of a text it can follow; None = no limit. Past it nothing is asked of it
-    movable        whether `move_request` does what it says; otherwise requests stay in their slots
+    reads          hidden states that it reads of the target; None = nothing. If set, commits carry features
+    max_positions  how many positions of a sequence it can follow; None = no limit. Past it, it is not called
+    movable        whether `move_request` works; otherwise requests stay in their slots
     predicted      how many tokens of the last proposal, from the first on, are from the prediction of the slot's
                    request; None = none
     """
@@ -63,39 +63,41 @@ class Drafter(ABC):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """Lengths of its chains that are worth a graph of their own, ascending. The last is that of the draft shape."""
+        """Chain lengths that are worth a separate graph, ascending. The last is that of the draft shape."""
         return (self.draft_shape.num_draft_tokens,)
 
     @property
     def health(self) -> DrafterHealth | None:
-        """How it is doing, if it is in another process."""
+        """Health of the drafter, if it is in another process."""
         return None
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
-        """What each of several drafters did since this one was made, by its name, if it chooses among them."""
+        """Counts of each of several drafters since this one was made, by its name, if it chooses among them."""
         return {}
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
+        """Prefill the prompt of a new request in a slot. features [S, F] of its tokens, if this drafter ``reads``
+        any.
+        """
 
     def read_request(
         self, slot: int, prompt: Sequence[int], features: Tensor | None = None
     ) -> Generator[None, None, None]:
-        """As `add_request`, with a pause after each piece but the last."""
+        """Do the work of `add_request`, with a pause after each chunk but the last."""
         self.add_request(slot, prompt, features)
         yield from ()
 
     def finish_request(self, slot: int) -> None:
-        """The request in a slot is done, finished or aborted: forget it. Its cache rows may keep what they hold."""
+        """Forget the request in a slot, finished or aborted. Its cache rows may keep their contents."""
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Give all that is kept of the request in a slot to a free one; its text takes at most ``rows`` cache rows."""
+        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
         raise NotImplementedError(f"{type(self).__name__} is not movable")
 
     def update(self, commit: Commit) -> None:
-        """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows; not for those
-        that a `TraceableDrafter.step` reads.
+        """Receive a commit. Called once for every commit, before `propose`, whether or not `propose` follows; not for
+        those that a `TraceableDrafter.step` reads.
         """
 
     @abstractmethod
@@ -103,11 +105,11 @@ class Drafter(ABC):
         """Propose what follows the commit. Slots that hold no request may get anything."""
 
     def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
-        """The proposal of every slot as a list, for who joins it with others; [] = nothing. More than the limit is of
-        no use.
+        """Return the proposal of every slot as a list, for callers that join it with others; [] = nothing. Tokens past
+        the limit have no use.
 
         Raises:
-            ConfigurationError: it was drawn from probabilities.
+            ConfigurationError: it was sampled from probabilities.
         """
         proposal = self.propose(commit, sampling, limits)
         if proposal.draft_probs is not None:
@@ -122,13 +124,14 @@ class Drafter(ABC):
         *,
         allowed: Callable[[int, list[int], int], Tensor | None],
     ) -> Proposal:
-        """As `propose`, by a drafter that can choose among the tokens that may follow alone. ``allowed``: from a slot,
-        tokens drafted for it and the size of the vocabulary to which tokens may follow, [V] bool, or None for all.
+        """Do the work of `propose`, restricted to the tokens that may follow, if the drafter can. ``allowed``: from a
+        slot, tokens drafted for it and the size of the vocabulary to the tokens that may follow, [V] bool, or None for
+        all.
         """
         return self.propose(commit, sampling, limits)
 
     def shortened(self, length: int) -> Drafter:
-        """This drafter, proposing ``length`` tokens, fewer than it does. The two share their state.
+        """Return this drafter with shorter proposals of ``length`` tokens. The two share their state.
 
         Raises:
             ConfigurationError: it has one length only.
@@ -144,41 +147,41 @@ class TraceableDrafter(Drafter):
     @property
     @abstractmethod
     def state(self) -> nn.Module:
-        """What holds the weights and caches of its steps. Drafters of one state share steps."""
+        """Module with the weights and caches of its steps. Drafters of one state share steps."""
 
     @abstractmethod
     def bucket(self, rows: int) -> int:
-        """The bucket of its cache for texts that need so many rows: how many positions its step reads."""
+        """Return the bucket of its cache for sequences that need ``rows`` rows: how many positions its step reads."""
 
     @abstractmethod
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """The step of a bucket, for rounds of a kind of sampling: the ``kind`` of its `SamplingTensors`.
+        """Return the step of a bucket, for rounds of a sampling mode: the ``kind`` of its `SamplingTensors`.
 
         forward(tokens, count, first_row, params, seeds, *features) -> (drafts [B, N],), followed by parents [B, N] for
-        a dynamic draft shape, and by the probabilities [B, N, V] if they are drawn. Its parameters and buffers are
+        a dynamic draft shape, and by the probabilities [B, N, V] if they are sampled. Its parameters and buffers are
         its state.
         """
 
     @abstractmethod
     def step_key(self, bucket: int) -> DraftKey:
-        """What tells the step of a bucket from every other step of this drafter."""
+        """Return the key that distinguishes the step of a bucket from this drafter's other steps."""
 
     @abstractmethod
     def cache_key(self) -> dict[str, object]:
-        """All that a graph with this step in it depends on besides the source."""
+        """Return all values that a graph with this step in it depends on besides the source."""
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Read the commits of `update` that nothing was proposed upon. Called, in place of `update`, before a round in
-        which the step reads the newest commit itself.
+        """Read the commits of `update` that no proposal followed. Called, in place of `update`, before a round in which
+        the step reads the newest commit itself.
         """
 
 
 class Verifier(ABC):
     """The target's side of a round: decoder, probabilities, acceptance and compaction as one step.
 
-    movable  whether `move_request` does what it says
-    scores   of the tokens of the last call, of every slot whose request asks for them; who takes them sets None
+    movable  whether `move_request` works
+    scores   of the tokens of the last call, for every slot whose request needs them; the reader sets it to None
     """
 
     movable: bool = False
@@ -186,21 +189,21 @@ class Verifier(ABC):
 
     @abstractmethod
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
+        """Prefill a slot and sample the first token. ``sampling`` has one row, the slot's."""
 
     def finish_request(self, slot: int) -> None:
-        """The request in a slot is done: forget it."""
+        """Forget the request in a slot."""
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Give all that is kept of the request in a slot to a free one; its text takes at most ``rows`` cache rows."""
+        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
         raise NotImplementedError(f"{type(self).__name__} is not movable")
 
     @abstractmethod
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Verify a proposal; None = nothing is proposed. Several plain steps in one graph are a verifier too, to which
-        nothing is ever proposed: it commits up to ``limits.max_accept + 1`` tokens in every slot.
+        """Verify a proposal; None = nothing is proposed. Several plain steps in one graph are also a verifier, which
+        never receives a proposal: it commits up to ``limits.max_accept + 1`` tokens in every slot.
         """
 
     def fused(
@@ -212,61 +215,61 @@ class Verifier(ABC):
         limits: RoundLimits,
         seconds: float,
     ) -> RoundResult:
-        """Draft and verify in one graph: one round, and as many after it as ``limits`` allows and fit into so many
-        seconds, each on what the one before it committed. The drafter does not see them: its step reads what they
-        commit. The last commit is good until the call after the next.
+        """Draft and verify in one graph: one round, then as many more as ``limits`` allows and fit into ``seconds``,
+        each on the commit of the one before it. The drafter does not see them: its step reads their commits. The last
+        commit is valid until the call after the next.
         """
         raise NotImplementedError(f"{type(self).__name__} runs no drafter's step")
 
 
 class Round(Protocol):
-    """From what was last committed to what is committed next."""
+    """One round: the last commit in, the next commit out."""
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt into a slot. Other slots may go through rounds in its pauses."""
+        """Prefill a slot. Other slots may go through rounds in its pauses."""
 
     def finish_request(self, slot: int) -> None:
-        """The request in a slot is done, or `start` failed for it: both sides forget it."""
+        """Forget a request that finished, or for which `start` failed, on both sides."""
 
     @property
     def movable(self) -> bool:
         """Whether requests can go to another slot, so that those in use come first."""
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Give all that is kept of the request in a slot to a free one; its text takes at most ``rows`` cache rows."""
+        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """One round, or as many as ``limits`` allows."""
+        """Run one round, or as many as ``limits`` allows."""
 
 
 class TextProcessing(Protocol):
-    """What a request does to the logits of its own text. ``ids`` are prompt and output so far, or with drafts behind
-    them: every answer is a function of them, whatever was asked before.
+    """Logits processing of one request. ``ids`` are prompt and output so far, possibly followed by drafts: every result
+    is a function of them, independent of earlier calls.
     """
 
     def process(self, ids: list[int], logits: Tensor) -> Tensor:
-        """The logits [V] float32 that follow ``ids``, processed; the ones given stay what they are.
+        """Return the processed logits [V] float32 that follow ``ids``; the input stays unchanged.
 
         Raises:
-            SamplingError: a processor gave what is no logits, or a grammar is too much work.
+            SamplingError: a processor returned something that is not logits, or a grammar is too much work.
         """
 
     def allowed(self, ids: list[int], size: int) -> Tensor | None:
-        """Which of ``size`` tokens may follow at all: [V] bool; None = all of them."""
+        """Return the mask of the ``size`` tokens that may follow: [V] bool; None = all of them."""
 
     def continued(self, ids: list[int], draft: Sequence[int], limit: int) -> list[int]:
-        """A draft up to the first token that may not follow, and what must follow then; at most ``limit`` tokens."""
+        """Cut a draft at the first token that may not follow, then add forced tokens; at most ``limit`` tokens."""
 
 
 class HostText(Protocol):
-    """The text in a slot, for a verifier that decides it token by token on the host.
+    """The sequence in a slot, for a verifier that decides it token by token on the host.
 
     text           prompt and output so far
     prompt_length  where the output begins
-    processing     what is done to the logits of its next token; None = nothing
-    num_logprobs   how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    processing     logits processing of its next token; None = nothing
+    num_logprobs   how many of the model's likeliest tokens are reported at each position; None = no log-probabilities
     prediction     ids that its output will probably be
-    output_scores  whether the log-probability of each token in its processed logits is wanted
+    output_scores  whether the log-probability of each token in its processed logits is reported
     """
 
     @property
@@ -288,17 +291,17 @@ class HostText(Protocol):
     def prediction(self) -> Sequence[int]: ...
 
     def append(self, token: int) -> object:
-        """Add a token; something true if the text ends with it."""
+        """Add a token; return something true if the sequence stops with it."""
 
     def fail(self, error: RequestError) -> None:
-        """The text cannot go on, and ends without another token."""
+        """Stop the sequence with an error, without another token."""
 
 
 Result = TypeVar("Result")
 
 
 def finish(reading: Generator[None, None, Result]) -> Result:
-    """What a reading comes to, without pauses."""
+    """Run a generator to its end without pauses; return its result."""
     while True:
         try:
             next(reading)

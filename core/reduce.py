@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 NEGATIVE = -1.0e30
-"""Stands for minus infinity in masked scores: finite, so that no device turns it into NaN."""
+"""Substitute for minus infinity in masked scores: finite, so that no device turns it into NaN."""
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Index of the largest score, the lowest one of equals. [..., V] -> [...] int32."""
+    """Return the index of the largest score, the lowest one of equals. [..., V] -> [...] int32."""
     size = scores.shape[-1]
     ids = torch.arange(size, dtype=torch.float32, device=scores.device)
     return clamp_ids(max_with_index(scores, ids, size)[1], size)
 
 
 def clamp_ids(ids: Tensor, size: int) -> Tensor:
-    """What `best` found, as ids: a row of NaN has no best, and gets some id of the vocabulary. -> int32"""
+    """Convert float32 ids to int32: a row of NaN has no best, and gets some id of the vocabulary. -> int32"""
     return ids.clamp(max=size - 1).to(torch.int32)
 
 
 def max_with_index(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The largest score of every row and the lowest id that has it; ``size``, above every id, where none has.
+    """Return the largest score of every row and the lowest id that has it; ``size``, above every id, where none has.
 
     scores [..., n] float32, ids [..., n] float32, the number of each score -> [...], [...] float32
     """
@@ -37,7 +37,7 @@ def max_with_index(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tens
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest values, falling, and their ids; the lowest id first among equals.
+    """Return the ``count`` largest values, descending, and their ids; the lowest id first among equals.
 
     values [..., V] float32 -> [..., count] float32, [..., count] int32
     """
@@ -83,13 +83,13 @@ def first_of_largest(values: Tensor, border: Tensor, count: int) -> Tensor:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """float32 as int32 that compare in the same order."""
+    """Map float32 to int32 values that compare in the same order."""
     word = (x + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must be its equal
     return torch.where(word < 0, word ^ 0x7FFFFFFF, word)
 
 
 def _search(ordered: Tensor, enough: Callable[[Tensor], Tensor]) -> Tensor:
-    """The largest integer edge for which ``enough(ordered >= edge)`` holds, bit by bit from the top. [..., 1] int32."""
+    """Return the largest integer edge for which ``enough(ordered >= edge)`` holds, bit by bit. [..., 1] int32."""
     edge = torch.full_like(ordered[..., :1], -(1 << 31))
     half = torch.zeros_like(edge)
     edge = torch.where(enough(ordered >= half), half, edge)

@@ -1,6 +1,6 @@
-"""How one request samples, as a checked value, and how a batch of them becomes tensors.
+"""Sampling parameters of one request as a checked value, and a batch of them as tensors.
 
-What these numbers do to logits is in `paceline.core.probs`.
+`paceline.core.probs` applies these numbers to logits.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOP_K_LIMIT = 256
-"""The largest top-k of the kind of sampling "top-k", whose graphs choose among so many ids alone."""
+"""The largest top-k of the sampling mode "top-k", whose graphs choose only among that many ids."""
 
 SAMPLING_KINDS: tuple[SamplingKind, ...] = get_args(SamplingKind)
-"""All kinds, from the narrowest to the widest."""
+"""All sampling modes, from the narrowest to the widest."""
 
 COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
-"""Kinds of sampling that rounds have graphs for by default. A top-k above the limit is rare."""
+"""Sampling modes that rounds have graphs for by default. A top-k above the limit is rare."""
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
-"""Above 0. Logits over less reach past `reduce.NEGATIVE`, which stands for what is cut, and past float32."""
+"""Above 0. Logits over less reach past `reduce.NEGATIVE`, which marks cut ids, and past float32."""
 _MOST_TEMPERATURE = 1e20
-"""Over more, `reduce.NEGATIVE` itself comes near the logits, and what is banned would be drawn."""
+"""Logits over more come near `reduce.NEGATIVE` itself, and banned ids would be sampled."""
 _WORD = (1 << 64) - 1
 _LEAST_TOP_P = 1e-30
-"""Less is 0 in float32, at the latest on a device without its smallest numbers, and nothing stands inside of that."""
+"""Less is 0 in float32, at the latest on a device without subnormals, and no token is inside of that mass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling of one request. ``temperature == 0`` is greedy decoding: of equal logits at the top the lowest id.
 
-    ``top_k == 1`` is not quite: equal logits at the border of top-k stand together, so of equal ones at the top any may
-    be drawn.
+    ``top_k == 1`` is not quite: equal logits at the border of top-k are all kept, so any of equal ones at the top may
+    be sampled.
 
     Raises:
         SamplingError: a value is out of range.
@@ -85,24 +85,24 @@ class Sampling:
 
 
 def param_row(sampling: Sampling) -> list[float]:
-    """The row of `SamplingTensors.params` of one request."""
+    """Return the row of `SamplingTensors.params` of one request."""
     return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 
 IDLE_ROW = (-1.0, 0.0, 1.0, 0.0)
-"""The row of `SamplingTensors.params` of a slot without a request: greedy, the cheapest kind, where it is computed."""
+"""The row of `SamplingTensors.params` of a slot without a request: greedy, the cheapest mode, where it is computed."""
 
 
 def seed_row(seed: int) -> list[int]:
-    """The row of `SamplingTensors.seeds` of one request: the mixed seed in limbs of 16 bits, the lowest first."""
+    """Return the row of `SamplingTensors.seeds` of one request: the mixed seed in 16-bit words, the lowest first."""
     mixed = _mix(seed)
     return [mixed >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of a row of a call with one seed: its own for row 0, and for others a hash of the seed and the row.
+    """Return the seed of a row of a call: the call's seed for row 0, else a hash of the seed and the row.
 
-    So the first row of a batch is what a single prompt is, and calls with seeds 0, 1, 2 and so on share no rows.
+    So the first row of a batch equals a single prompt, and calls with seeds 0, 1, 2 and so on share no rows.
     """
     return seed if row == 0 else _mix(_mix(seed) + row)
 
@@ -117,20 +117,20 @@ def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
 
 
 def kind_of(sampling: Sampling) -> SamplingKind:
-    """The kind of one request: the narrowest that gives its tokens."""
+    """Return the sampling mode of one request: the narrowest that gives its tokens."""
     return _kind(sampling.temperature, sampling.top_k)
 
 
 def widest(kinds: Iterable[SamplingKind]) -> SamplingKind:
-    """The narrowest kind that serves requests of all these kinds; greedy, if there are none."""
+    """Return the narrowest sampling mode that serves requests of all these modes; greedy, if there are none."""
     return max(kinds, key=SAMPLING_KINDS.index, default="greedy")
 
 
 def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
-    """The kinds of these names, from the narrowest to the widest.
+    """Return the sampling modes of these names, from the narrowest to the widest.
 
     Raises:
-        ConfigurationError: there is no such kind, or no name.
+        ConfigurationError: there is no such mode, or no name.
     """
     if not names or any(name not in SAMPLING_KINDS for name in names):
         raise ConfigurationError(f"kinds={list(names)} of sampling: give one or more of {', '.join(SAMPLING_KINDS)}")
@@ -138,7 +138,9 @@ def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
 
 
 def kind_of_params(params: Tensor) -> SamplingKind:
-    """The kind of a batch, from its ``params`` [B, 4] alone: of tensors that came from another process."""
+    """Return the sampling mode of a batch from its ``params`` [B, 4] only, for tensors that came from another
+    process.
+    """
     return widest(_kind(temperature, top_k) for temperature, top_k, *_ in params.tolist())
 
 

@@ -24,12 +24,12 @@ def chain(length: int) -> tuple[int, ...]:
 
 
 def is_chain(parents: tuple[int, ...]) -> bool:
-    """Whether every node hangs on the one before it."""
+    """Return whether every node is a child of the one before it."""
     return parents == chain(len(parents))
 
 
 def check(parents: tuple[int, ...]) -> None:
-    """Raise ConfigurationError unless every parent stands before its child."""
+    """Raise ConfigurationError unless every parent comes before its child."""
     for node, parent in enumerate(parents):
         if not ROOT <= parent < node:
             raise ConfigurationError(
@@ -46,10 +46,10 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draft_shape(parents: tuple[int, ...]) -> DraftShape:
-    """The draft shape of a static tree.
+    """Return the draft shape of a static tree.
 
     Raises:
-        ConfigurationError: a parent does not stand before its child.
+        ConfigurationError: a parent does not come before its child.
     """
     check(parents)
     if is_chain(parents):
@@ -58,12 +58,12 @@ def draft_shape(parents: tuple[int, ...]) -> DraftShape:
 
 
 def verify_rows(parents: tuple[int, ...]) -> list[int]:
-    """The parent row of every row of a window: -1 for the root, then one for every node."""
+    """Return the parent row of every row of a window: -1 for the root, then one for every node."""
     return [ROOT, *(parent + 1 for parent in parents)]
 
 
 def parents_of(proposal: Proposal) -> Tensor:
-    """Parent nodes of a proposal in every slot, -1 for the root. -> [B, N] int32"""
+    """Return the parent nodes of a proposal in every slot, -1 for the root. -> [B, N] int32"""
     import torch
 
     slots, nodes = proposal.tokens.shape
@@ -76,9 +76,9 @@ def parents_of(proposal: Proposal) -> Tensor:
 
 
 def ancestor_mask(rows: Tensor) -> Tensor:
-    """Parent rows [B, T] int32 -> [B, T, T] float32: 1 where row j is row i or an ancestor of it.
+    """Map parent rows [B, T] int32 -> [B, T, T] float32: 1 where row j is row i or an ancestor of it.
 
-    By squaring the matrix of steps towards the root: products only, no walk whose length depends on the data.
+    By squaring the matrix of steps towards the root: only matmuls, no walk whose length depends on the data.
     """
     import torch
 

@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAD = -1
-"""No token here. Never a legal id: 0 is a token like any other."""
+"""No token at this position. Never a legal id: 0 is a token like any other."""
 
 
 IDLE = 1 << 30
-"""Room in a slot that holds no request."""
+"""Remaining tokens of a slot that holds no request."""
 
 SamplingKind = Literal["greedy", "top-k", "full", "wide"]
-"""What the rows of a call ask of the choice of a token, from the narrowest kind to the widest.
+"""Sampling mode of a call: the computation its rows need to sample a token, from the narrowest mode to the widest.
 
-    greedy  every row has temperature 0: the largest logit, and neither noise nor filters
-    top-k   every row that samples has 1 <= top-k <= `paceline.core.sampling.TOP_K_LIMIT`
-    full    some row that samples has top-k off: noise for the whole vocabulary
-    wide    some row that samples has a top-k above the limit: its tokens are found in the whole vocabulary too
+greedy  every row has temperature 0: the largest logit, and neither noise nor filters
+top-k   every row that samples has 1 <= top-k <= `paceline.core.sampling.TOP_K_LIMIT`
+full    some row that samples has top-k off: noise for the whole vocabulary
+wide    some row that samples has a top-k above the limit: its tokens are also searched in the whole vocabulary
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """The shape of every proposal of a drafter: what a graph is made for.
+    """The shape of every proposal of a drafter, for which a graph is made.
 
     num_draft_tokens    N, how many nodes a proposal has
     depth    D, the most of them that one round can accept: N for a chain
-    parents  of a static tree; None for a chain, or if ``dynamic``: then every proposal brings parents of its own
+    parents  of a static tree; None for a chain, or if ``dynamic``: then every proposal has separate parents
     """
 
     num_draft_tokens: int
@@ -57,10 +57,10 @@ class DraftShape:
 
     @classmethod
     def chain(cls, length: int) -> DraftShape:
-        """``length`` nodes, each the child of the one before.
+        """Return a chain of ``length`` nodes, each the child of the one before.
 
         Raises:
-            ConfigurationError: the length is negative, or no integer.
+            ConfigurationError: the length is negative, or not an integer.
         """
         if not isinstance(length, int) or length < 0:
             raise ConfigurationError(f"a drafter cannot propose {length!r} tokens a round; give 0 or more")
@@ -71,7 +71,7 @@ class DraftShape:
         return self.parents is None and not self.dynamic
 
     def __str__(self) -> str:
-        """For people, such as ``chain of 4``."""
+        """Describe the shape for messages, such as ``chain of 4``."""
         if self.is_chain:
             return f"chain of {self.depth}"
         kind = "dynamic tree" if self.dynamic else "tree"
@@ -80,12 +80,12 @@ class DraftShape:
 
 @dataclass(frozen=True, slots=True)
 class DraftKey:
-    """What tells a drafter's step from every other step of that drafter.
+    """Key that distinguishes a drafter's step from its other steps.
 
     kind     of drafter: "draft" (a model), "medusa", ...
     shape    of its proposals
-    bucket   cache rows that the step looks at; None = it has no cache
-    drawn    whether it draws tokens and reports the probabilities
+    bucket   cache rows that the step reads; None = it has no cache
+    drawn    whether it samples tokens and reports the probabilities
     variant  every other choice that is part of the step
     """
 
@@ -96,7 +96,7 @@ class DraftKey:
     variant: str = ""
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the step for messages."""
         parts = [str(self.shape), "drawn" if self.drawn else "", self.variant]
         place = "" if self.bucket is None else f"@{self.bucket}"
         return f"{self.kind}[{', '.join(part for part in parts if part)}]{place}"
@@ -104,10 +104,10 @@ class DraftKey:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """What a drafter reads of the target besides tokens.
+    """Hidden states of the target that a drafter reads.
 
     ``layers`` names residual streams: entry i is the stream before layer i (the number of layers: after the last one,
-    before the norm); they are joined along the last axis. Empty = the last hidden state, after the norm.
+    before the norm); they are concatenated along the last axis. Empty = the last hidden state, after the norm.
     """
 
     layers: tuple[int, ...] = ()
@@ -117,8 +117,8 @@ class FeatureSpec:
 class DeviceFeatures:
     """Features that stay on the device, where the next round reads them.
 
-    fetch  brings them to the host, [B, W, F]; only until a round leaves others in their place
-    lines  slots that the graph computed which left them, 0 = all: the next one finds them there if it has as many
+    fetch  copies them to the host, [B, W, F]; only until a round replaces them
+    lines  batch rows of the graph that left them, 0 = all: the next graph can read them if it has as many
     """
 
     fetch: Callable[[], Tensor]
@@ -127,11 +127,11 @@ class DeviceFeatures:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the model says of a place in a text: log-probabilities, softmax of its own logits at temperature 1, before
-    any processor, penalty, grammar or filter, as in vLLM's ``raw_logprobs`` and OpenAI's API.
+    """Log-probabilities of the model at a position: softmax of its raw logits at temperature 1, before any processor,
+    penalty, grammar or filter, as in vLLM's ``raw_logprobs`` and OpenAI's API.
 
-    token    at that place
-    logprob  its own
+    token    at that position
+    logprob  of that token
     rank     how many tokens are likelier, plus 1
     top      (token, log-probability) of the likeliest, descending, whether or not ``token`` is one of them
     """
@@ -144,10 +144,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """What a verifier on the host says of a token that it committed.
+    """Scores of a token that a verifier on the host committed.
 
     processed  log-probability in the processed logits, at temperature 1, without filters
-    logprobs   what the model says of that place, if it was asked for
+    logprobs   log-probabilities of the model at that position, if requested
     """
 
     processed: float
@@ -156,11 +156,11 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What reading a prompt gave.
+    """Result of a prefill.
 
-    token     the first token of the answer
+    token     the first token of the output
     features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
-    scores    of that token, if its request asks for them
+    scores    of that token, if its request needs them
     """
 
     token: int
@@ -170,11 +170,11 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What the last round appended; the only place where a length lives.
+    """Tokens that the last round appended; the only place where a length is stored.
 
     tokens    [B, W] int32, PAD after ``count``
     count     [B] int32, at least 1; or 0, with ``first_row`` 0, in slots of a partial commit that have no tokens
-    first_row     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
+    first_row     [B] int32, cache row of ``tokens[:, 0]``; the sequence is ``first_row + count`` tokens long
     features  [B, W, F] or None; ``features[:, i]`` is the target's state that predicted ``tokens[:, i]``
     """
 
@@ -185,19 +185,19 @@ class Commit:
 
     @property
     def states(self) -> Tensor | None:
-        """The features, on the host wherever they are."""
+        """The features, copied to the host if they are on the device."""
         return self.features.fetch() if isinstance(self.features, DeviceFeatures) else self.features
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens a drafter puts forward.
+    """Tokens that a drafter proposes.
 
     tokens   [B, N] int32, parents before children, PAD = no node
     parents  parent nodes (-1 = the root, the last committed token): N of them, the same in every slot; or [B, N] int32,
-             a tree of its own for every slot; None = a chain
-    draft_probs      [B, N, V] float32, the distribution each token was DRAWN from; None = not drawn (argmax, n-gram,
-                     heads)
+             a separate tree for every slot; None = a chain
+    draft_probs      [B, N, V] float32, the distribution each token was SAMPLED from; None = not sampled (argmax,
+                     n-gram, heads)
     """
 
     tokens: Tensor
@@ -206,7 +206,7 @@ class Proposal:
 
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]], depths: Sequence[int]) -> Proposal:
-        """Chains of unequal lengths, in the smallest of these ascending ``depths`` that holds them all."""
+        """Build chains of unequal lengths, in the smallest of these ascending ``depths`` that holds them all."""
         import torch
 
         longest = max(len(row) for row in rows)
@@ -217,11 +217,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What an acceptor decided.
+    """Decision of an acceptance rule.
 
     path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD after ``count``
     count  [B] int32, how many nodes were accepted, 0 to D
-    token  [B] int32, the target's own token after them
+    token  [B] int32, the bonus or recovered token after them
     """
 
     path: Tensor
@@ -231,13 +231,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How every slot samples, as tensors, so that no value is baked into a graph.
+    """Sampling values of every slot as tensors, so that no value is a constant of a graph.
 
     params  [B, 4] float32: temperature (0 = greedy, below 0 = no request is in the slot), top-k (0 = off), top-p
             (1 = off), min-p (0 = off)
-    seeds   [B, 4] int32: the 64-bit seed, mixed, in limbs of 16 bits (`paceline.core.sampling.seed_row`)
-    kind    what a graph may assume of all rows; a wider kind than they need gives every row the same tokens. Not a
-            tensor: it is part of the graph, for kernels that have a graph for every kind
+    seeds   [B, 4] int32: the 64-bit seed, mixed, in 16-bit words (`paceline.core.sampling.seed_row`)
+    kind    sampling mode that a graph may assume of all rows; a wider one than they need gives every row the same
+            tokens. Not a tensor: it is part of the graph, for kernels that have a graph for every mode
     """
 
     params: Tensor
@@ -246,19 +246,19 @@ class SamplingTensors:
 
     @property
     def seated(self) -> Tensor:
-        """1 for every slot that holds a request, else 0: nobody waits for what is computed there. [B] int32"""
+        """1 for every slot that holds a request, else 0: results of other slots are not used. [B] int32"""
         return (self.params[:, 0] >= 0).int()
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """What the host, which knows every length, lets a round do.
+    """Limits that the host, which knows every length, sets for one round.
 
     max_accept  how many proposed nodes may be accepted in each slot; graphs take it as a tensor
-    max_rows    how many cache rows the longest text needs before this round (its root included)
+    max_rows    how many cache rows the longest sequence needs before this round (its root included)
     multi_round   how far rounds may go before the host sees them; None: it sees every one
-    used_slots    so many slots, from the first on, hold every request that takes part: a graph may leave out those
-                  behind them; None: any slot may hold one
+    used_slots    number of slots, from the first on, that hold every request that takes part: a graph may leave out
+                  those after them; None: any slot may hold one
     """
 
     max_accept: list[int]
@@ -269,13 +269,13 @@ class RoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class MultiRoundLimits:
-    """What lets several rounds run in one call.
+    """Limits for several rounds in one call.
 
-    remaining   for each slot, how many proposed tokens could still be accepted before the first round. What a round
-                commits is taken off it, and it limits the next one. No round follows once it is below 0 in a slot, or
-                every slot's limit is 0. `IDLE`: the slot holds no text
-    end_ids     ids with which a text may end: no round follows one in which a text gained such a token
-    max_rounds  at most so many rounds
+    remaining   for each slot, how many proposed tokens could still be accepted before the first round. Each round's
+                commit is subtracted from it, and it limits the next one. No round follows once it is below 0 in a
+                slot, or every slot's limit is 0. `IDLE`: the slot holds no request
+    end_ids     ids that may stop a sequence: no round follows one in which a sequence gained such a token
+    max_rounds  maximum number of rounds
     """
 
     remaining: list[int]
@@ -302,7 +302,7 @@ class RoundReport:
 
     @classmethod
     def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:
-        """From what a graph says: for each slot tokens, PAD, their count, and how deep the proposal went."""
+        """Build a report from a graph's output: for each slot tokens, PAD, their count, and the proposal's depth."""
         return cls([row[: row[-2]] for row in rows], [row[-1] for row in rows], seconds)
 
 
@@ -310,11 +310,11 @@ class RoundReport:
 class RoundResult:
     """Rounds that ran in one call.
 
-    commit          what the last one committed
+    commit          of the last one
     reports         of each
     draft_seconds   that the drafter took outside of the verifier's graph
     verify_seconds  that the verifier took, together with a drafter in its graph
-    draft_length    the one that was chosen for them, where it is chosen anew every time
+    draft_length    the one chosen for them, if every call chooses one
     """
 
     commit: Commit

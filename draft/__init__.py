@@ -1,1 +1,1 @@
-"""Drafters without trained parts of their own: a smaller model, n-grams of the text, a plain function."""
+"""Drafters without trained heads: a smaller model, n-grams of the sequence, a plain function."""

@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
 
 
 class BatchTextDrafter(Drafter, Generic[Text]):
-    """What `TextDrafter` is without a proposal for each text: `guess` is written for all slots at once.
+    """Base of `TextDrafter` without a proposal per sequence: `guess` is written for all slots at once.
 
     Raises:
         ConfigurationError: ``k`` is negative, or no integer.
@@ -39,28 +39,26 @@ class BatchTextDrafter(Drafter, Generic[Text]):
         self._texts: dict[int, Text] = {}
 
     def new_text(self, prompt: Sequence[int]) -> Text:
-        """What to keep of a new text. Default: a list of its tokens."""
+        """Return the data to keep of a new sequence. Default: a list of its tokens."""
         return list(prompt)  # type: ignore[return-value]  # Text is list[int] wherever this is not overridden
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
-        """``tokens`` were committed. Default: append them to the list."""
+        """Append committed tokens. Default: extend the list."""
         text += tokens  # type: ignore[operator]  # as in `new_text`
 
     def finish(self, text: Text) -> None:
-        """The request of a text is done. Default: nothing is left to do."""
+        """Finish a sequence whose request is done. Default: do nothing."""
 
     def shortened(self: Self, length: int) -> Self:
-        """See `paceline.core.protocols.Drafter`. The copy shares the texts."""
+        """Return a copy with shorter proposals, which shares the sequences."""
         shorter = copy.copy(self)
         shorter.draft_shape = DraftShape.chain(length)
         return shorter
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self._texts[slot] = self.new_text(prompt)
 
     def finish_request(self, slot: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         if slot in self._texts:
             self.finish(self._texts.pop(slot))
 
@@ -70,31 +68,27 @@ class BatchTextDrafter(Drafter, Generic[Text]):
         return True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         if slot in self._texts:
             self._texts[to] = self._texts.pop(slot)
 
     def update(self, commit: Commit) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:
                 self.extend(self._texts[slot], tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """See `paceline.core.protocols.Drafter`."""
         return Proposal.chains(self.guess(limits.max_accept), self.draft_lengths)
 
     def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
-        """See `paceline.core.protocols.Drafter`."""
         return self.guess(limits.max_accept)
 
     @abstractmethod
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """What follows every slot's text, as `chains`; no row is longer than ``k``."""
+        """Return the drafted continuation of every slot's sequence, as `chains`; no row is longer than ``k``."""
 
 
 class TextDrafter(BatchTextDrafter[Text]):
-    """Drafts chains of up to ``k`` tokens from the text alone. A `paceline.core.protocols.Drafter`.
+    """Drafts chains of up to ``k`` tokens from the tokens only. A `paceline.core.protocols.Drafter`.
 
     Raises:
         ConfigurationError: ``k`` is negative, or no integer.
@@ -108,7 +102,6 @@ class TextDrafter(BatchTextDrafter[Text]):
         """
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `BatchTextDrafter`."""
         k, rows = self.draft_shape.num_draft_tokens, []
         for slot, limit in enumerate(limits):
             most = min(k, limit)
@@ -124,7 +117,7 @@ class NoDrafter(Drafter):
     movable = True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Nothing to move."""
+        """Do nothing."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         import torch

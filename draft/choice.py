@@ -32,13 +32,13 @@ Self = TypeVar("Self", bound="_SeveralDrafters")
 
 
 class _SeveralDrafters(Drafter):
-    """Drafters of chains for the same texts."""
+    """Base of drafters that hold several drafters of chains for the same sequences."""
 
     draft_lengths: tuple[int, ...] = ()
     _drafters: tuple[Drafter, ...]
 
     def _take(self, drafters: Sequence[Drafter]) -> None:
-        """These are the drafters."""
+        """Store the drafters and their common limits."""
         self._drafters = tuple(drafters)
         self.draft_lengths = tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths})) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
@@ -47,8 +47,7 @@ class _SeveralDrafters(Drafter):
         self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
 
     def shortened(self: Self, length: int) -> Self:
-        """See `paceline.core.protocols.Drafter`. Each drafter that proposes more is shortened; what is kept of texts is
-        shared.
+        """Return a copy in which each drafter that proposes more is shortened; data of sequences is shared.
 
         Raises:
             ConfigurationError: one of the drafters has one length only.
@@ -109,7 +108,7 @@ class FallbackDrafter(_SeveralDrafters):
 
 
 def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> RoundLimits:
-    """These limits for a round, no further than a drafter can follow a text."""
+    """Return these limits for a round, no further than a drafter can follow a sequence."""
     end = drafter.max_positions
     if end is not None and bounds.max_rows + max(limits) > end + 1:
         lengths = (commit.first_row + commit.count).tolist()
@@ -131,12 +130,12 @@ def shortened_of(drafter: Drafter, length: int) -> Drafter:
 _FORGETS_TEXT, _FORGETS_ALL = 0.9, 0.99  # weight of what is one forecast older, in a text and of all texts
 _PRIOR = 2.0  # forecasts that all other texts count as, in a text
 _FIRST = 1.0  # accepted tokens of a drafter that nothing is known of
-_SMOOTHING, _OUTLIER = 0.9, 4.0  # of times
+_SMOOTHING, _OUTLIER = 0.9, 4.0  # of round times
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean that forgets."""
+    """A mean that forgets older values."""
 
     weight: float = 0.0
     total: float = 0.0
@@ -159,7 +158,7 @@ class _Forecast:
 
 @dataclass(slots=True)
 class _TextScores:
-    """What is known of one text."""
+    """Scores of one sequence."""
 
     means: list[_Mean]
     open: list[_Forecast] = field(default_factory=list)
@@ -184,36 +183,36 @@ class ShadowScores:
         self.rounds = 0
 
     def begin(self, slot: int) -> None:
-        """A text begins in a slot."""
+        """Begin a sequence in a slot."""
         self._texts[slot] = _TextScores([_Mean() for _ in range(self._count)])
 
     def end(self, slot: int) -> None:
-        """The text in a slot is over; forecasts that reach behind its end do not count."""
+        """End the sequence in a slot; forecasts that reach past its end do not count."""
         self._texts.pop(slot, None)
 
     def move(self, slot: int, to: int) -> None:
-        """The text in a slot goes on in another one."""
+        """Move the sequence in a slot to another one."""
         if slot in self._texts:
             self._texts[to] = self._texts.pop(slot)
 
     def known(self, slot: int, drafter: int) -> bool:
-        """Whether a forecast of this drafter was compared with the text, or is being so."""
+        """Return whether a forecast of this drafter was compared with the sequence, or is being compared."""
         text = self._texts.get(slot)
         return text is not None and (
             text.means[drafter].weight > 0 or any(forecast.drafter == drafter for forecast in text.open)
         )
 
     def forecast(self, slot: int, drafter: int, chain: Sequence[int]) -> None:
-        """A drafter says how the text in a slot goes on. Nothing said is nothing to compare."""
+        """Record a drafter's forecast for the sequence in a slot. An empty one is not compared."""
         if chain and slot in self._texts:
             self._texts[slot].open.append(_Forecast(drafter, chain))
 
     def drafted(self, drafter: int, tokens: int) -> None:
-        """A proposal of this drafter is verified."""
+        """Count a proposal of this drafter that is verified."""
         self.counts[drafter] = self.counts[drafter].plus(num_drafts=1, num_draft_tokens=tokens)
 
     def wrote(self, slot: int, tokens: Sequence[int]) -> None:
-        """The text in a slot goes on."""
+        """Compare the forecasts with tokens appended to the sequence in a slot."""
         text = self._texts.get(slot)
         if text is None:
             return
@@ -240,33 +239,33 @@ class ShadowScores:
         self._all[forecast.drafter].add(forecast.right, _FORGETS_ALL)
 
     def expected(self, slot: int, drafter: int) -> float:
-        """How many tokens of a proposal of this drafter the target will write."""
+        """Return how many tokens of a proposal of this drafter the target is expected to accept."""
         over_all = self._all[drafter].value(_FIRST, _PRIOR)
         text = self._texts.get(slot)
         return over_all if text is None else text.means[drafter].value(over_all, _PRIOR)
 
     def took(self, drafter: int, seconds: float) -> None:
-        """Proposing took so long."""
+        """Record a drafter's time to propose."""
         self._propose_seconds[drafter] = _smoothed(self._propose_seconds[drafter], seconds)
         self.counts[drafter] = self.counts[drafter].plus(propose_seconds=seconds)
 
     def rest_took(self, seconds: float) -> None:
-        """All of a round but proposing took so long."""
+        """Record a round's time without drafting."""
         self._rest_seconds = _smoothed(self._rest_seconds, seconds)
 
     def handed_over(self) -> None:
-        """Proposals of a round are ready: now it is verified."""
+        """Start the verification timer: the proposals of a round are ready."""
         self._handed_over = perf_counter()
 
     def back(self) -> None:
-        """The next commit is here."""
+        """Stop the verification timer and record it."""
         if self._handed_over is not None:
             self.rest_took(perf_counter() - self._handed_over)
             self._handed_over = None
 
     def speed(self, slot: int, drafter: int) -> float:
-        """Expected tokens of a round in which this drafter proposes, for every second; or for a round, before times
-        are known.
+        """Return the expected tokens per second of a round in which this drafter proposes; per round before times are
+        known.
         """
         tokens = 1 + self.expected(slot, drafter)
         propose_seconds, other_seconds = self._propose_seconds[drafter], self._rest_seconds
@@ -276,7 +275,7 @@ class ShadowScores:
 
 
 def _smoothed(before: float | None, now: float) -> float:
-    """Without pauses, which are no part of a round."""
+    """Smooth a time; outliers such as pauses do not count."""
     return now if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * min(now, _OUTLIER * before)
 
 
@@ -330,7 +329,7 @@ class ChoiceDrafter(_SeveralDrafters):
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
-        """What each drafter did since this one was made, by its name."""
+        """Counts of each drafter since this one was made, by its name."""
         return dict(zip(self.names, self._scores.counts, strict=True))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -352,7 +351,6 @@ class ChoiceDrafter(_SeveralDrafters):
         super().update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """See `paceline.core.protocols.Drafter`."""
         scores, most = self._scores, limits.max_accept
         slots = [slot for slot, limit in enumerate(most) if limit > 0]
         scores.rounds += 1
@@ -393,7 +391,7 @@ class ChoiceDrafter(_SeveralDrafters):
         return False
 
     def _ask(self, index: int, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits) -> list[list[int]]:
-        """The proposals of one drafter, as long as it can, and how long that took."""
+        """Return the proposals of one drafter, as far as it can follow, and record the time."""
         drafter, begin = self._drafters[index], perf_counter()
         within = _limits_within(drafter, limits.max_accept, commit, bounds=limits)
         if not drafter.draft_shape.num_draft_tokens or not any(within.max_accept):

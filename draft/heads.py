@@ -62,11 +62,11 @@ class DraftHead(nn.Module, ABC):
         return []
 
     def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
+        """Return how many rows of a window are used in every slot, [B] int32; None: all are computed."""
         return None
 
     def seated_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        """What `real_rows` is for a head that passes it to its products: nothing in slots without a request."""
+        """Return `real_rows` for a head that passes it to its matmuls: nothing in slots without a request."""
         skips = self.kernels.skips_padding and self.options.batch_size > 1
         return sampling.seated * window if skips else None
 
@@ -127,7 +127,7 @@ class AutoregressiveHead(DraftHead):
 
 
 class ParallelHead(DraftHead):
-    """A head that drafts all tokens at once, from the target's state behind the last committed token."""
+    """A head that drafts all tokens at once, from the target's hidden state at the last committed token."""
 
     reads: FeatureSpec | None = FeatureSpec()
 
@@ -256,7 +256,7 @@ class MoveRowsStep(nn.Module):
 
 
 def row_shift(head: DraftHead) -> int:
-    """How far a token's row is before its position: 1 where a row belongs to a pair of a feature and a token."""
+    """Return a token's position minus its row: 1 where a row belongs to a pair of a feature and a token."""
     return 0 if head.reads is None else 1
 
 
@@ -268,7 +268,7 @@ def at_index(x: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _MissedTokens:
-    """What one slot committed while nothing was proposed.
+    """Tokens that one slot committed while nothing was proposed.
 
     first_row  cache row of the first token
     tokens     in order
@@ -292,7 +292,7 @@ class PendingCommits:
         self.commits: list[tuple[Commit, set[int]]] = []
 
     def __len__(self) -> int:
-        """How many commits are kept."""
+        """Number of commits that are kept."""
         return len(self.commits)
 
     def add(self, commit: Commit) -> None:
@@ -300,11 +300,11 @@ class PendingCommits:
         self.commits.append((commit, set()))
 
     def drop_newest(self) -> None:
-        """The newest commit, if there is one, is read elsewhere."""
+        """Drop the newest commit, if there is one: it is read elsewhere."""
         del self.commits[-1:]
 
     def forget(self, slot: int) -> None:
-        """The request in this slot is finished: its commits are of no use to the next one."""
+        """Forget the commits of a slot whose request is finished."""
         for commit, finished in self.commits:
             finished.update([slot], () if finished else _idle(commit))
         self.commits = [(commit, slots) for commit, slots in self.commits if len(slots) < len(commit.count)]
@@ -329,7 +329,7 @@ class PendingCommits:
 
 
 def _idle(commit: Commit) -> list[int]:
-    """Slots that held no request: their commits start at row 0, no request's do."""
+    """Return the slots that held no request: only their commits start at row 0."""
     return [slot for slot, start in enumerate(commit.first_row.tolist()) if start == 0]
 
 
@@ -337,7 +337,7 @@ _HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
 
 
 class HeadDrafter(TraceableDrafter):
-    """Drafts with a head, in a graph of its own or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
+    """Drafts with a head, in a separate graph or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
 
     Its graphs are compiled, kept and shipped with those of ``decoder``, the target (or the head's own decoder), whose
     slots, positions and number format it has. Trees and other steps: override `step`, `step_key` and `draft_shape`.
@@ -357,11 +357,10 @@ class HeadDrafter(TraceableDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return self.head
 
     def shortened(self: _HeadSelf, length: int) -> _HeadSelf:
-        """See `paceline.core.protocols.Drafter`; of chains.
+        """Return a copy that drafts shorter chains.
 
         Raises:
             ConfigurationError: the drafts are trees.
@@ -376,16 +375,14 @@ class HeadDrafter(TraceableDrafter):
         return shorter
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return self.head.step(self.draft_shape.num_draft_tokens, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return DraftKey(type(self.head).__name__, self.draft_shape, bucket if self._has_cache else None)
 
     def cache_key(self) -> dict[str, object]:
-        """See `paceline.core.protocols.TraceableDrafter`: shapes of all tensors, and the source of the head's module,
-        which may be a file of the user's own.
+        """Return the shapes of all tensors, and the source of the head's module, which may be a file of the user's
+        own.
         """
         module = inspect.getmodule(type(self.head))
         assert module is not None, "a class has a module"
@@ -394,26 +391,25 @@ class HeadDrafter(TraceableDrafter):
         return {"head": type(self.head).__name__, "tensors": tensors, "source": source}
 
     def bucket(self, rows: int) -> int:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """As `read_request`, without pauses."""
+        """Do the work of `read_request` without pauses."""
         finish(self.read_request(slot, prompt, features))
 
     def read_request(
         self, slot: int, prompt: Sequence[int], features: Tensor | None = None
     ) -> Generator[None, None, None]:
-        """Read a prompt, unless it is longer than the head can follow: then nothing is ever asked of it.
+        """Prefill a prompt, unless it is longer than the head can follow: then the head never drafts for it.
 
         A head that reads features leaves the last one for the first commit, which brings the token it predicted.
         """
         if self.max_positions is not None and len(prompt) < self.max_positions:
             yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features, shared=True)
-        self._pending.forget(slot)  # now, for rounds that ran meanwhile had commits of this slot too
+        self._pending.forget(slot)  # now, for rounds that ran until then had commits of this slot too
 
     def finish_request(self, slot: int) -> None:
-        """The commits of a slot are of no interest any more; the next request overwrites the cache rows."""
+        """Forget the commits of a slot; the next request overwrites the cache rows."""
         self._pending.forget(slot)
 
     @property
@@ -421,7 +417,7 @@ class HeadDrafter(TraceableDrafter):
         return True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Drafter`. What the head has not read yet is read first."""
+        """Move a request, after reading the commits that the head has not read yet."""
         self.catch_up()
         for pair in self.head.caches() if self.decoder.on_host else ():
             for cache in pair:
@@ -432,7 +428,7 @@ class HeadDrafter(TraceableDrafter):
             self._graph(key, partial(MoveRowsStep, self.head), slot_numbers(slot, to))
 
     def update(self, commit: Commit) -> None:
-        """Only kept: the step reads the last commit itself."""
+        """Keep the commit: the step reads the last commit itself."""
         if self.max_positions is not None:
             self._pending.add(commit)
 
@@ -446,14 +442,14 @@ class HeadDrafter(TraceableDrafter):
                 self.read(missed.slot, missed.tokens, start=start, features=missed.features)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """Draft outside of the verifier's graph; see `paceline.core.protocols.Drafter`."""
+        """Draft outside of the verifier's graph."""
         out = self._outputs(commit, sampling, limits)
         if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
-        """What the step gives for a round, in its own graph."""
+        """Run the step for a round in a separate graph; return its outputs."""
         self._pending.drop_newest()  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
@@ -469,7 +465,7 @@ class HeadDrafter(TraceableDrafter):
         return [for_all_slots(x, slots, 0 if x.is_floating_point() else PAD) for x in out]
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
-        """As `read_in_chunks`, without pauses."""
+        """Do the work of `read_in_chunks` without pauses."""
         finish(self.read_in_chunks(slot, tokens, start=start, features=features))
 
     def read_in_chunks(

@@ -1,9 +1,8 @@
 """A smaller model as a drafter.
 
-It re-reads the whole last commit at a fixed width, so it needs no length of its own and no repair when all its drafts
-were accepted. When the target samples, it chooses with the target's own noise (coupled drafting), which keeps
-acceptance close to the best possible; under `Reject` it draws from its own probabilities with noise of its own and
-reports them.
+It re-reads the whole last commit at a fixed width, so it needs no stored length and no repair when all its drafts were
+accepted. When the target samples, it chooses with the target's noise (coupled drafting), which keeps acceptance close
+to the best possible; under `Reject` it samples from its probabilities with separate noise and reports them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paceline.draft.vocab_map import VocabMap
 
 
 class ModelHead(AutoregressiveHead):
-    """A whole model as a head; ``vocabulary`` is between the target's ids and its own."""
+    """A whole model as a head; ``vocabulary`` maps between the target's ids and the model's."""
 
     def __init__(self, body: ModelWithCache, vocabulary: VocabMap, options: DecoderOptions) -> None:
         super().__init__(body.kernels, options)
@@ -51,7 +50,7 @@ class ModelHead(AutoregressiveHead):
         return self.vocabulary.logits(self.body.logits(hidden))
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        if self.vocabulary.whole:  # a divided model need not put its logits together
+        if self.vocabulary.whole:  # a sharded model need not gather its logits
             return self.body.sample_tokens(hidden, positions, sampling)
         return super().sample_tokens(hidden, positions, sampling)
 
@@ -90,27 +89,25 @@ class ModelDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`: drafters over one decoder share steps."""
+        """Body of the decoder: drafters over one decoder share steps."""
         return self.decoder.body
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         k = self.draft_shape.num_draft_tokens
         confidence, reports = (0.0, True) if self._reports else (self.confidence_threshold, False)
         return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=confidence, reports=reports, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return DraftKey("draft", self.draft_shape, bucket, self._drawn, self._variant)
 
     def propose_with_confidence(
         self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
     ) -> tuple[Proposal, Tensor]:
-        """As `propose` without any threshold. -> also the largest probability at every place, [B, k] float32, with
-        which a threshold is compared.
+        """Propose without any threshold. -> also the largest probability at every position, [B, k] float32, with which
+        a threshold is compared.
 
         Raises:
-            ConfigurationError: tokens are drawn from probabilities.
+            ConfigurationError: tokens are sampled from probabilities.
         """
         if self._drawn:
             raise ConfigurationError("a drafter that draws from probabilities reports these; use acceptor: match")
@@ -120,7 +117,6 @@ class ModelDrafter(HeadDrafter):
         return Proposal(tokens), largest
 
     def cache_key(self) -> dict[str, object]:
-        """See `paceline.core.protocols.TraceableDrafter`."""
         return self.decoder.cache_key()
 
     def read_in_chunks(
@@ -132,17 +128,15 @@ class ModelDrafter(HeadDrafter):
         features: Tensor | None = None,
         shared: bool = False,
     ) -> Generator[None, None, None]:
-        """Read the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
+        """Prefill the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
         chunks, ids = self.decoder.options.draft_chunks, self.vocabulary.ids(tokens)
         yield from prefill_in_chunks(self.decoder, slot, ids, start=start, chunks=chunks, shared=shared)
 
     def finish_request(self, slot: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         super().finish_request(slot)
         self.decoder.read_prompts.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         super().move_request(slot, to, rows)
         self.decoder.read_prompts.move(slot, to)
 
@@ -154,7 +148,7 @@ class ModelDrafter(HeadDrafter):
         *,
         allowed: Callable[[int, list[int], int], Tensor | None],
     ) -> Proposal:
-        """See `paceline.core.protocols.Drafter`: one token after the other, chosen on the host."""
+        """Draft one token after the other, chosen on the host among the allowed ones."""
         if self._drawn:
             return self.propose(commit, sampling, limits)
         self._pending.drop_newest()  # it is read here

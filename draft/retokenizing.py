@@ -1,4 +1,4 @@
-"""A draft model with a tokenizer of its own: draft and target exchange text.
+"""A draft model with another tokenizer: draft and target exchange text.
 
 The committed ids become text and the text becomes ids of the draft model; what the draft model drafts becomes text and
 then ids of the target, of which those are proposed that continue the committed ids. This is universal assisted
@@ -31,7 +31,8 @@ _CONTEXT = 8
 """Tokens of context to encode or decode new text with: how a word is divided depends on what is before it."""
 
 _TAIL = 64
-"""Tokens at the end of a draft's text that are encoded anew in every round, at least; at most, usually, twice that."""
+"""Tokens at the end of a draft's text that are encoded again in every round, at least; usually at most twice as many.
+"""
 
 
 class TargetText:
@@ -50,7 +51,7 @@ class TargetText:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens were committed."""
+        """Append committed tokens."""
         for token in tokens:
             piece = self._detokenizer.push(token)
             self._unfinished.append(token)
@@ -84,7 +85,7 @@ class TargetText:
 
 
 class DraftText:
-    """The draft's side: the ids of a text that only grows. They are encoded anew only where they may still change."""
+    """The draft's side: the ids of a text that only grows. Only ids that may still change are encoded again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -108,7 +109,7 @@ class DraftText:
         return both[len(before) :].split(REPLACEMENT)[0] if both.startswith(before) else ""
 
     def _settle(self, tail: str, tail_ids: list[int]) -> None:
-        """Find a place from which on the text, encoded by itself, gives the same ids."""
+        """Find a position from which on the text, encoded separately, gives the same ids."""
         size = len(plain_text(self._tokenizer, tail_ids))
         for cut in range(len(tail_ids) - _TAIL, len(tail_ids) - 2 * _TAIL, -1):
             start = len(tail) - size + len(plain_text(self._tokenizer, tail_ids[:cut]))
@@ -142,7 +143,7 @@ class RetokenizedText:
 
 
 class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
-    """Drafts ``k`` tokens of the draft model a round and proposes at most as many of the target's.
+    """Drafts ``k`` tokens of the draft model per round and proposes at most ``k`` of the target's.
 
     tokenizers            of both sides
     eos                   the target's id for the end of a text, proposed where the draft says its own; None = never
@@ -168,7 +169,6 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         self._width = k + 1  # of the commits that the draft reads
 
     def shortened(self, length: int) -> RetokenizingDrafter:
-        """See `paceline.core.protocols.Drafter`."""
         shorter = super().shortened(length)
         shorter._model = self._model.shortened(length)
         return shorter
@@ -177,18 +177,17 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return RetokenizedText(TargetText(self._tokenizers.target, prompt), DraftText(self._tokenizers.draft))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Read a prompt, in the draft's ids."""
+        """Prefill a prompt, in the draft's ids."""
         super().add_request(slot, prompt)
         ids = self._texts[slot].draft_ids()
         if self._fits(ids):
             self._read(slot, ids)
 
     def extend(self, text: RetokenizedText, tokens: Sequence[int]) -> None:
-        """Only the text grows; the draft model reads what it has not read when it has to propose."""
+        """Extend the text; the draft model reads the new part when it has to propose."""
         text.target.extend(tokens)
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `BatchTextDrafter`."""
         texts = {slot: text.draft_ids() for slot, text in self._texts.items()}
         texts = {slot: ids for slot, ids in texts.items() if self._fits(ids)}
         drafts = self._draft(texts, len(limits))
@@ -198,7 +197,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return rows
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Drafter`. The draft's text has a length of its own."""
+        """Move the text and the draft's cache rows, whose number is the draft's."""
         if slot in self._texts:
             self._model.move_request(slot, to, max(1, len(self._texts[slot].cached)))
         super().move_request(slot, to, rows)

@@ -1,10 +1,9 @@
-"""Drafting for rows that bring something of their own: a prediction to draft from, or rules about which tokens may
-follow.
+"""Drafting for rows with a prediction to draft from, or with rules about which tokens may follow.
 
-A prediction goes first. A draft is cut at the first token that a grammar forbids, and goes on with what the grammar
-leaves no choice about; a draft model chooses under the grammar's mask. So acceptance does not collapse where the target
-writes what no drafter expects. Whatever is proposed changes no token. Drafts that were drawn from probabilities stay
-as they are: to cut one off would make the output's distribution wrong.
+A prediction goes first. A draft is cut at the first token that a grammar forbids, and continues with the tokens that
+the grammar forces; a draft model chooses under the grammar's mask. So acceptance does not collapse where the target
+writes tokens that no drafter expects. The proposal changes no output token. Drafts that were sampled from probabilities
+are not cut: that would make the output's distribution wrong.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from paceline.core.protocols import Drafter, HostText
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.suffix import CopyTracker, SuffixAutomaton
 
-_BORDER = -2  # behind the prediction; no token is negative, so nothing matches across it
-_TRUST = 8  # tokens that the beginning of an answer counts as repeated: the asker says that it is the prediction's
-_MIN_MATCH = 2  # tokens that the output must share with a place to go on from there
+_BORDER = -2  # after the prediction; no token is negative, so nothing matches across it
+_TRUST = 8  # tokens that the beginning of an output counts as repeated: the request names it as the prediction's
+_MIN_MATCH = 2  # tokens that the output must share with a position to continue from it
 
 
 class _PredictedText:
-    """The output of one request beside its prediction. Ids that no tokenizer gave are of no harm: none of them is
-    accepted.
+    """The output of one request compared with its prediction. Ids outside the vocabulary do no harm: none is accepted.
 
-    It is followed from its beginning, over tokens that differ, and found again behind a longer change by the
-    longest end of the output that occurs in it.
+    It is followed from its beginning, over tokens that differ, and found again after a longer change by the longest end
+    of the output that occurs in it.
     """
 
     def __init__(self, text: HostText) -> None:
@@ -44,7 +42,7 @@ class _PredictedText:
         self._state = self._length = 0
 
     def follow(self) -> None:
-        """Take in what was added to the output."""
+        """Update with the tokens added to the output."""
         tokens, self._seen = self.text[self._seen :], len(self.text)
         self._copies.follow(tokens)
         for token in tokens:
@@ -53,7 +51,7 @@ class _PredictedText:
             self._copies.begin(self._automaton.tokens, self._automaton.end_of(self._state), self._length)
 
     def ahead(self, limit: int) -> list[int]:
-        """What the prediction says will follow, at most ``limit`` tokens; [] where the output has parted from it."""
+        """Return the next tokens of the prediction, at most ``limit``; [] where the output differs from it."""
         if self._copies.run < _MIN_MATCH:
             return []
         tokens = self._copies.ahead(limit)
@@ -61,7 +59,7 @@ class _PredictedText:
 
 
 class RowDrafter(Drafter):
-    """Around another drafter.
+    """Wrapper around another drafter.
 
     slots        the text of every slot, or None; shared with the engine
     draft_shape  of its proposals: the other drafter's, or a chain where that one drafts nothing
@@ -75,7 +73,6 @@ class RowDrafter(Drafter):
         self._texts: dict[int, _PredictedText] = {}
 
     def update(self, commit: Commit) -> None:
-        """See `paceline.core.protocols.Drafter`."""
         self.predicted = [0] * len(self._slots)
         self._inner.update(commit)
         for slot, text in enumerate(self._slots):
@@ -88,7 +85,6 @@ class RowDrafter(Drafter):
             predicted.follow()
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """See `paceline.core.protocols.Drafter`."""
         most = [min(limit, self.draft_shape.depth) for limit in limits.max_accept]
         predictions = {slot: ahead for slot, predicted in self._texts.items() if (ahead := predicted.ahead(most[slot]))}
         proposal = self._others(commit, sampling, limits, most=most, predictions=predictions)
@@ -129,7 +125,7 @@ class RowDrafter(Drafter):
         most: list[int],
         predictions: dict[int, list[int]],
     ) -> Proposal:
-        """What the other drafter proposes, in the shape of ours."""
+        """Return the other drafter's proposal in this drafter's shape."""
         max_accept = [0 if slot in predictions else limit for slot, limit in enumerate(most)]
         nodes = self.draft_shape.num_draft_tokens
         nothing = torch.full((len(most), nodes), PAD, dtype=torch.int32)
@@ -154,7 +150,7 @@ class RowDrafter(Drafter):
         return proposal
 
     def _allowed(self, slot: int, drafts: list[int], size: int) -> Tensor | None:
-        """Which tokens may follow the text of a slot and these drafts; None = all."""
+        """Return the mask of tokens that may follow the sequence of a slot and these drafts; None = all."""
         text = self._slots[slot]
         if text is None or text.processing is None:
             return None
@@ -162,10 +158,10 @@ class RowDrafter(Drafter):
 
 
 def _pruned(text: HostText, tokens: list[int], parents: Sequence[int]) -> list[int]:
-    """The nodes of a tree, without those that may not follow and what is behind them."""
+    """Return the nodes of a tree, without those that may not follow and their descendants."""
     if text.processing is None:
         return tokens
-    paths: list[list[int] | None] = []  # of every node that stands
+    paths: list[list[int] | None] = []  # of every node that is kept
     for token, parent in zip(tokens, parents, strict=True):
         above = [] if parent == tree.ROOT else paths[parent]
         path = None if above is None or token == PAD else [*above, token]

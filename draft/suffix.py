@@ -22,7 +22,7 @@ most of many go on. Chosen among 2, 4 and 8 by replaying texts of the demo targe
 
 
 class CopyTracker:
-    """Of one text. ``run``: tokens it has repeated so far, less what changes took away; 0 = it repeats nothing.
+    """Repetition in one sequence. ``run``: tokens repeated so far, less those lost by changes; 0 = no repetition.
 
     A repetition does not end where one token differs: a file that is repeated with a name changed goes on as
     before, and the name is changed wherever it comes.
@@ -40,14 +40,14 @@ class CopyTracker:
         self._source, self._next, self.run, self._unconfirmed = source, start, run, None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The text was extended. Two tokens in a row that are not the source's end the repetition."""
+        """Append tokens. Two tokens in a row that differ from the source end the repetition."""
         for token in tokens:
             if not self.run or self._next >= len(self._source):
                 self.run = 0
                 return
             expected = self._source[self._next]
             self._next += 1
-            if expected < 0:  # no token: the source ends here, and another one begins
+            if expected < 0:  # no token: the source ends, and another one begins
                 self.run = 0
                 return
             if token not in (expected, self._changes.get(expected)):
@@ -69,7 +69,7 @@ _MAX_LINKS = 32  # followed when ends are brought up to date; longer chains come
 
 
 class SuffixAutomaton:
-    """One growing text. A state stands for all substrings that end at the same places.
+    """One growing sequence. A state represents all substrings that end at the same positions.
 
     It grows by one token at a time (Blumer et al., 1985), knows every substring of a text in at most twice as many
     states as tokens, and finds the longest end that occurred before, whatever its length.
@@ -84,7 +84,7 @@ class SuffixAutomaton:
         self._last = 0
 
     def append(self, token: int) -> None:
-        """One more token; constant time on average."""
+        """Append a token; constant time on average."""
         self._update_ends()
         self.tokens.append(token)
         state = self._state({}, self._length[self._last] + 1, len(self.tokens))
@@ -113,7 +113,7 @@ class SuffixAutomaton:
         return (0, 0) if state <= 0 else (self._length[state], self._end[state])
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Append a token to another text, whose last ``length`` tokens ``state`` stands for; begin with (0, 0).
+        """Append a token to another sequence, whose last ``length`` tokens are those of ``state``; begin with (0, 0).
 
         Returns the state and the length of the longest end, the token included, that this text contains.
         """
@@ -124,7 +124,7 @@ class SuffixAutomaton:
         return (0, 0) if after is None else (after, length + 1)
 
     def end_of(self, state: int) -> int:
-        """Where the continuation of the last known occurrence of this state begins."""
+        """Return the index after the last known occurrence of this state."""
         return self._end[state]
 
     def _state(self, following: dict[int, int], length: int, end: int) -> int:
@@ -135,7 +135,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _update_ends(self) -> None:
-        """Every end of the text so far last occurred here. Called before the text grows, so that it is past."""
+        """Set the last occurrence of every end of the sequence. Called before the sequence grows."""
         state, steps, end = self._last, 0, len(self.tokens)
         while state > 0 and steps < _MAX_LINKS:
             self._end[state] = end
@@ -143,13 +143,13 @@ class SuffixAutomaton:
             steps += 1
 
 
-_HALVED = 4  # proposals of at least so many tokens may be halved
+_HALVED = 4  # proposals of at least this length may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it
 _CONTEXT = 64  # tokens at the end of a text that are looked up again in a corpus that was rebuilt
 
 
 class OutputCorpus:
-    """Earlier outputs, at most ``size`` tokens; when they are too many, the older half is dropped.
+    """Earlier outputs, at most ``size`` tokens; above that the older half is dropped.
 
     ``generation`` changes whenever the automaton was rebuilt, so that states of the old one have no meaning any more.
     """
@@ -232,12 +232,11 @@ class SuffixDrafter(TextDrafter[SuffixText]):
         self._grows = corpus is None
         if corpus is not None:
             tokens = _read(Path(corpus))
-            self._corpus = OutputCorpus(len(tokens) + 1)  # and the border behind it
+            self._corpus = OutputCorpus(len(tokens) + 1)  # and the border after it
             self._corpus.add(tokens)
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """See `paceline.core.protocols.Drafter`."""
         k = self.draft_shape.num_draft_tokens
         return (k // 2, k) if k >= _HALVED else (k,)
 

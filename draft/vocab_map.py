@@ -25,7 +25,7 @@ class VocabMap(nn.Module):
 
     @property
     def name(self) -> str:
-        """What tells the graphs of one map from those of another."""
+        """Name that distinguishes the graphs of one map from those of another."""
         return str(self._both)
 
     @property
@@ -42,7 +42,7 @@ class VocabMap(nn.Module):
         return logits[..., : self._both]
 
     def ids(self, tokens: Sequence[int]) -> list[int]:
-        """As `known`, on the host."""
+        """Map ids on the host like `known`."""
         if max(tokens, default=0) <= self._last:  # as a rule, and cheaper than a look at each
             return list(tokens)
         return [min(token, self._last) for token in tokens]

@@ -50,10 +50,10 @@ class DecoderApplication:
         return self._decoder
 
     def compile(self, folder: str | os.PathLike[str]) -> None:
-        """Compile every graph that the configuration asks for into ``folder``, with the configuration beside them. For
+        """Compile every graph that the configuration needs into ``folder``, and store the configuration with them. For
         Neuron: CPUs keep no graphs.
 
-        A backend without graphs to save leaves the configuration there alone.
+        A backend without graphs to save does not change the configuration in the folder.
         """
         self.load()
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class DecoderApplication:
         )
 
     def adapter(self) -> HuggingFaceGenerationAdapter:
-        """As a model of `transformers`: of the decoder, or of the generator if the configuration names a draft."""
+        """Return a `transformers` model of the decoder, or of the generator if the configuration names a draft."""
         return HuggingFaceGenerationAdapter(self.decoder if self.config.draft_model_path is None else self.generator())
 
     def close(self) -> None:

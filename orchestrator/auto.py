@@ -59,7 +59,7 @@ def takes(options: Callable[P, object]) -> Callable[[Callable[..., SamplingDecod
 
 
 class SamplingDecoder(CompiledDecoder):
-    """A decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
+    """A decoder that decodes plainly, and can be a draft or a target of a `SpeculativeGenerator`."""
 
     _plain: SpeculativeGenerator | None = None
 
@@ -74,7 +74,7 @@ class SamplingDecoder(CompiledDecoder):
 
     @property
     def statistics(self) -> Statistics:
-        """Of the last call."""
+        """Statistics of the last call."""
         return self.generator.statistics
 
     def sample(
@@ -84,7 +84,7 @@ class SamplingDecoder(CompiledDecoder):
         params: SamplingParams | None = None,
         **keywords: Any,
     ) -> Tensor | GenerationResult:
-        """As `SpeculativeGenerator.sample`."""
+        """Generate as `SpeculativeGenerator.sample` does."""
         result: Tensor | GenerationResult = self.generator.sample(input_ids, sequence_length, params, **keywords)
         return result
 
@@ -95,7 +95,7 @@ class SamplingDecoder(CompiledDecoder):
         params: SamplingParams | None = None,
         **keywords: Any,
     ) -> OutputStream:
-        """As `SpeculativeGenerator.stream`."""
+        """Generate as `SpeculativeGenerator.stream` does."""
         return self.generator.stream(input_ids, sequence_length, params, **keywords)
 
     def compile(self) -> None:
@@ -103,7 +103,7 @@ class SamplingDecoder(CompiledDecoder):
         self.generator.compile()
 
     def sibling(self) -> SamplingDecoder:
-        """As `CompiledDecoder.sibling`."""
+        """Return a decoder as `CompiledDecoder.sibling` does."""
         sibling = super().sibling()
         assert isinstance(sibling, SamplingDecoder)
         sibling._plain = None

@@ -1,4 +1,4 @@
-"""From a `DraftSpec` to a drafter: its model or heads loaded.
+"""Load and build the drafter of a `DraftSpec`: its model or heads.
 
 `make_drafter` is the one way from a configuration to a drafter: generators, commands and workers use it.
 `AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`), what is refused before

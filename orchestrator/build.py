@@ -58,7 +58,7 @@ def round_builder(
     rule: AcceptanceRule,
     verify_width: int | None = None,
 ) -> RoundBuilder:
-    """What builds the rounds of an engine."""
+    """Return the builder of an engine's rounds."""
     target.check_width(drafter.draft_shape.num_draft_tokens + 1)
     lengths = config.draft_lengths(drafter.draft_shape.depth, target.backend.draft_lengths)
     return RoundBuilder(
@@ -77,7 +77,7 @@ def round_builder(
 def prediction_refusal(
     target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig, *, rule: AcceptanceRule
 ) -> str | None:
-    """Why no prediction can be drafted from; None = it can."""
+    """Return why no prediction can be drafted from; None = it can."""
     if not keeps_tokens(rule):
         return f"a prediction changes no token under acceptor='match' alone, and this is {rule.name!r}; leave it out"
     if drafter.draft_shape.num_draft_tokens:
@@ -192,7 +192,7 @@ class RoundBuilder:
         return RoundPlan(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, width)
 
     def _widths(self, width: int | None) -> _Widths:
-        """How wide graphs and commits are."""
+        """Return the widths of graphs and commits."""
         drafter = self.drafter
         shape = drafter.draft_shape if width is None else _widened(drafter.draft_shape, width)
         # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.

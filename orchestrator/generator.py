@@ -170,7 +170,7 @@ class SpeculativeGenerator:
         return HeldStream(self, begin)
 
     def steps(self, queue: RequestQueue) -> StepStream:
-        """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
+        """Serve a queue, with all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
 
         def begin(statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
             return self.engine.run(queue, statistics)
@@ -191,12 +191,12 @@ class SpeculativeGenerator:
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
-        """What each drafter of a choice did since it was made, by its name; empty without a choice."""
+        """Counts of each drafter of a choice since it was made, by its name; empty without a choice."""
         return self.drafter.choice_counts
 
     @contextmanager
     def _held(self) -> Iterator[tuple[Statistics, Callable[[], None]]]:
-        """Hold the decoders for one call. -> its statistics, and what notes there what drafters did up to now"""
+        """Hold the decoders for one call. -> its statistics, and a function that adds the drafters' counts to them"""
         holder, last = object(), self._last_holder if self.config.prefix_caching else None
         with ExitStack() as stack:
             for decoder in self.decoders:
@@ -226,7 +226,7 @@ Item = TypeVar("Item")
 
 
 class HeldStream(Iterator[Item]):
-    """What a call gives. It holds the generator's decoders until it is at its end, closed or dropped."""
+    """Iterator over the items of a call. It holds the generator's decoders until it is exhausted, closed or dropped."""
 
     def __init__(
         self, generator: SpeculativeGenerator, begin: Callable[[Statistics], Generator[Item, None, None]]
@@ -270,7 +270,7 @@ class Streamer(Protocol):
 
 
 def _check_streamer(streamer: Streamer | None, rows: int) -> None:
-    """Raise SamplingError for what is no streamer, and for several rows: it could not tell them apart."""
+    """Raise SamplingError for an object that is not a streamer, and for several rows: it could not distinguish them."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise SamplingError(f"streamer is a {type(streamer).__name__} without the methods put(ids) and end()")
     if streamer is not None and rows != 1:

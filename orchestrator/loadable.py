@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """What a decoder is, before it is one.
+    """Properties of a decoder before it is loaded.
 
     folder   of the checkpoint, or its GGUF file; None: it was made of no file
     """
@@ -42,7 +42,7 @@ class Loadable:
 
 
 def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
-    """The checkpoint of `AutoDecoder.from_pretrained`; errors as there."""
+    """Find the checkpoint of `AutoDecoder.from_pretrained`; same errors."""
     place = checkpoint_path(path)
     config = ModelConfig.from_pretrained(place)
     layout = sharding.layout(config, load.tp_degree, load.group_query_attention)
@@ -56,7 +56,7 @@ def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
 
 
 def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> TargetLimits:
-    """What requests may ask of a target, as far as its configuration and the acceptance rule say."""
+    """Return the limits of a target for requests, as far as its configuration and the acceptance rule set them."""
     config = target.config
     return TargetLimits(
         config.vocab_size,
@@ -69,12 +69,12 @@ def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> 
 
 @lru_cache(maxsize=1)
 def _grammars(vocab_size: int) -> GrammarCompiler:
-    """One for all targets of a size: what is compiled to check a request is there when it runs."""
+    """Return the compiler shared by all targets of a size: a grammar compiled for a check is reused by the run."""
     return GrammarCompiler(vocab_size)
 
 
 def host_refusal(rule: AcceptanceRule) -> str | None:
-    """Why no token can be decided on the host under this rule; None = it can."""
+    """Return why no token can be decided on the host under this rule; None = it can."""
     if rule.on_host:
         return None
     return (

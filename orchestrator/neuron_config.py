@@ -78,7 +78,7 @@ def key_tables() -> KeyTables:
 
 
 class OnDeviceSampling(BaseModel):
-    """The sampling that NxD compiles into a graph: here the defaults of `NeuronConfig.sampling_params`."""
+    """The sampling that NxD compiles into a graph: in Paceline the defaults of `NeuronConfig.sampling_params`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -91,7 +91,7 @@ class OnDeviceSampling(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeuronConfig(LoadOptions):
-    """How a decoder is loaded, and how it samples and speculates by default.
+    """Options to load a decoder, and its defaults of sampling and speculation.
 
     on_device_sampling  defaults of sampling
     k                   drafted tokens of a round; None: the file asks for no speculation
@@ -148,7 +148,7 @@ class NeuronConfig(LoadOptions):
 
     @classmethod
     def from_json(cls, text: str) -> NeuronConfig:
-        """What `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             ConfigurationError: a key is unknown, or a value is out of range.
@@ -159,30 +159,30 @@ class NeuronConfig(LoadOptions):
         return config
 
     def to_json(self) -> str:
-        """As JSON, with the names of this package."""
+        """Write JSON, with the names of this package."""
         sampling = None if self.on_device_sampling is None else self.on_device_sampling.model_dump()
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return json.dumps(values | {"on_device_sampling": sampling}, indent=2)
 
     @property
     def load_options(self) -> LoadOptions:
-        """How the decoder is loaded."""
+        """Options to load the decoder."""
         return LoadOptions(**{one.name: getattr(self, one.name) for one in fields(LoadOptions)})
 
     def load(self, path: str | os.PathLike[str], *, backend: str | None = None) -> SamplingDecoder:
-        """`AutoDecoder.from_pretrained` with these options, or with another backend; errors as there."""
+        """Call `AutoDecoder.from_pretrained` with these options, or with another backend; same errors."""
         options = self.load_options
         return load(loadable(path, options if backend is None else replace(options, backend=backend)))
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """How it samples by default."""
+        """Default sampling parameters."""
         sampling = self.on_device_sampling
         return SamplingParams() if sampling is None else SamplingParams(**sampling.model_dump())
 
 
 def _sampling(fields: object) -> OnDeviceSampling | None:
-    """ConfigurationError if there is no such sampling."""
+    """Read the sampling fields; raise ConfigurationError for unknown sampling."""
     try:
         return None if fields is None else OnDeviceSampling.model_validate(fields)
     except ValidationError as error:
@@ -190,7 +190,7 @@ def _sampling(fields: object) -> OnDeviceSampling | None:
 
 
 def _is(value: object, wanted: str) -> bool:
-    """Whether a value is of a kind, by the words that messages have for it. True and false are no numbers."""
+    """Return whether a value is of a kind, by the name that messages have for it. True and false are not numbers."""
     if wanted == NUMBER:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if wanted == NUMBERS:
@@ -319,7 +319,7 @@ class _Reader:
         return _DTYPES[name]
 
     def _batches(self) -> int | list[int]:
-        """Slots, or the numbers of them that have graphs of their own, where the file says which."""
+        """Return the slots, or the numbers of slots with a separate graph, if the file lists them."""
         listed, own = self._take("token_generation_batches", NUMBERS) or [], self._one_or_more("batch_size")
         if isinstance(own, (list, tuple)):  # transformers-neuronx'
             listed, own = [*listed, *own], None
@@ -410,7 +410,9 @@ class _Reader:
         return quant.get("quant_dtype", "s8")
 
     def _kv_cache(self) -> str | None:
-        """Of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant: NxD's flag, an object before it."""
+        """Return the cache type of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant, a flag or an
+        object.
+        """
         caches, config = self.tables.kv_caches, self._take("kv_quant_config", "an object")
         name = "kv_cache_quant" if config is None else "kv_quant_config"
         quant = self.fields.pop("kv_cache_quant", None)

@@ -1,4 +1,4 @@
-"""What a generation gives back: outputs while it runs, a result and statistics when it is done."""
+"""Outputs of a generation while it runs, and the result and statistics when it is done."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Statistics:
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """How many drafts had 0, 1, 2, ... tokens accepted. Accepted tokens are always the first of a draft."""
+        """Number of drafts with 0, 1, 2, ... accepted tokens. Accepted tokens are always the first of a draft."""
         at_least = [self.num_drafts, *self.num_accepted_tokens_per_pos, 0]
         return [more - fewer for more, fewer in pairwise(at_least)]
 

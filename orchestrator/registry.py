@@ -1,4 +1,4 @@
-"""What can be chosen by name, each a literal row with its capabilities: drafters and acceptance rules.
+"""Drafters and acceptance rules that can be chosen by name, each a literal row with its capabilities.
 
 Python, the command line, YAML, HTTP, the documents and the contract suite read these rows. A row names its class by a
 dotted path, so that reading the table imports nothing. Options of a row are the keyword-only parameters of its
@@ -187,7 +187,7 @@ _GIVEN = frozenset(
 
 
 def resolve(path: str) -> Any:
-    """What a row's path names."""
+    """Import the object of a row's path."""
     module, _, attributes = path.partition(":")
     value: Any = importlib.import_module(module)
     for attribute in attributes.split("."):

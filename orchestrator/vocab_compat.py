@@ -1,4 +1,4 @@
-"""Whether draft and target speak the same ids, and what stands between them where they do not.
+"""Check whether draft and target have the same ids, and build the map between them if they differ.
 
 Sizes may differ by padding; meanings may not, unless something translates.
 """
@@ -44,7 +44,7 @@ def check(draft: Loadable | CompiledDecoder, target: Loadable | CompiledDecoder,
 def between(
     draft: CompiledDecoder, target: CompiledDecoder, kind: str | TokenizerPair = "same"
 ) -> VocabMap | TokenizerPair:
-    """What stands between the ids of the two.
+    """Return the map between the ids of the two.
 
     kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "retokenize":
           they exchange text, by the tokenizers in their folders, or by those of a `TokenizerPair`

@@ -92,17 +92,17 @@ def compile_graphs(
 def distinct_kinds(
     decoders: Sequence[CompiledDecoder], kinds: Sequence[SamplingKind] = COMPILED_KINDS
 ) -> list[SamplingKind]:
-    """Those that have graphs of their own on some of the decoders."""
+    """Return the sampling modes for which some decoder compiles a separate graph."""
     return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in kinds}.values())
 
 
 def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
-    """Numbers of slots that have graphs of their own on some of the decoders, the whole batch first."""
+    """Return the numbers of slots for which some decoder compiles a separate graph, the whole batch first."""
     return sorted({lines for one in decoders for lines in one.batch_buckets}, reverse=True)
 
 
 def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[int]]]:
-    """Every plan, and limits that lead to all of its graphs."""
+    """Yield every plan, and limits that lead to all of its graphs."""
     lowest = min(rounds.plans)  # of all lengths, the one that is taken where nothing can be accepted
     for length, plan in rounds.plans.items():
         yield plan, [length] if length != lowest else [0, length] if length else [0]
@@ -161,7 +161,7 @@ def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
 
 
 def lengths(decoder: CompiledDecoder) -> Iterator[int]:
-    """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
+    """Yield sequence lengths for every bucket: the shortest, and one whose draft is already in its next bucket."""
     before = 0
     for reach in decoder.kv_buckets:
         yield before + 1

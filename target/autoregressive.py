@@ -33,7 +33,7 @@ class AutoregressiveStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The fields of a Commit; limit [B] int32, tokens besides the first; params [B, 4], seeds [B, 4]
+        """The fields of a Commit; limit [B] int32, tokens after the first; params [B, 4], seeds [B, 4]
         -> tokens and count of the next Commit.
         """
         sampling = SamplingTensors(params, seeds, self._kind)
@@ -70,7 +70,7 @@ class AutoregressiveDecoder(TargetVerifier):
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Up to ``limits.max_accept + 1`` tokens in every slot."""
+        """Commit up to ``limits.max_accept + 1`` tokens in every slot."""
         inputs = self._inputs(commit, sampling, limits)
         width = commit.tokens.shape[1]
 

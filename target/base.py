@@ -1,4 +1,4 @@
-"""What every verifier has: the target, whose slots it reads prompts into. Not here: how a proposal is verified."""
+"""Base of every verifier: the target, whose slots it prefills. Not here: how a proposal is verified."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TargetVerifier(Verifier):
         self._limit: tuple[list[int], Tensor] = ([], torch.empty(0))  # of the last round
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt and pick the first token; see the protocol."""
+        """Prefill a prompt and sample the first token."""
         logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
         text, raw = self._slots[slot] if self._slots else None, logits[0, 0]
         if text is None:
@@ -75,15 +75,14 @@ class TargetVerifier(Verifier):
             return PrefillResult(0, features)
 
     def finish_request(self, slot: int) -> None:
-        """The next request's prompt overwrites the cache rows."""
+        """Do nothing to the cache: the next request's prompt overwrites its rows."""
         self.decoder.read_prompts.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """See `paceline.core.protocols.Verifier`."""
         move_slot(self.decoder, slot, to, rows=rows)
 
     def _inputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[Tensor]:
-        """What every graph of a round takes first."""
+        """Return the inputs that every graph of a round takes first."""
         most, tensor = self._limit
         if limits.max_accept != most:  # a new tensor costs more than all the rest
             tensor = torch.tensor(limits.max_accept, dtype=torch.int32)
@@ -93,7 +92,7 @@ class TargetVerifier(Verifier):
     def _next(
         self, commit: Commit, inputs: Sequence[Tensor], which: Hashable, *, limits: RoundLimits, find: FindStep
     ) -> Commit:
-        """The next commit, by the step that ``find`` gives: asked again where ``which``, bucket or lines change."""
+        """Return the next commit, by the step of ``find``, called again when ``which``, bucket or batch rows change."""
         rows, slots = limits.max_rows, limits.used_slots
         found = self._found.get((which, slots))
         if found is None or rows not in found.rows:
@@ -115,15 +114,15 @@ class TargetVerifier(Verifier):
 
 
 def processed(text: HostText, ids: list[int], logits: Tensor) -> Tensor:
-    """The logits [V] that follow ``ids``, as the text wants them."""
+    """Return the logits [V] that follow ``ids`` after the request's processing."""
     return logits if text.processing is None else text.processing.process(ids, logits)
 
 
 def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> list[TokenScore]:
-    """The score of a token, if the text asks for scores. raw, processed: [V], the model's logits and what became of
-    them.
+    """Return the score of a token, if its request needs scores. raw, processed: [V], the model's logits and the
+    processed ones.
 
-    Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
+    Processed rows without a committed token are not scored: a processor's result for drafts that it forbids is unused.
 
     Raises:
         SamplingError: the processors cut every token, as a grammar does that has come to a dead end.

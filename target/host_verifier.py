@@ -1,9 +1,9 @@
 """The verifier of rounds in which some request needs the host at every token: logits processors, penalties, grammars
 and log-probabilities are properties of a row. The other rows keep their tokens.
 
-Processors see exactly the prefixes that plain decoding would show them, in order, once each: under `Match` a row is
-looked at only when all drafts before it stand and no text has ended there, so that neither a rejected token nor one
-behind the end leaves a trace, even in a processor with a memory.
+Processors see exactly the prefixes of plain decoding, in order, once each: under `Match` a row is processed only when
+all drafts before it are accepted and the sequence has not stopped before it, so that neither a rejected token nor one
+after the end leaves a trace, even in a processor with a memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.target.verifier import fitted
 
 
 class HostVerifier(TargetVerifier):
-    """Takes logits to the host and decides there, position by position.
+    """Copies logits to the host and decides there, position by position.
 
     ``slots``: see `TargetVerifier`.
     ``width``: tokens a commit has room for, where this one takes turns with other rounds.
@@ -62,7 +62,7 @@ class HostVerifier(TargetVerifier):
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Verify a proposal; see the protocol."""
+        """Verify a proposal."""
         proposal = fitted(proposal, self.draft_shape.num_draft_tokens)
         draft_shape = self.draft_shape if proposal is not None or self._wide else DraftShape.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
@@ -138,11 +138,11 @@ class HostVerifier(TargetVerifier):
                     line = processed(text, text.text, logits[row])
                     token = self._choose(line, len(text.text), sampling)
                 scores += scores_of(text, token, raw=logits[row], processed=line)
-            except SamplingError as error:  # of this text alone: the others go on
+            except SamplingError as error:  # of this sequence only: the others continue
                 text.fail(error)
                 return path[:-1], tokens or [0], scores
             tokens.append(token)
-            if text.append(token):  # the text ends here: processors must not see what follows
+            if text.append(token):  # the sequence stops here: processors must not see what follows
                 break
             nodes = enumerate(zip(drafts, parents, strict=True), start=1)
             row = next((node for node, (draft, parent) in nodes if parent + 1 == row and draft == token), None)
@@ -152,12 +152,12 @@ class HostVerifier(TargetVerifier):
     def _decide(
         self, text: HostText, logits: Tensor, proposal: Proposal, *, sampling: SamplingTensors
     ) -> tuple[list[int], list[int], list[TokenScore]]:
-        """As `_match`, by calling the rule with a chain and the processed logits after each of its tokens."""
+        """Decide by calling the rule with a chain and the processed logits after each of its tokens."""
         ids = text.text
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
         lines = [processed(text, ids, logits[0])]
         for place, token in enumerate(drafts):
-            # An id out of range, or one that may not follow, counts as drawn; it is refused, so the row behind is idle.
+            # An id out of range, or one that may not follow, counts as drawn; it is rejected: the row after it is idle.
             if token >= len(lines[-1]) or float(lines[-1][token]) <= reduce.NEGATIVE:
                 drafts = drafts[: place + 1]
                 lines.append(lines[-1])

@@ -31,7 +31,7 @@ class _VerifyInputs:
     tree: Tree | None
 
     def reached(self) -> Tensor:
-        """How deep the proposal goes without a gap in each slot. [B] int32"""
+        """Return how deep the proposal goes without a gap in each slot. [B] int32"""
         gone = (self.proposal.tokens == PAD).to(torch.float32)
         if not gone.shape[1]:
             return gone.sum(-1).to(torch.int32)
@@ -42,7 +42,7 @@ class _VerifyInputs:
 
 
 class VerifyMask(nn.Module):
-    """From drafts to a `_VerifyInputs`. The parents of a static tree are a buffer, since a graph holds no constants."""
+    """Drafts to a `_VerifyInputs`. The parents of a static tree are a buffer, since a graph holds no constants."""
 
     rows: Tensor
 
@@ -53,7 +53,7 @@ class VerifyMask(nn.Module):
         self.register_buffer("rows", parents)
 
     def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> _VerifyInputs:
-        """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> View."""
+        """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> VerifyInputs."""
         slots, nodes = drafts.shape
         if self.draft_shape.is_chain:
             depth = torch.arange(nodes + 1, dtype=torch.int32, device=drafts.device)
@@ -108,7 +108,7 @@ class VerifyStep(nn.Module):
     def decide(
         self, window: _VerifyInputs, commit: Commit, sampling: SamplingTensors, *draft_probs: Tensor
     ) -> tuple[Tensor, ...]:
-        """As `forward`, of a proposal as the target reads it."""
+        """Do the work of `forward` for a proposal as the target reads it."""
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
@@ -120,7 +120,7 @@ class VerifyStep(nn.Module):
         if self._rule.draft_probs and draft_probs:
             proposal = replace(proposal, draft_probs=pad_vocabulary(draft_probs[0], self.body.config.vocab_size))
         depth, kernels = self.draft_shape.depth, self.body.kernels
-        if self._rule.needs == "choices":  # a model divided over ranks need not put its logits together for these
+        if self._rule.needs == "choices":  # a sharded model need not gather its logits for these
             choices = self.body.sample_tokens(hidden, positions, sampling)
             seen = TargetView(positions, sampling, depth, choices, sample_tokens=kernels.sample_tokens)
         else:
@@ -144,7 +144,7 @@ def target_view(
     depth: int,
     kernels: Kernels,
 ) -> TargetView:
-    """What a rule needs of the target, from its logits. logits [B, T, V] float32, positions [B, T] int32."""
+    """Build a rule's inputs from the target's logits. logits [B, T, V] float32, positions [B, T] int32."""
     choices = None if rule.needs == "probs" else kernels.sample_tokens(logits, positions, sampling)
     probs = None if rule.needs == "choices" else kernels.probabilities(logits, sampling)
     return TargetView(positions, sampling, depth, choices, probs, kernels.sample_tokens)

@@ -48,7 +48,7 @@ from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 @dataclass(frozen=True, slots=True)
 class _FusedRounds:
-    """How fused rounds run, for as long as nothing changes that selects their graph.
+    """Runner of fused rounds, valid until something changes that selects their graph.
 
     which    what selects it, besides buckets of the cache length
     bucket   that of the target
@@ -98,7 +98,7 @@ class CompiledVerifier(TargetVerifier):
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Verify a proposal; see the protocol."""
+        """Verify a proposal."""
         draft_shape, drawn = self.draft_shape, False
         if proposal is not None:
             fits = (one for one in self.draft_shapes if one.num_draft_tokens >= proposal.tokens.shape[1])
@@ -133,7 +133,7 @@ class CompiledVerifier(TargetVerifier):
         limits: RoundLimits,
         seconds: float,
     ) -> RoundResult:
-        """Draft and verify in one graph; see the protocol."""
+        """Draft and verify in one graph."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
         inputs = self._inputs(commit, sampling, limits)
         carry, kept, lines = None, False, 0
@@ -163,8 +163,8 @@ class CompiledVerifier(TargetVerifier):
         inputs: list[Tensor],
         rows: int,
     ) -> _FusedRounds:
-        """How fused rounds run from texts of so many rows on. ``which``: drafter, whether the features it reads are on
-        the device, the kind of sampling of the batch, and slots in use.
+        """Select the fused-round runner for sequences of at least ``rows`` KV positions. ``which``: drafter, whether
+        the features it reads are on the device, the sampling mode of the batch, and slots in use.
         """
         drafter, kept, kind, used_slots = which
         decoder, lean = self.decoder, self.decoder.backend.device_state
@@ -186,27 +186,29 @@ class CompiledVerifier(TargetVerifier):
         return _FusedRounds(which, bucket, range(rows, rows + same), False, run)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
-        """Fewer rounds, where the drafter would need another graph before the last of them."""
+        """Reduce the number of rounds where the drafter would need another graph before the last of them."""
         rounds = limits.max_rounds
         while rounds > 1 and min(rows + (rounds - 1) * self._width, fused.bucket) not in fused.rows:
             rounds //= 2
         return replace(limits, max_rounds=rounds)
 
     def _carry(self, commit: Commit, reads: FeatureSpec, lines: int) -> FeatureBuffer | None:
-        """Where features stay between rounds of so many lines, where bringing them to the host would cost a copy."""
+        """Return the buffer for features between rounds of ``lines`` batch rows, if copying them to the host costs
+        time.
+        """
         if not self.decoder.backend.device_state:
             return None
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
         return self.decoder.carry(*first_slots(commit.tokens, lines).shape, width)
 
     def _fetch(self, carry: FeatureBuffer) -> Tensor:
-        """What is in it, on the host, with a line for every slot."""
+        """Copy the buffer to the host, with a row for every slot."""
         return for_all_slots(self.decoder.backend.read_state(carry.features), self.decoder.batch_size)
 
     def _key(
         self, shape: DraftShape, bucket: int, kind: SamplingKind, *, width: int, drawn: bool = False, lines: int = 0
     ) -> GraphKey:
-        """Of a graph that verifies. ``width``: W of the commit before."""
+        """Return the key of a graph that verifies. ``width``: W of the commit before."""
         return GraphKey(
             "verify",
             shape.num_draft_tokens + 1,
@@ -223,7 +225,7 @@ class CompiledVerifier(TargetVerifier):
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
-    """A chain filled up with PAD to the number of nodes that the graph takes."""
+    """Pad a chain with PAD to the number of nodes that the graph takes."""
     if proposal is None or proposal.tokens.shape[1] == nodes:
         return proposal
     missing = nodes - proposal.tokens.shape[1]
@@ -240,7 +242,7 @@ _RunRounds = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list
 def _one_round(
     inputs: list[Tensor], _seconds: float, _limits: MultiRoundLimits | None, *, step: Step, lean: bool, lines: int
 ) -> tuple[list[RoundReport], list[Tensor]]:
-    """As `MultiRoundStep.run_rounds`, of a step that runs one round a call. ``lean``: whether the `FusedStep` is.
+    """Run one round, as `MultiRoundStep.run_rounds`, by a step of one round. ``lean``: whether the `FusedStep` is.
 
     lines  as in `GraphKey`; inputs and what comes out have a line for every slot
     """

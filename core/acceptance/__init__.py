@@ -1,1 +1,1 @@
-"""Acceptance rules: which drafted tokens are kept, and the target's own token after them. One file per rule."""
+"""Acceptance rules: which drafted tokens are kept, and the bonus or recovered token after them. One file per rule."""

@@ -1,6 +1,6 @@
-"""What an acceptance rule is, what it sees, and the commit that follows from its decision.
+"""The contract of acceptance rules: their inputs, their decision, and the commit that follows from it.
 
-A rule is a pure function of a proposal and of what the target says about it. It stays on the device and has static
+A rule is a pure function of a proposal and of the target's outputs for it. It stays on the device and has static
 shapes, so that it compiles into the graph that verifies. Rules make no probabilities: those come from
 `paceline.core.probs`. Not here: the rules themselves, and the verifier that runs them (`paceline.target`).
 """
@@ -33,14 +33,14 @@ def _sample_tokens() -> SampleTokens:
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """What the target says about a proposal of N tokens. T = N + 1 rows: the root, then one for each proposed token.
+    """Target outputs for a proposal of N tokens. T = N + 1 rows: the root, then one for each proposed token.
 
-    positions      [B, T] int32, position in the text of the token that each row decides
-    sampling       how every slot samples
+    positions      [B, T] int32, position in the sequence of the token that each row decides
+    sampling       sampling values of every slot
     depth          D, how many proposed tokens can be accepted at most
-    choices        [B, T] int32, the target's own token after each row; None unless the rule needs choices
+    choices        [B, T] int32, the token that the target samples after each row; None unless the rule needs choices
     probs          [B, T, V] float32, the target's distribution after each row; None unless the rule needs them
-    sample_tokens  draws tokens from logits with the noise of their positions
+    sample_tokens  samples tokens from logits with the noise of their positions
     """
 
     positions: Tensor
@@ -57,49 +57,51 @@ class AcceptanceRule(Protocol):
 
     @property
     def name(self) -> str:
-        """What users call it, and what statistics show."""
+        """Name of the rule in options and statistics."""
 
     @property
     def needs(self) -> Needs:
-        """What the target computes for it: its own token after every row, its probabilities there, or both."""
+        """Target outputs that the rule needs for every row: the sampled token, the probabilities, or both."""
 
     @property
     def draft_probs(self) -> bool:
-        """Whether it uses the distribution that drafted tokens were drawn from. Draft models report it only then."""
+        """Whether it uses the distribution that drafted tokens were sampled from. Draft models report it only then."""
 
     @property
     def lossless(self) -> bool:
-        """Whether the text follows the target's distribution."""
+        """Whether the output follows the target's distribution."""
 
     @property
     def trees(self) -> bool:
-        """Whether it decides on trees; otherwise on chains alone."""
+        """Whether it decides on trees; otherwise only on chains."""
 
     @property
     def on_host(self) -> bool:
         """Whether it can be used with logits processors and scores, which decide position by position on the host.
 
-        There a lossless rule that needs choices keeps a drafted token where it equals the choice; any other rule is
-        called with one chain at a time.
+        A lossless rule that needs choices then keeps a drafted token that equals the choice; any other rule is called
+        with one chain at a time.
         """
 
     @property
     def cache_key(self) -> str:
-        """What compiled graphs depend on besides the source: the name, and every number that is part of the graph."""
+        """Values that compiled graphs depend on besides the source: the name, and every number that is part of the
+        graph.
+        """
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Decide on a proposal of N tokens. ``proposal.draft_probs`` [B, N, V] is there if ``draft_probs`` is true and
-        the tokens were drawn. -> `Accepted`, whose path has ``view.depth`` entries.
+        """Decide on a proposal of N tokens. ``proposal.draft_probs`` [B, N, V] is set if ``draft_probs`` is true and
+        the tokens were sampled. -> `Accepted`, whose path has ``view.depth`` entries.
         """
 
 
 def keeps_tokens(rule: AcceptanceRule) -> bool:
-    """Whether the text is token for token that of decoding without a drafter, for the same seed."""
+    """Whether the output is token for token that of decoding without a drafter, for the same seed."""
     return rule.lossless and rule.needs == "choices"
 
 
 def committed(proposal: Proposal, accepted: Accepted) -> Tensor:
-    """Accepted tokens, then the target's own, then PAD. -> [B, D + 1] int32."""
+    """Accepted tokens, then the bonus or recovered token, then PAD. -> [B, D + 1] int32."""
     import torch
 
     depth = accepted.path.shape[1]

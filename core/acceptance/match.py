@@ -1,7 +1,7 @@
-"""Sample-and-match: keep a drafted token exactly when it equals the target's own choice at its place.
+"""Sample-and-match: keep a drafted token exactly when it equals the token that the target samples at its position.
 
 Needs no draft probabilities, is exact for every kind of drafter and any tree, and gives the same tokens as decoding
-without a drafter with the same seed. For drafts that were not drawn (argmax, n-gram, heads) it accepts as much as
+without a drafter with the same seed. For drafts that were not sampled (argmax, n-gram, heads) it accepts as much as
 rejection sampling.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Keep what equals the target's own choice. An `AcceptanceRule`."""
+    """Keep drafted tokens that equal the target's sampled ones. An `AcceptanceRule`."""
 
     name: ClassVar[str] = "match"
     needs: ClassVar[Needs] = "choices"
@@ -31,13 +31,13 @@ class Match:
     cache_key: ClassVar[str] = "match"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept the path of agreement from the root."""
+        """Accept the longest path from the root on which every token matches."""
         assert view.choices is not None
         return match(proposal, view.choices, view.depth)
 
 
 def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
-    """The path from the root on which every token equals the choice after its parent.
+    """Return the path from the root on which every token equals the choice after its parent.
 
     Proposal of N tokens, choices [B, N + 1] int32; ``depth``: how many of them can be accepted at most
     """
@@ -56,7 +56,7 @@ def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
 
 
 def _match_chain(drafts: Tensor, choices: Tensor) -> Accepted:
-    """The walk of a chain, as a running count of disagreements."""
+    """Match a chain by a running count of disagreements."""
     import torch
 
     nodes = drafts.shape[1]
@@ -76,7 +76,7 @@ def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Accep
     rows = torch.arange(1, nodes + 1, dtype=torch.float32, device=choices.device)
     levels = torch.arange(1, depth + 1, dtype=torch.float32, device=choices.device)
     at_level = alive.unsqueeze(1) & (level.unsqueeze(1) == levels.unsqueeze(-1))  # [B, D, N]
-    # Two children with the same token are both alive: the lower node stands for both.
+    # Two children with the same token are both alive: the lower node represents both.
     first = torch.where(at_level, rows, float(nodes + 1)).amin(-1)
     exists = first <= nodes
     path = torch.where(exists, first, float(PAD)).to(torch.int32)

@@ -1,7 +1,7 @@
 """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
-Keeps the target's distribution for chains whose tokens were drawn from a known distribution, and accepts more of them
-than `Match`, but the text is not token for token that of decoding without a drafter.
+Keeps the target's distribution for chains whose tokens were sampled from a known distribution, and accepts more of
+them than `Match`, but the output is not token for token that of decoding without a drafter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.types import PAD, Accepted, Proposal, SamplingKind, SamplingT
 class Reject:
     """Rejection sampling on a chain. An `AcceptanceRule`.
 
-    A proposal without ``draft_probs`` counts as drawn from point masses. A token outside the vocabulary is refused
+    A proposal without ``draft_probs`` counts as sampled from point masses. A token outside the vocabulary is rejected
     like one to which the target gives no mass; ``draft_probs`` is then cut to V, so that its rows may sum to less
     than one.
     """
@@ -32,7 +32,7 @@ class Reject:
     cache_key: ClassVar[str] = "reject"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept each token with probability min(1, p / q); after the first rejection draw from the residual."""
+        """Accept each token with probability min(1, p / q); after the first rejection sample from the residual."""
         import torch
 
         from paceline.core import noise, reduce
@@ -65,10 +65,10 @@ class Reject:
 
 
 def _unfiltered(sampling: SamplingTensors) -> SamplingTensors:
-    """How a residual is drawn: at temperature 1 where the row samples, and without the filters, which made p already.
+    """Return the sampling values for a residual: temperature 1 where the row samples, and no filters, since p has them.
 
-    A residual has no id that p lacks. So where every row has a top-k of 256 at most, the 256 largest are all there is,
-    and a graph that looks at those alone costs a fraction of one over the vocabulary.
+    A residual has no id that p lacks. So if every row has a top-k of 256 at most, the 256 largest are all it contains,
+    and a graph that reads only those costs a fraction of one over the vocabulary.
     """
     import torch
 

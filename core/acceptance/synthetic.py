@@ -1,4 +1,4 @@
-"""Acceptance at a chosen rate, to measure speed. What comes out is NOT REAL TEXT.
+"""Acceptance at a chosen rate, to measure speed. The output is NOT REAL TEXT.
 
 With models of any quality, even random ones, rounds take the course they would take if each drafted token were accepted
 with probability alpha (Leviathan et al., arXiv 2211.17192, section 3). The random numbers depend on seed and position,
@@ -41,11 +41,11 @@ class SyntheticAcceptance:
 
     @property
     def cache_key(self) -> str:
-        """The rate is part of the graph."""
+        """Name and rate, since the rate is part of the graph."""
         return f"synthetic {self.alpha}"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """As if the drafter had proposed the target's choice wherever the random number falls below alpha."""
+        """Accept as if the drafter had proposed the target's sampled token where the random number is below alpha."""
         import torch
 
         from paceline.core import noise

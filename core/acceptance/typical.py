@@ -1,10 +1,10 @@
-"""Typical acceptance (Cai et al., arXiv 2401.10774): keep what the target finds plausible. LOSSY.
+"""Typical acceptance (Cai et al., arXiv 2401.10774): keep tokens that the target finds plausible. LOSSY.
 
 A drafted token is accepted when its probability is above min(epsilon, alpha * exp(-H)), where H is the entropy of the
-target's distribution at its place. A token that the target would hardly ever choose can therefore be accepted wherever
-the target is unsure. The text does not follow the target's distribution, and does not equal that of decoding without a
-drafter, except at temperature 0: there the distribution is one-hot and the rule equals `Match`. Everything that uses
-this rule says that it is lossy.
+target's distribution at its position. A token that the target would hardly ever sample can therefore be accepted
+wherever the target is unsure. The output does not follow the target's distribution, and does not equal that of decoding
+without a drafter, except at temperature 0: the distribution is then one-hot and the rule equals `Match`. Everything
+that uses this rule says that it is lossy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Typical:
         return f"typical {self.epsilon} {self.alpha}"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept the best plausible path; the token after it is the target's own choice."""
+        """Accept the best plausible path; the token after it is the target's sampled one."""
         import torch
 
         from paceline.core import reduce

@@ -1,4 +1,4 @@
-"""Draft lengths that are chosen anew in every round, among lengths that all have graphs.
+"""Draft lengths chosen again in every round, among lengths that all have graphs.
 
 The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17192, section 3, with acceptance measured
 for every position instead of one alpha): a round of k drafts yields 1 + sum over i <= k of P(first i drafts accepted)
@@ -57,7 +57,7 @@ again, twice as many after every trial that failed, up to the second number.
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long a round of every length takes: ``typical``, in seconds at the machine's level of the first rounds."""
+    """Time of a round of every length: ``typical``, in seconds at the machine's level of the first rounds."""
 
     typical: dict[int, float] = field(default_factory=dict)
     _times: dict[int, list[float]] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class StepTimes:
     _last: int | None = None
 
     def record(self, length: int, seconds: float | None) -> None:
-        """Note the time of a round, or of one step where it has several; None if it was not of the length alone."""
+        """Record the time of a round, or of one step if it has several; None if other work is included."""
         warm, self._last = length == self._last, length
-        if length not in self._ran:  # it may include the making of a graph
+        if length not in self._ran:  # it may include compiling a graph
             self._ran.add(length)
             return
         times = self._times.get(length, [])
@@ -83,7 +83,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Exploration:
-    """When a neighbour of the chosen length is taken in its place."""
+    """Exploration of the lengths next to the chosen one."""
 
     left: int = 0  # rounds that are left of the exploration under way
     _after: int = EXPLORE_AFTER[0]
@@ -99,7 +99,7 @@ class Exploration:
         self.left = max(0, self.left - rounds)
 
     def instead(self, length: int, draft_lengths: Sequence[int]) -> int:
-        """The length to take: the one that was chosen, or one beside it."""
+        """Return the length to use: the chosen one, or one next to it."""
         if not self.left:
             self._since += 1
             if self._since < self._after:
@@ -198,11 +198,11 @@ class DraftLengthController:
         return expected
 
     def record(self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
-        """Note what a round of this length did: how many drafts every slot asked for and how many were accepted.
+        """Record a round of this length: how many drafts every slot requested and how many were accepted.
 
-        A draft that was asked for and not proposed, by a drafter in doubt or without a match, counts as rejected.
-        ``seconds`` is None if they are not those of the length alone. At length 0 ``accepted`` counts plain steps
-        besides the first, where a round takes several: each of them is a round to the cost model.
+        A draft that was requested and not proposed, by a drafter in doubt or without a match, counts as rejected.
+        ``seconds`` is None if other work is included. At length 0 ``accepted`` counts plain steps after the first,
+        where a round takes several: each of them is a round to the cost model.
         """
         self._recorded.append((length, requested, accepted, seconds))
 
@@ -234,8 +234,8 @@ class DraftLengthController:
 
 
 class ControllersByFill:
-    """A controller for every batch fill: what a round costs, and so which length is best, depends on how many requests
-    are in it. Fills are told apart up to a factor of two. What is known of acceptance is common to all.
+    """A controller for every batch fill: the cost of a round, and so the best length, depends on the number of requests
+    in it. Fills within a factor of two share a controller. Acceptance statistics are common to all.
     """
 
     def __init__(self, first: DraftLengthController) -> None:
@@ -244,11 +244,11 @@ class ControllersByFill:
 
     @property
     def fills(self) -> set[int]:
-        """Those that rounds had so far, each the next power of two."""
+        """Fills that rounds had so far, each the next power of two."""
         return set(self._by_fill)
 
     def at(self, seated: int) -> DraftLengthController:
-        """That for rounds with so many requests."""
+        """Return the controller for rounds with ``seated`` requests."""
         fill = 1 << max(0, seated - 1).bit_length()
         controller = self._by_fill.get(fill)
         if controller is None:

@@ -35,7 +35,7 @@ from paceline.text.row_processing import RowProcessing
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """What a batch must know of the rounds it is served by.
+    """Properties of the rounds that a batch needs.
 
     max_accept     most proposed tokens that a round can accept
     width          most tokens that a round commits: W of its commits
@@ -52,7 +52,7 @@ class RoundShape:
 
 
 MAX_CONSECUTIVE_ROUNDS = 32
-"""Rounds without a look at the queue: a request that comes meanwhile waits for them."""
+"""Rounds without a look at the queue: a request that arrives during them waits."""
 
 _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
@@ -76,7 +76,7 @@ class Slot:
 
     @classmethod
     def of(cls, request: Request) -> Slot:
-        """Of a request that begins."""
+        """Make the slot of a new request."""
         processing = None if request.rules is None else RowProcessing(request.rules, len(request.prompt))
         return cls(request, StopChecker(request.stopping, request.prompt), processing)
 
@@ -101,11 +101,11 @@ class Slot:
         return self.request.prediction
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a token; the reason if the text ends with it."""
+        """Add a token; return the reason if the sequence stops with it."""
         return self.checker.append(token)
 
     def fail(self, error: RequestError) -> None:
-        """The text cannot go on, and ends without another token."""
+        """Stop the sequence with an error, without another token."""
         self.error = error
 
 
@@ -135,7 +135,7 @@ class Batch:
         self._stale = True  # what is left in slots has to be worked out anew
 
     def keep_rows(self, rows: Callable[[int], int]) -> None:
-        """Leave the first ``rows(slot)`` rows of idle slots as they are: rounds compute behind them there."""
+        """Keep the first ``rows(slot)`` rows of idle slots unchanged: rounds write after them."""
         self._first_idle = rows
         for slot in range(len(self.slots)):
             self._set_commit(slot, 0, rows(slot))
@@ -251,7 +251,7 @@ class Batch:
         self.abort([seated.request.index for seated in self.slots if seated is not None])
 
     def limits(self, *, single: bool = False) -> RoundLimits:
-        """What the next round may do. ``single``: no other round follows it in the same call."""
+        """Return the limits of the next round. ``single``: no other round follows it in the same call."""
         slots = self.slots
         longest = max((len(one.checker.text) + (one.kind is None) for one in slots if one is not None), default=1)
         if self._stale:
@@ -270,7 +270,7 @@ class Batch:
         )
 
     def _work_out(self, longest: int) -> None:
-        """How many nodes every text could accept in a round that is deep enough."""
+        """Compute how many nodes every sequence could accept in a round that is deep enough."""
         max_positions, buckets = self._shape.max_positions, self._shape.kv_buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
         for slot in self.slots:
@@ -283,14 +283,14 @@ class Batch:
         self._stale = False
 
     def _requests_changed(self) -> None:
-        """Work out again what depends on which requests are there."""
+        """Recompute values that depend on the current requests."""
         seated = [slot for slot in self.slots if slot is not None]
         kind = widest(slot.kind for slot in seated if slot.kind is not None)
         if kind != self.sampling.kind:
             self.sampling = replace(self.sampling, kind=kind)
         self._stale = True
         end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
-        # None: a text may end for another reason than an id, so the host looks at every round.
+        # None: a sequence may stop for another reason than an id, so the host looks at every round.
         self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids
 
     def _features(self, example: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ class Batch:
         )
 
     def _free(self, slot: int) -> None:
-        """Take a request out of its slot, which then computes harmless tokens in rows that nobody needs."""
+        """Take a request out of its slot, which then computes unused tokens in rows that no request needs."""
         self.slots[slot] = None
         self.freed.append(slot)
         if slot in self.active:
@@ -342,7 +342,7 @@ class Batch:
         self._set_commit(slot, 0, self._first_idle(slot))
 
     def _set_commit(self, slot: int, token: int, first_row: int) -> None:
-        """One committed token in a slot."""
+        """Set one committed token in a slot."""
         commit = self.commit
         commit.tokens[slot] = PAD
         commit.tokens[slot, 0] = token

@@ -25,7 +25,7 @@ class RequestQueue(Protocol):
 
     @property
     def paced(self) -> bool:
-        """Whether somebody waits for every token, and may give up. Then a prompt is read in chunks, one between two
+        """Whether a caller waits for every token, and may abort. Prefill is then chunked, one chunk between two
         rounds.
         """
 
@@ -33,11 +33,11 @@ class RequestQueue(Protocol):
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
 
     def take_aborted(self) -> Collection[int]:
-        """Indices of the requests that were aborted since this was last asked; of paced queues alone."""
+        """Return the indices of the requests that were aborted since the last call; only of paced queues."""
 
 
 class ListQueue:
-    """A queue of requests that are all there from the beginning."""
+    """A queue of requests that are all known from the beginning."""
 
     paced = False
 
@@ -45,11 +45,11 @@ class ListQueue:
         self._waiting = deque(requests)
 
     def pop(self) -> Request | None:
-        """In their order."""
+        """Return the next request in order."""
         return self._waiting.popleft() if self._waiting else None
 
     def take_aborted(self) -> Collection[int]:
-        """None of them."""
+        """Return no index: requests cannot be aborted."""
         return ()
 
 
@@ -60,10 +60,10 @@ class KeptPrompts(Protocol):
         """The best of the free slots for a prompt."""
 
     def rows(self, slot: int) -> int:
-        """How many rows of a free slot must stay as they are."""
+        """Return how many rows of a free slot must stay unchanged."""
 
     def shared(self, slot: int) -> int:
-        """How many tokens of its prompt the request in a slot did not read."""
+        """Return how many prompt tokens of the request in a slot came from the prefix cache."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""Requests, made of what a call asks for. Everything is refused here, before any work.
+"""Requests, made from the values of a call. Every invalid value is rejected before any work.
 
-What may be asked is in `paceline.engine.sampling_params`.
+`paceline.engine.sampling_params` defines the values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOGITS_FIELDS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
-    """What a target can take: size of its vocabulary, longest text, and the ids that end one by default.
+    """Limits of a target for requests: size of its vocabulary, longest sequence, and default stop ids.
 
     sampling_refusal    why it takes greedy requests alone, with what to do; None = it takes all
     host_refusal        why it takes no request whose tokens have to be decided on the host
@@ -54,7 +54,7 @@ class TargetLimits:
 
 @dataclass(frozen=True, slots=True)
 class LogitsRules:
-    """What a request asks of its logits.
+    """Logits rules of one request.
 
     processor          Hugging Face logits processors, as one
     presence_penalty   taken from the logit of every token that is in the output
@@ -193,7 +193,7 @@ def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: s
 
 
 def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> LogitsRules | None:
-    """What is done to logits; None if nothing is."""
+    """Return the logits rules of a request; None if it has none."""
     processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
         params.logits_processor,
         repetition_penalty=params.repetition_penalty,

@@ -137,7 +137,7 @@ class Rounds:
     # ---- rounds
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """One round, or several consecutive ones."""
+        """Run one round, or several consecutive ones."""
         pace, plan = None if self._special is not None else self._pace, self._special or self._usual
         length, early = 0, None
         if pace is not None:
@@ -156,7 +156,7 @@ class Rounds:
         return RoundResult(result.commit, result.reports, result.draft_seconds, result.verify_seconds, length)
 
     def run(self, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """One round, or several consecutive ones, by a plan."""
+        """Run one round, or several consecutive ones, by a plan."""
         begin, drafter, verifier, most = perf_counter(), plan.drafter, plan.verifier, limits.max_accept
         if plan.fused and (any(most) or not (plan.alone or _too_long(drafter, limits))):
             assert isinstance(drafter, TraceableDrafter)
@@ -181,12 +181,12 @@ class Rounds:
 
 
 def _too_long(drafter: Drafter, limits: RoundLimits) -> bool:
-    """Whether a text is longer than the drafter can follow."""
+    """Return whether a sequence is longer than the drafter can follow."""
     return drafter.max_positions is not None and limits.max_rows > drafter.max_positions
 
 
 def drafted_depths(proposal: Proposal, max_accept: list[int]) -> list[int]:
-    """How deep a proposal goes in every slot, without a gap and within the limits."""
+    """Return how deep a proposal goes in every slot, without a gap and within the limits."""
     parents, rows = proposal.parents, proposal.tokens.tolist()
     if parents is None:
         return [

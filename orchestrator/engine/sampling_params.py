@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a call asks of its tokens, checked when it is made.
+"""`SamplingParams`: sampling and stopping values of a call, checked when it is made.
 
 The keywords of `sample` are the fields of `SamplingParams`, and nowhere written again: commands, HTTP and workers
 build the same value. Not here: the requests made of it (`paceline.engine.request`).
@@ -51,7 +51,7 @@ _PLURALS = {"True or False": "truth values", "an integer": "integers", "a string
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a keyword may be.
+    """Allowed values of a keyword.
 
     one       a value of it, as messages say it
     optional  None is possible
@@ -102,7 +102,7 @@ def _param(default: Any, kind: _Kind | None, text: str | None = None, *, in_proc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a call samples and when its texts end; the names are those of Hugging Face's `generate`.
+    """Sampling and stopping values of a call; the names are those of Hugging Face's `generate`.
 
     sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
@@ -208,12 +208,12 @@ class SamplingParams:
 
     @classmethod
     def asked(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Of commands and experiments, where a temperature of 0 is greedy decoding."""
+        """Build parameters for commands and experiments, where a temperature of 0 is greedy decoding."""
         return cls(do_sample=values.get("temperature", 0) != 0, **values)
 
     @classmethod
     def asked_names(cls) -> tuple[str, ...]:
-        """What commands, experiments and HTTP have."""
+        """Names of the fields that commands, experiments and HTTP have."""
         return tuple(one.name for one in fields(cls) if one.metadata["help"] is not None)
 
     def check(self) -> None:
@@ -226,7 +226,7 @@ class SamplingParams:
     def merge(
         cls, params: SamplingParams | None, overrides: Mapping[str, Any], *, sequence_length: int | None = None
     ) -> SamplingParams:
-        """``params`` with some fields replaced; None stands for the defaults.
+        """Return ``params`` with some fields replaced; None means the defaults.
 
         Raises:
             SamplingError: a keyword that does not exist, or a wrong value.
@@ -249,7 +249,9 @@ class SamplingParams:
         return frozenset(one.name for one in fields(cls) if one.metadata["in_process"])
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
-        """How one continuation of a prompt draws. All values are checked, also where it is greedy and uses none."""
+        """Return the sampling of one continuation of a prompt. All values are checked, also if it is greedy and uses
+        none.
+        """
         assert self.seed is not None, "it was drawn when this was made"
         if isinstance(self.seed, Sequence):
             seed = row_seed(self.seed[row], copy)
@@ -265,11 +267,11 @@ class SamplingParams:
         return drawn if self.do_sample else Sampling(seed=int(seed))
 
     def max_length(self, prompt: int, n_positions: int) -> int:
-        """How long a text with a prompt of so many tokens may become, prompt included.
+        """Return the maximum length of a sequence with ``prompt`` prompt tokens, prompt included.
 
         Raises:
-            ContextError: the prompt leaves no room for a token.
-            PromptError: more is asked for than there is.
+            ContextError: the prompt leaves no position for a token.
+            PromptError: more tokens are requested than there are positions.
         """
         limit = n_positions if self.sequence_length is None else self.sequence_length
         if limit > n_positions:

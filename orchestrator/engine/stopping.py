@@ -1,4 +1,4 @@
-"""When a text ends: every token is looked at, in order, so that the earliest reason wins.
+"""Stop conditions of a sequence: every token is checked, in order, so that the earliest reason wins.
 
 Hugging Face's `StoppingCriteria` are called once for every committed token with the growing prefix, as plain decoding
 would call them. Not here: the search for stop strings (`paceline.text.stop_strings`).
@@ -57,7 +57,7 @@ class StopChecker:
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still come."""
+        """Maximum number of tokens that may still come."""
         return self._stopping.max_length - len(self.text)
 
     def append(self, token: int) -> FinishReason | None:
@@ -95,12 +95,12 @@ class StopChecker:
         return len(tokens), None
 
     def take_appended(self) -> int:
-        """How many tokens `append` has added since the last commit."""
+        """Return how many tokens `append` has added since the last commit."""
         count, self._appended = self._appended, 0
         return count
 
     def _reason_to_end(self, token: int) -> FinishReason | None:
-        """Why the text ends with its last token, if it does."""
+        """Return why the sequence stops with its last token, or None."""
         stopping = self._stopping
         if token in stopping.eos:
             return "stop"

@@ -1,4 +1,6 @@
-"""Conversations as prompts, by the chat template of a model's tokenizer. Not here: reading and showing them."""
+"""Conversations as prompts, by the chat template of a model's tokenizer. Not in this module: reading and showing
+them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, within the length that a model reads.
+    """Messages so far, within the length that a model reads.
 
     room    most ids of a prompt: what the model reads, less what an answer may have
     system  the first message; None leaves it to the template

@@ -36,7 +36,7 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How text is cut before merges, in byte-level vocabularies.
+    """Pre-tokenization: how text is split before merges, in byte-level vocabularies.
 
     pattern  of the pieces; None: GPT-2's own
     digits   every digit is a piece of its own
@@ -96,7 +96,7 @@ def gguf_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read(path: Path) -> tuple[Any, dict[str, Any]]:
-    """A `tokenizers.Tokenizer`, and the settings that transformers keeps beside it."""
+    """Read a `tokenizers.Tokenizer`, and the settings that transformers stores alongside it."""
     from tokenizers import AddedToken
 
     header = read_checkpoint(path)
@@ -263,7 +263,7 @@ def _sentencepiece(
 
 
 def _add_ends(backend: Any, fields: Fields, named: Mapping[str, str], *, adds_bos: bool) -> None:
-    """Put bos before a text, and eos behind it, where the file says so."""
+    """Add bos before a text, and eos after it, if the file says so."""
     from tokenizers import processors
 
     before = fields.flag("tokenizer.ggml.add_bos_token", adds_bos) and named.get("bos_token")

@@ -1,5 +1,5 @@
-"""What a request does to the logits of its own row, in the order of vLLM: bias, Hugging Face processors, penalties,
-then what may not follow at all. A function of the text so far, for whoever asks along a draft and back.
+"""Logits processing of one request, in the order of vLLM: bias, Hugging Face processors, penalties, then the mask of
+tokens that may follow. A function of the sequence so far, so that callers can go along a draft and back.
 
 Not here: how a token is chosen from the logits (`paceline.core.probs`), nor where (`paceline.target.host_verifier`).
 """

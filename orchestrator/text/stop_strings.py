@@ -46,7 +46,7 @@ class StopStrings:
 
     @classmethod
     def of(cls, strings: str | Sequence[str] | StopStrings | None) -> StopStrings | None:
-        """What a user gave, as a value; None if nothing stops."""
+        """Convert the user's value; None if nothing stops."""
         if isinstance(strings, StopStrings):
             return strings if strings.strings else None
         listed = (strings,) if isinstance(strings, str) else tuple(strings or ())  # an empty text is one, and refused
@@ -98,7 +98,7 @@ class StopStringFilter:
         return self._hand_out(len(self._held) if end is None else end)
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the first stop string that is complete now begins; what was searched before holds none."""
+        """Return where the first complete stop string begins; text that was searched before holds none."""
         old = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._searched, text, strict=False)))
         places = [text.find(string, max(0, old - len(string) + 1)) for string in self._strings]
         return min((place for place in places if place >= 0), default=None)
@@ -122,6 +122,6 @@ class StopStringFilter:
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of the text are a beginning of the stop string."""
+    """Return how many characters at the end of the text are a beginning of the stop string."""
     longest = min(len(string) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(string[:size])), 0)

@@ -1,8 +1,9 @@
-"""What a text must be, in vLLM's words (`StructuredOutput`), and which tokens may follow: grammars of llguidance.
+"""Structured output, with vLLM's names (`StructuredOutput`), and masks of the tokens that may follow: llguidance
+grammars.
 
 Grammars are compiled where a request is made, in the caller's thread, never between rounds. A state is a function of
-the output so far: it is rolled back and forth along drafts, and leaves no trace of those that were refused. Not here:
-what is done to logits (`paceline.text.row_processing`).
+the output so far: it is rolled back and forth along drafts, and leaves no trace of rejected ones. Not here: the
+processing of logits (`paceline.text.row_processing`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ReasoningMarkers:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the whole text of an answer must be, or all of it behind its reasoning.
+    """Constraint on the whole text of a response, or on the part after its reasoning block.
 
     kind   json_schema: JSON that a JSON schema admits; json_object: any JSON object; regex: what a regular expression
            matches from its first to its last character (without look-around); grammar: a context-free grammar in
@@ -113,7 +114,7 @@ class Grammar:
 
 
 class GrammarState:
-    """Where one text is in its grammar. All methods take the output so far, without the prompt."""
+    """Position of one text in its grammar. All methods take the output so far, without the prompt."""
 
     def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Sequence[int]) -> None:
         import torch
@@ -124,14 +125,15 @@ class GrammarState:
         self._read: list[int] = []
 
     def allowed(self, output: Sequence[int]) -> Tensor:
-        """Which tokens may follow: [V] bool. An eos id may exactly where the grammar accepts the text.
+        """Return the mask of tokens that may follow: [V] bool. An eos id may exactly where the grammar accepts the
+        text.
 
         Raises:
             SamplingError: the grammar is more work than one token may be.
         """
         import torch
 
-        if not self._go_to(output):  # a draft that goes on behind an end, or where it must not
+        if not self._go_to(output):  # a draft that continues after an end, or where it must not
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._check(len(output))
@@ -140,7 +142,7 @@ class GrammarState:
         return mask
 
     def accepts(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after the other; an eos id is the last that may."""
+        """Return how many of these tokens may follow, one after the other; an eos id is the last that may."""
         if not self._go_to(output):
             return 0
         count = len(self._legal(tokens))
@@ -150,9 +152,9 @@ class GrammarState:
         return count
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
-        """At most ``limit`` tokens that the grammar leaves no choice but to write, as the tokenizer would write them.
+        """Return up to ``limit`` tokens that the grammar forces, as the tokenizer would encode them.
 
-        A proposal and no more: the same characters may also be written in other tokens.
+        A proposal and no more: the same characters may also be encoded as other tokens.
         """
         if not self._go_to(output):
             return []
@@ -284,7 +286,7 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
 
 
 def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object) -> str:
-    """The grammar with free text before it, and the line breaks that templates write behind a marker."""
+    """Return the grammar with free text before it, and the line breaks that templates write after a marker."""
     is_list = grammar.lstrip().startswith("{")  # of grammars, as llguidance makes it of a schema; else it is Lark
     answer, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
     special = _special_token(markers.end, tokenizer)
@@ -298,7 +300,7 @@ def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object
 
 
 def _special_token(marker: str, tokenizer: object) -> str | None:
-    """A marker that is a special token, which is no text, as llguidance writes it; None where it is text."""
+    """Return a special-token marker, which is not text, as llguidance writes it; None if the marker is text."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     added = backend.get_added_tokens_decoder()
     return next((f"<[{number}]>" for number, one in added.items() if one.special and one.content == marker), None)
@@ -311,6 +313,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _first_line(message: str) -> str:
-    """An error of llguidance without what it shows of its own state."""
+    """Return an error of llguidance without its dump of the state."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|")]
     return " ".join(lines)[:300]

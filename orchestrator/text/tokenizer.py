@@ -73,26 +73,26 @@ _WITHOUT_EFFECT = frozenset({"tokenizer_class", "backend", "is_local", "chat_tem
 
 
 class QuickTokenizer:
-    """The tokenizer of a folder whose files are all there is to it, without transformers: importing that takes as long
-    as a third of PyTorch, and its `AutoTokenizer` imports PyTorch and code of models besides.
+    """Tokenizer of a folder that needs no code of models, without transformers: importing that takes a third of
+    PyTorch's import time, and its `AutoTokenizer` imports PyTorch and code of models as well.
 
     Ids and text come from the `tokenizers` library (``backend_tokenizer``), as they do in transformers'
-    `PreTrainedTokenizerFast`. Whatever else is asked, such as a chat template, is asked of that class, which is
-    imported then. What is known here of transformers was seen in 4.57 and 5.24.
+    `PreTrainedTokenizerFast`. Any other attribute, such as a chat template, comes from that class, which is imported
+    then. The behaviour of transformers was seen in 4.57 and 5.24.
     """
 
     def __init__(self, folder: Path, backend: Any) -> None:
         self.__dict__.update(_folder=folder, backend_tokenizer=backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
-        """As transformers; no length is warned of."""
+        """Encode text like transformers, without a warning about the length."""
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """As transformers."""
+        """Decode ids like transformers."""
         if clean_up_tokenization_spaces:
             options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": True}
             return str(self._full.decode(token_ids, **options))
@@ -109,7 +109,7 @@ class QuickTokenizer:
         return int(self.backend_tokenizer.get_vocab_size())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked by copy, pickle and the like
+        if name.startswith("_"):  # looked up by copy, pickle and the like
             raise AttributeError(name)
         return getattr(self._full, name)
 
