@@ -112,7 +112,9 @@ class ModelWithCache(nn.Module):
         return sampling.seated * window if self._skips_idle else None
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
-        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; see `Kernels.compact_path`."""
+        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; see
+        `Kernels.compact_path`.
+        """
         row = row.clamp(max=self.options.n_positions - 1)
         slots = first_slots(self.get_buffer("slots"), len(row))
         for layer in self.caches:

@@ -205,7 +205,9 @@ def window(
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
-    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: see `window`."""
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: see
+    `window`.
+    """
     lines = decoder.lines_for(used_slots)
     row, path = first_slots(row, lines), first_slots(path, lines)
     key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)

@@ -1,4 +1,6 @@
-"""The contract of a backend, and the graph that it compiles. Table of backends: `paceline.decoder.backends.registry`."""
+"""The contract of a backend, and the graph that it compiles. Table of backends:
+`paceline.decoder.backends.registry`.
+"""
 
 from __future__ import annotations
 

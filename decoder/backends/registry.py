@@ -77,7 +77,9 @@ BACKENDS: dict[str, BackendRow] = {
 
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
-    """Return why a backend cannot run a model with matrices in a format; "" if it can. The planner uses the same rule."""
+    """Return why a backend cannot run a model with matrices in a format; "" if it can. The planner uses the same
+    rule.
+    """
     if row.blocks or quantization is None:
         return ""
     if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:

@@ -131,7 +131,9 @@ def machine_facts() -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Return a hash of every source file that a graph may be traced from: graphs of another version are never reused."""
+    """Return a hash of every source file that a graph may be traced from: graphs of another version are never
+    reused.
+    """
     digest = hashlib.sha256()
     for folder in source_folders():
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
@@ -149,7 +151,9 @@ def source_folders() -> list[Path]:
 
 
 def outside_sources(step: nn.Module) -> dict[str, str]:
-    """Return a hash of every file outside the package that defines a part of a step: a user's rule, family or drafter."""
+    """Return a hash of every file outside the package that defines a part of a step: a user's rule, family or
+    drafter.
+    """
     kinds = {type(value) for part in step.modules() for value in (part, *vars(part).values())}
     names = {kind.__module__ for kind in kinds if kind.__module__.split(".")[0] not in _KNOWN_PACKAGES}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}

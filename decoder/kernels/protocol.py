@@ -192,7 +192,9 @@ class Kernels(Protocol):
         """
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Return the distribution of `sample_tokens`, as `paceline.core.probs.probabilities` up to float32's rounding."""
+        """Return the distribution of `sample_tokens`, as `paceline.core.probs.probabilities` up to float32's
+        rounding.
+        """
 
     def cuts(self, sampling: SamplingTensors) -> bool:
         """Return whether top-k, top-p or min-p may be on in any row. In a graph, where values are unknown: True."""

@@ -159,7 +159,9 @@ def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether an ELF file ends where its headers say. Loading a truncated file would crash the process on Linux."""
+    """Return whether an ELF file ends where its headers say. Loading a truncated file would crash the process on
+    Linux.
+    """
     with path.open("rb") as file:
         head = file.read(64)
         size = file.seek(0, os.SEEK_END)

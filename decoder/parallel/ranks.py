@@ -350,7 +350,9 @@ class Ranks:
 
 
 class _Sender(pickle.Pickler):
-    """Pickles a step; objects that the other ranks have are named, and a tensor that is ``new`` to them is sent once."""
+    """Pickles a step; objects that the other ranks have are named, and a tensor that is ``new`` to them is sent
+    once.
+    """
 
     def __init__(
         self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[ModelWithCache, int], names: WeakTensorKeyDictionary

@@ -71,7 +71,9 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of a layer or a table of the vocabulary: the tensors that quantisation makes smaller."""
+        """Whether it is a matrix of a layer or a table of the vocabulary: the tensors that quantisation makes
+        smaller.
+        """
         return len(self.shape) == 2 and self.split is not Split.WHOLE
 
 
