@@ -1,9 +1,8 @@
-"""A model with its cache on a backend: what target and drafters build their graphs from.
+"""A model with its cache on a backend: target and drafters build their graphs from it.
 
 Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache. Rounds
-may run over the first slots alone: requests take the lowest free ones, and a graph for R of them works on the first R
-slots of the cache (`first_slots`, `for_all_slots`).
-Not here: probabilities, acceptance and loops.
+may run over the first slots only: requests take the lowest free slots, and a graph for R of them works on the first R
+slots of the cache (`first_slots`, `for_all_slots`). Probabilities, acceptance and loops are elsewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +70,9 @@ class ModelWithCache(nn.Module):
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads; D + 4 elements in 8 bits."""
+        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads; D + 4 elements per row in 8
+        bits.
+        """
         layers = range(self.config.num_layers)
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
@@ -92,11 +93,11 @@ class ModelWithCache(nn.Module):
         reads: FeatureSpec | None = None,
         sampling: SamplingTensors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states and features of a window of real tokens in every slot, or in the first ones. tokens [B, T],
+        """Hidden states and features of a window of real tokens in every slot, or in the first slots. tokens [B, T],
         row [B].
 
-        A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
-        ``sampling`` says which slots hold a request: others may be left out, and hold anything finite then.
+        A row past the last position is clamped to it: results of such a slot are not used. ``sampling`` marks the slots
+        that hold a request: others may be skipped; their results are then any finite numbers.
         """
         row = row.clamp(max=self.options.n_positions - 1)
         count = None if sampling is None else self.real_rows(sampling, tokens.shape[1])
@@ -107,18 +108,20 @@ class ModelWithCache(nn.Module):
         return self(tokens, place, reads)  # type: ignore[no-any-return]
 
     def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
+        """Number of rows of a window that are needed in every slot, [B] int32; None: all rows are computed anyway."""
         return sampling.seated * window if self._skips_idle else None
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
-        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
+        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; see
+        `Kernels.compact_path`.
+        """
         row = row.clamp(max=self.options.n_positions - 1)
         slots = first_slots(self.get_buffer("slots"), len(row))
         for layer in self.caches:
             self.kernels.compact_path(layer, row, path, slots=slots)
 
     def copy_prompt(self, slot: int, like: int, count: int) -> None:
-        """Make the first ``count`` rows of a slot those of another one. Called outside of graphs, on a local cache."""
+        """Copy the first ``count`` rows of slot ``like`` to ``slot``. Called outside graphs, on a local cache."""
         for layer in self.caches:
             for one in layer:
                 one[slot, :, :count] = one[like, :, :count]
@@ -129,23 +132,23 @@ class ModelWithCache(nn.Module):
 
     @property
     def lent(self) -> SharedHead:
-        """What drafters borrow."""
+        """Weights that drafters share with the target."""
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """What `Kernels.sample_tokens` picks from `logits`, which a divided model need not put together for it.
+        """Tokens that `Kernels.sample_tokens` picks from `logits`, which a sharded model need not gather for it.
 
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32; any id in a slot without a request
         """
         part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
         real = self.real_rows(sampling, hidden.shape[1])
-        # Below 0 where there is no request: no choice looks at these logits, which are more than all else of a round.
+        # Below 0 in slots without a request: their logits, the largest part of a round's work, are not used.
         logits = self.model.logits(hidden, None if real is None else real + sampling.seated - 1)
         return choose(logits, positions, sampling, part=part, kernels=self.kernels)
 
 
 class FeatureBuffer(nn.Module):
-    """Features between two rounds, as a state that graphs share. [B, W, F] float32"""
+    """Hidden states kept between two rounds, as a state that graphs share. [B, W, F] float32"""
 
     features: Tensor
 
@@ -157,10 +160,10 @@ class FeatureBuffer(nn.Module):
 class CompiledDecoder:
     """One model on one backend.
 
-    ``graph`` makes a step ready for a bucket of the cache length: recorded, compiled or found in the cache.
-    ``on_graph`` is called when a compiler begins, and once more when a graph is ready. ``last_holder`` is whose text
-    the slots hold: who called `held_by` last. ``batch_buckets``: numbers of slots for which rounds have graphs,
-    ascending; where kernels leave idle slots out, one graph is for all.
+    ``graph`` prepares a step for a bucket of the cache length: recorded, compiled or loaded from the cache.
+    ``on_graph`` is called when a compiler begins, and again when a graph is ready. ``last_holder``: the last caller of
+    `held_by`, whose sequences the slots hold. ``batch_buckets``: numbers of slots for which rounds have graphs,
+    ascending; if kernels skip idle slots, one graph serves all.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
@@ -172,7 +175,7 @@ class CompiledDecoder:
         self.on_graph: Callable[[GraphEvent], None] = log_compilation
         self.folder: Path | None = None
         self._steps: dict[tuple[GraphKey, int], Step] = {}
-        self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
+        self._owners: dict[int, object] = {}  # kept alive, so that no other object gets the same id
         self._used: list[tuple[Graph, Step]] = []
         self._carries: dict[tuple[int, ...], FeatureBuffer] = {}
         self._holder: object | None = None
@@ -192,7 +195,7 @@ class CompiledDecoder:
 
     @cached_property
     def read_prompts(self) -> ReadPrompts:
-        """The prompts in the cache, from which others can copy."""
+        """Prompts in the cache, from which later requests can copy."""
         return ReadPrompts(1 if self.body.kernels.batch_invariant else self.options.chunks[-1])
 
     @property
@@ -201,18 +204,20 @@ class CompiledDecoder:
         return not self.backend.device_state and self.backend.group.degree == 1
 
     def bucket_for(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows; the largest if none does."""
+        """Return the smallest bucket that holds ``rows`` KV positions; the largest if none does."""
         return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
 
     def lines_for(self, used_slots: int | None) -> int:
-        """`GraphKey.lines` of a round of the first ``used_slots`` slots: the smallest batch bucket that holds them."""
+        """Return `GraphKey.lines` of a round of the first ``used_slots`` slots: the smallest batch bucket that holds
+        them.
+        """
         if used_slots is None:
             return 0
         lines = self.batch_buckets[bisect_left(self.batch_buckets, used_slots)]
         return 0 if lines == self.batch_size else lines
 
     def sampling_kind(self, kind: SamplingKind) -> SamplingKind:
-        """The kind of the graph for a round of that kind: "full" where one graph serves all kinds."""
+        """Return the sampling mode of the graph for a round of ``kind``: "full" if one graph serves all modes."""
         return kind if self.body.kernels.sampling_kinds else "full"
 
     def graph(
@@ -224,10 +229,10 @@ class CompiledDecoder:
         guest: Callable[[], dict[str, object]] | None = None,
         owner: object | None = None,
     ) -> Step:
-        """The step ``make(body, key.bucket)``, ready for the shapes of ``example``. Made once for a key and owner.
+        """Return the step ``make(body, key.bucket)`` for the shapes of ``example``. Made once per key and owner.
 
-        ``guest`` says what another model in the same step makes it depend on, and ``owner`` whose model that is: two
-        models of one shape share an artefact and have steps of their own.
+        ``guest`` gives further facts of another model in the same step, and ``owner`` the object that holds that model:
+        two models of one shape share an artefact and have separate steps.
         """
         step = self._steps.get((key, id(owner)))
         if step is None:
@@ -240,16 +245,16 @@ class CompiledDecoder:
             begin = perf_counter()
             step = self.backend.compile(graph, lambda message: self.on_graph(GraphEvent(key, message)))
             self._steps[key, id(owner)] = step
-            self._used.append((graph, step))  # what failed is not to be saved
+            self._used.append((graph, step))  # a failed step is not saved
             self.on_graph(GraphEvent(key, seconds=perf_counter() - begin))
         return step
 
     def graphs(self) -> list[tuple[Graph, Step]]:
-        """Every graph that was asked for so far, and its step."""
+        """Every graph requested so far, with its step."""
         return list(self._used)
 
     def carry(self, *shape: int) -> FeatureBuffer:
-        """Where its rounds leave features of that shape for each other."""
+        """Return the buffer of that shape in which rounds keep hidden states for the next round."""
         if shape not in self._carries:
             self._carries[shape] = FeatureBuffer(shape)
         return self._carries[shape]
@@ -268,15 +273,16 @@ class CompiledDecoder:
         """Use graphs that ``save`` wrote, instead of compiling them.
 
         Raises:
-            ArtefactError: there are none for this model, these options, this version and this kind of machine.
+            ArtefactError: the folder has none for this model, these options, this version and this kind of machine.
         """
         self.backend.load(Path(folder), self.cache_key())
 
     @contextmanager
     def held_by(self, holder: object, *, keeps_prompts_of: object | None = None) -> Iterator[None]:
-        """Keep the cache for one generation; the same holder may enter again.
+        """Reserve the cache for one generation; the same holder may enter again.
 
-        keeps_prompts_of  with prefix caching: the last call's holder, whose prompts stay if nobody came in between
+        keeps_prompts_of  with prefix caching: the last call's holder, whose prompts stay if no other holder came in
+                          between
 
         Raises:
             DecoderBusyError: another generation is under way on this decoder.
@@ -296,10 +302,10 @@ class CompiledDecoder:
             self._holder = before
 
     def sibling(self) -> CompiledDecoder:
-        """Another decoder over the same weights, with a cache and graphs of its own.
+        """Return another decoder over the same weights, with a separate cache and separate graphs.
 
         Raises:
-            ConfigurationError: the model is divided over ranks, whose processes hold one cache for it.
+            ConfigurationError: the model is sharded over ranks, whose processes hold one cache for it.
         """
         if self.options.layout.degree > 1:
             raise ConfigurationError("a model with tp_degree above 1 has one cache; load it once for every target")
@@ -307,23 +313,23 @@ class CompiledDecoder:
         sibling = copy.copy(self)
         sibling.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
         sibling._steps, sibling._owners, sibling._used, sibling._carries = {}, {}, [], {}
-        sibling.__dict__.pop("read_prompts", None)  # of its own cache
+        sibling.__dict__.pop("read_prompts", None)  # it has its own cache
         sibling._holder = sibling.last_holder = None
         return sibling
 
     def close(self) -> None:
-        """Give back what the decoder holds outside of this process: the other ranks' processes, if it has any.
+        """Release what the decoder holds outside this process: the processes of other ranks, if any.
 
-        It cannot decode afterwards. Happens by itself when the decoder is dropped.
+        It cannot decode afterwards. Called automatically when the decoder is garbage-collected.
         """
         self.backend.close()
 
     def check_width(self, width: int) -> None:
-        """As `paceline.decoder.options.check_width`."""
+        """Raise ConfigurationError for too wide a window; see `paceline.decoder.options.check_width`."""
         check_width(width)
 
     def cache_key(self) -> dict[str, object]:
-        """What every graph of this decoder depends on, besides the source."""
+        """Facts on which every graph of this decoder depends, besides the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]
@@ -336,12 +342,14 @@ class CompiledDecoder:
 
 
 def first_slots(x: Tensor, lines: int) -> Tensor:
-    """The first lines of x [B, ...]; 0: all. What is whole already stays as it is, in a graph too."""
+    """Return the first ``lines`` batch rows of x [B, ...]; 0: all. A tensor that is already whole is returned
+    unchanged.
+    """
     return x[:lines] if 0 < lines < len(x) else x
 
 
 def for_all_slots(x: Tensor, slots: int, fill: Sequence[int] | Sequence[Sequence[int]] | int = 0) -> Tensor:
-    """x [R, ...] with a line for every slot: those behind are ``fill``, a number or a whole line. -> [slots, ...]"""
+    """Pad x [R, ...] with ``fill``, a number or a whole batch row, to one batch row per slot. -> [slots, ...]"""
     missing = slots - len(x)
     if not missing:
         return x
@@ -349,5 +357,5 @@ def for_all_slots(x: Tensor, slots: int, fill: Sequence[int] | Sequence[Sequence
 
 
 def idle_tokens(width: int) -> list[int]:
-    """A commit's line of a slot without a request."""
+    """Return a commit's batch row for a slot without a request."""
     return [0, *[PAD] * (width - 1)]

@@ -1,16 +1,16 @@
-"""The environment variables of a process that decodes: all that are read, and all that are written.
+"""Environment variables of a decoding process: all that are read, and all that are written.
 
-Workers and their cores have theirs in `paceline.placement.host.environment`, Neuron and XLA in
+Variables of workers and their cores are in `paceline.placement.host.environment`, those of Neuron and XLA in
 `paceline.neuron.environment`.
 
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 
-Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
+Read by the Hugging Face hub client if a model is given by its id:
 
-    HF_HOME, HF_HUB_CACHE  where models lie; HF_HUB_OFFLINE: nothing is fetched; HF_ENDPOINT: another hub; HF_TOKEN
+    HF_HOME, HF_HUB_CACHE  folder of models; HF_HUB_OFFLINE: no downloads; HF_ENDPOINT: another hub; HF_TOKEN
 
-Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
+The cores of a process are set by its parent (`paceline.placement`), never by this module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.core.errors import ConfigurationError
 
 
 def cache_root() -> Path:
-    """Folder of CPU kernels, compiled graphs and fetched models. It is loaded as code: keep it writable by its owner
-    alone.
+    """Return the folder of CPU kernels, compiled graphs and fetched models. It is loaded as code: only its owner may
+    have write permission.
 
     Raises:
-        ConfigurationError: it is not named, and the user has no home folder (as some in containers).
+        ConfigurationError: PACELINE_CACHE is not set, and the user has no home folder (as in some containers).
     """
     try:
         return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
@@ -35,15 +35,15 @@ def cache_root() -> Path:
 
 
 def compiler() -> str:
-    """The C++ compiler."""
+    """Return the C++ compiler."""
     return os.environ.get("CXX") or "g++"
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:
-    """This process's environment with these in it, for another process."""
+    """Return this process's environment with these variables added, for another process."""
     return {**os.environ, **variables}

@@ -1,7 +1,7 @@
-"""What tells a graph from every other graph of its decoder, and what a decoder tells of the graphs it makes.
+"""Identity of a graph within its decoder, and the events that a decoder reports while it makes graphs.
 
-A graph is asked for by this value and by nothing else. Its string form is for people and for messages: nothing reads a
-string back, and files are named by a hash of what the graph depends on (`paceline.decoder.compile.cache`).
+A graph is requested by this value only. Its string form is for messages: it is never parsed, and files are named by a
+hash of everything on which the graph depends (`paceline.decoder.compile.cache`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from paceline.core.types import DraftKey, DraftShape, SamplingKind
 
 Kind = Literal["prefill", "window", "compact", "verify", "autoregressive", "draft", "read", "reorder"] | str
-"""What a graph does. Kinds of other parts (a self-test, a new drafter's own graphs) are as good."""
+"""Purpose of a graph. Other parts may add kinds (a self-test, a new drafter's own graphs)."""
 
 _ROUND_KINDS = frozenset({"verify", "autoregressive"})
 
@@ -22,23 +22,23 @@ _ROUND_KINDS = frozenset({"verify", "autoregressive"})
 class GraphKey:
     """The shape of a graph and the choices that are part of it.
 
-    kind          prefill: read a chunk of a prompt; window: logits of a window; compact: make an accepted path
+    kind          prefill: prefill a chunk of a prompt; window: logits of a window; compact: make an accepted path
                   consecutive; verify: a round of the target; autoregressive: target passes without a draft; draft: a
-                  drafter's step by itself; read: a drafter reads a text; reorder: slots exchange what they hold
+                  drafter's step on its own; read: a drafter prefills; reorder: slots exchange their contents
     rows          tokens of one slot that one call computes
-    bucket        cache rows that it looks at
-    draft_shape   of the proposals that it verifies
+    bucket        cache rows that it reads
+    draft_shape   shape of the proposals that it verifies
     rule          `AcceptanceRule.cache_key` of the rule that decides
-    drawn         whether the proposals come with the probabilities they were drawn with
-    features      layers whose features it gives, see `FeatureSpec`; None = no features
-    commit_width  tokens for which the commit that it reads has room
-    next_width    the same of the commit that it makes
-    kept          whether features stay on the device between two calls
+    drawn         whether the proposals include the probabilities they were sampled from
+    features      layers whose hidden states it returns, see `FeatureSpec`; None = no hidden states
+    commit_width  token capacity of the commit that it reads
+    next_width    token capacity of the commit that it makes
+    kept          whether hidden states stay on the device between two calls
     draft         the drafter's step inside it
-    sampling      the kind of sampling of its rows: what it may assume of them; "full" for every round where kernels do
-                  not distinguish kinds; None = no token is chosen in it
-    lines         slots that it computes, the first ones (a batch bucket); 0 = all
-    variant       what else tells it from its siblings
+    sampling      sampling mode of its rows, on which it may rely; "full" for every round if kernels do not distinguish
+                  modes; None = it samples no token
+    lines         number of slots that it computes, from slot 0 (a batch bucket); 0 = all
+    variant       any other difference from its siblings
     """
 
     kind: Kind
@@ -58,16 +58,16 @@ class GraphKey:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it reads prompts: it runs once for each, on many rows."""
+        """Whether it prefills prompts: it runs once for each prompt, on many rows."""
         return self.kind == "prefill"
 
     @property
     def is_round(self) -> bool:
-        """Whether it runs for every few tokens of a text, on the target's weights."""
+        """Whether it runs once per few tokens of a sequence, on the target's weights."""
         return self.kind in _ROUND_KINDS
 
     def __str__(self) -> str:
-        """For people, such as ``verify[5, chain of 4, match, commit 5 to 5]@512``."""
+        """Text for messages, such as ``verify[5, chain of 4, match, commit 5 to 5]@512``."""
         parts = [
             f"{self.rows}" if self.rows else "",
             "" if self.draft_shape is None else str(self.draft_shape),
@@ -95,9 +95,9 @@ log = logging.getLogger("paceline")
 class GraphEvent:
     """The beginning of a compilation, or a graph that is ready.
 
-    key      which graph
-    message  what is being done, for people; "" once the graph is there
-    seconds  that it took to make or find it; 0 at the beginning
+    key      key of the graph
+    message  current action, for messages; "" once the graph is ready
+    seconds  time to make or load it; 0 at the beginning
     """
 
     key: GraphKey
@@ -106,6 +106,6 @@ class GraphEvent:
 
 
 def log_compilation(event: GraphEvent) -> None:
-    """Say what is compiled: it may take long, and silence would look like a hang."""
+    """Log the start of a compilation: it may take long, and silence would look like a hang."""
     if event.message:
         log.warning(event.message)

@@ -14,7 +14,7 @@ from paceline.core.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in ``path``; anything else in there, or no such file, is a CheckpointError."""
+    """Read the JSON object in ``path``; raise CheckpointError if the file is absent or holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -23,7 +23,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); check the path and its permissions.") from error
-    # A file nested thousands deep exhausts the parser's stack: as broken as a syntax error, to a reader.
+    # Deep nesting exhausts the parser's stack; to a caller that is a syntax error.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again.") from error
     if not isinstance(value, dict):
@@ -33,13 +33,13 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One JSON object and the words for where it stands, e.g. ``/models/a/config.json``."""
+    """One JSON object and its location for messages, e.g. ``/models/a/config.json``."""
 
     values: Mapping[str, object]
     where: str
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``; without a default the key is required."""
+        """Return an integer of at least ``minimum``; without a default the key is required."""
         value = self._required(key, default)
         # bool is an int in Python, and `"num_hidden_layers": true` is a mistake, not one layer.
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -47,7 +47,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero; without a default the key is required."""
+        """Return a finite number above zero; without a default the key is required."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, value, "a number above zero")
@@ -60,11 +60,11 @@ class Fields:
         return number
 
     def optional_number(self, key: str) -> float | None:
-        """A finite number above zero, or None where the key is absent."""
+        """Return a finite number above zero, or None if the key is absent."""
         return None if self.values.get(key) is None else self.number(key)
 
     def numbers(self, key: str, *, length: int) -> tuple[float, ...]:
-        """A required list of ``length`` finite numbers above zero."""
+        """Return a required list of ``length`` finite numbers above zero."""
         value = self._required(key, None)
         if not isinstance(value, list) or len(value) != length:
             raise self._wrong(key, value, f"a list of {length} numbers")
@@ -72,21 +72,21 @@ class Fields:
         return tuple(items.number(name) for name in items.values)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self._required(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; without a default the key is required."""
+        """Return a string; without a default the key is required."""
         value = self._required(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, value, "a string")
         return value
 
     def child(self, key: str) -> "Fields | None":
-        """The object under ``key``, or None where the key is absent."""
+        """Return the object under ``key``, or None if the key is absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -95,9 +95,9 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def ids(self, key: str) -> tuple[int, ...] | None:
-        """One token id or a list of them, without repeats; None where the key is absent.
+        """Return one token id or a list of them, without repeats; None if the key is absent.
 
-        Negative ids are dropped: -1 is an old way to write that there is none.
+        Negative ids are dropped: -1 is an old notation for "none".
         """
         value = self.values.get(key)
         if value is None:

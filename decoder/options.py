@@ -1,4 +1,4 @@
-"""What a user chooses when a decoder is loaded, checked and completed; nothing about the model itself."""
+"""Options for loading a decoder, checked and completed; no facts about the model itself."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ if TYPE_CHECKING:
     import torch
 
 AMP = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-"""PyTorch's names of the types, by ours."""
+"""PyTorch's dtype names, by the values of the option ``amp``."""
 
 MAX_WIDTH = 128
-"""Rows one window may have at most; caches carry as many rows of slack, so that no window runs over their end."""
+"""Largest number of rows of one window; caches have the same number of slack rows, so that no window runs over their
+end.
+"""
 
 CATCH_UP = 16
-"""Tokens of the least prefill graph of a draft. What it missed in a round or two, while a free drafter proposed, is no
-more, and a graph of 64 rows takes about three times as long."""
+"""Tokens of the smallest prefill graph of a draft. What it missed in a round or two, while a free drafter proposed, is
+no longer, and a graph of 64 rows takes about three times as long.
+"""
 
 
 def _option(default: Any, text: str) -> Any:
-    """A field with what the help of commands says of it."""
+    """Return a field with its help text for commands."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a decoder is loaded. Every option is declared here and nowhere else: Python (`AutoDecoder.from_pretrained`,
+    """Options for loading a decoder. Each is declared only in this class: Python (`AutoDecoder.from_pretrained`,
     `NeuronConfig`), the command line, models files, workers and experiments take these fields.
 
     A list becomes a tuple.
@@ -103,7 +106,7 @@ class LoadOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
-        """These options; ConfigurationError if one is unknown."""
+        """Return these options; raise ConfigurationError if one is unknown."""
         names = [one.name for one in fields(cls)]
         for name in options:
             if name not in names:
@@ -112,7 +115,7 @@ class LoadOptions:
 
     @classmethod
     def part_of(cls, values: Mapping[str, Any]) -> LoadOptions:
-        """The options among other keys; those that are not there have their defaults."""
+        """Return the options among other keys; absent options have their defaults."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
     @property
@@ -127,7 +130,7 @@ class LoadOptions:
         return (lengths,) if isinstance(lengths, int) else lengths
 
     def longest(self, trained: int) -> int:
-        """The longest text of a model whose own context is ``trained``."""
+        """Return the longest sequence of a model whose own context is ``trained``."""
         if self.n_positions is None:
             return trained
         return self.n_positions if isinstance(self.n_positions, int) else self.n_positions[-1]
@@ -135,13 +138,14 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """The options of a decoder, completed by what its model says.
+    """The options of a decoder, completed from its model.
 
-    load           what was asked for, with what it left open
-    kv_buckets     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
-    chunks         lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
-    layout         over how many ranks the model is divided, and how
-    batch_buckets  numbers of slots for which rounds have graphs, ascending, the last is ``batch_size``; (): that alone
+    load           the requested options, some of them unset
+    kv_buckets     buckets of the cache length, ascending; the last is the longest sequence (n_positions)
+    chunks         lengths of the prefill graphs, ascending; longer prompts are prefilled in chunks of the largest
+    layout         number of ranks, and how the model is sharded over them
+    batch_buckets  numbers of slots for which rounds have graphs, ascending, the last is ``batch_size``; ():
+                   ``batch_size`` only
     """
 
     load: LoadOptions
@@ -152,7 +156,7 @@ class DecoderOptions:
 
     @property
     def batch_size(self) -> int:
-        """Slots; fixed, a slot without a request idles."""
+        """Number of slots; fixed, a slot without a request idles."""
         return self.load.slots
 
     @property
@@ -161,12 +165,12 @@ class DecoderOptions:
 
     @property
     def draft_chunks(self) -> tuple[int, ...]:
-        """Lengths of the prefill graphs of a draft, which also reads with them what it missed."""
+        """Lengths of the prefill graphs of a draft, which also catches up with them."""
         return self.chunks if self.chunks[0] <= CATCH_UP else (CATCH_UP, *self.chunks)
 
     @property
     def rows(self) -> int:
-        """Rows a cache has: all positions, and slack for a window or a padded chunk that begins at the last one."""
+        """Rows of a cache: all positions, and slack for a window or a padded chunk that begins at the last one."""
         return self.n_positions + max(MAX_WIDTH, self.chunks[-1])
 
     @property
@@ -178,12 +182,12 @@ class DecoderOptions:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the tensors of the model's own cache; draft heads keep theirs in ``dtype``."""
+        """Type of the tensors of the model's own cache; caches of draft heads have ``dtype``."""
         return self.dtype if self.load.kv_cache_dtype is None else WeightFormat(self.load.kv_cache_dtype).dtype
 
 
 def check_width(width: int) -> None:
-    """Raise ConfigurationError unless a window of so many rows fits."""
+    """Raise ConfigurationError unless a window of ``width`` rows fits."""
     if not 1 <= width <= MAX_WIDTH:
         raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
 
@@ -192,7 +196,7 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
     """Complete the options of a decoder; ``trained`` is the model's own context.
 
     Raises:
-        ConfigurationError: longer texts are asked for than that.
+        ConfigurationError: longer sequences are requested than that.
     """
     batches = _powers(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
     last = load.longest(trained)
@@ -208,7 +212,7 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
 
 
 def _ascending(name: str, one_or_more: object) -> None:
-    """Raise ConfigurationError unless it is a positive number or an ascending list of them."""
+    """Raise ConfigurationError unless the value is a positive number or an ascending list of them."""
     values = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
@@ -216,7 +220,7 @@ def _ascending(name: str, one_or_more: object) -> None:
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:
-    """The first one, twice, four times as much, ... and the last one itself."""
+    """Return ``first``, its double, its quadruple, ... and ``last``."""
     buckets = []
     bucket = first
     while bucket < last:

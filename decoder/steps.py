@@ -1,4 +1,4 @@
-"""Steps that need a decoder alone: reading a prompt, and the logits of a window."""
+"""Steps that need only a decoder: prefill, and the logits of a window."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
 
 
 class PrefillStep(nn.Module):
-    """Read a chunk of a prompt into one slot."""
+    """Prefill a chunk of a prompt into one slot."""
 
     def __init__(self, body: ModelWithCache, bucket: int, reads: FeatureSpec | None = None) -> None:
         super().__init__()
         self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and the
-        features [1, chunk, F] if they are read.
+        """Compute tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and
+        the hidden states [1, chunk, F] if they are read.
         """
         hidden, features = self.body(tokens, CachePosition(row, count, slot, self._bucket, padded=True), self._reads)
         last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
@@ -42,8 +42,8 @@ class WindowStep(nn.Module):
         self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
-        """tokens [B, T] int32, row [B] int32 and, for a tree, parents [B, T] int32 (rows of the window)
-        -> logits [B, T, V] float32, and features [B, T, F] if they are read.
+        """Compute tokens [B, T] int32, row [B] int32 and, for a tree, parents [B, T] int32 (rows of the window) ->
+        logits [B, T, V] float32, and hidden states [B, T, F] if they are read.
         """
         tree = Tree.of(*parents) if parents else None
         hidden, features = self.body.window(tokens, row, self._bucket, tree=tree, reads=self._reads)
@@ -65,7 +65,7 @@ class CompactPathStep(nn.Module):
 
 
 class ReorderSlotsStep(nn.Module):
-    """Give every slot what another one holds: beam search keeps some beams and drops others after every token."""
+    """Give every slot the contents of another: beam search keeps some beams and drops others after every token."""
 
     def __init__(self, body: ModelWithCache, bucket: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ReorderSlotsStep(nn.Module):
 
 
 class MoveSlotStep(nn.Module):
-    """Give a slot what another one holds, in the first rows of the bucket."""
+    """Give a slot the contents of another, in the first rows of the bucket."""
 
     def __init__(self, body: ModelWithCache, bucket: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class MoveSlotStep(nn.Module):
 
 
 def move_rows(layers: Sequence[tuple[Tensor, Tensor]], slot: Tensor, to: Tensor, *, count: int) -> None:
-    """Make the first ``count`` rows of a slot those of another one, in a graph. slot, to [1] int32"""
+    """Copy the first ``count`` rows of ``slot`` to slot ``to``, in a graph. slot, to [1] int32"""
     rows = torch.arange(count, dtype=torch.int32, device=slot.device).unsqueeze(0)
     for layer in layers:
         for cache in layer:
@@ -111,7 +111,7 @@ def prefill(
     reads: FeatureSpec | None = None,
     chunks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `prefill_in_chunks`, without pauses."""
+    """Prefill without pauses; otherwise as `prefill_in_chunks`."""
     return finish(prefill_in_chunks(decoder, slot, prompt, start=start, reads=reads, chunks=chunks))
 
 
@@ -125,12 +125,13 @@ def prefill_in_chunks(
     chunks: Sequence[int] | None = None,
     shared: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-    """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
+    """Prefill tokens into a slot from cache row ``start`` on, in chunks of the decoder's lengths, or of ``chunks``,
+    ascending.
 
-    Pauses after every chunk but the last, in which the slot must be left alone. ``shared``: the tokens are a whole
-    prompt, of which what another slot holds is copied (`paceline.decoder.read_prompts`). Nothing writes to its rows
-    while its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves.
-    -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
+    Yields after every chunk but the last; the slot must not be used until then. ``shared``: the tokens are a whole
+    prompt, whose prefix in another slot is copied (`paceline.decoder.read_prompts`). Its rows are not overwritten while
+    its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves. -> logits [1, 1, V]
+    after the last token, and the hidden states [S, F] of all tokens if they are read.
     """
     done, logits, features = 0, None, list[Tensor]()
     chunks = decoder.options.chunks if chunks is None else chunks
@@ -170,7 +171,7 @@ def prefill_in_chunks(
 
 
 def _copy_rows(decoder: CompiledDecoder, slot: int, prefix: SharedPrefix) -> None:
-    """Give a slot the rows of a prefix, if it is another slot's."""
+    """Copy the rows of a prefix to a slot, if the prefix is in another slot."""
     if prefix.slot == slot:
         return
     if decoder.on_host:
@@ -191,8 +192,9 @@ def window(
     reads: FeatureSpec | None = None,
     used_slots: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits and features of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree; ``used_slots`` as
-    in `paceline.core.types.RoundLimits` -> [B, T, V] float32 and [B, T, F] or None; zeros in slots that are left out.
+    """Return logits and hidden states of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree;
+    ``used_slots``: see `paceline.core.types.RoundLimits` -> [B, T, V] float32 and [B, T, F] or None; zeros in skipped
+    slots.
     """
     lines, slots = decoder.lines_for(used_slots), len(row)
     inputs = [first_slots(x, lines) for x in ((tokens, row) if parents is None else (tokens, row, parents))]
@@ -203,7 +205,9 @@ def window(
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
-    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: as `window`."""
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: see
+    `window`.
+    """
     lines = decoder.lines_for(used_slots)
     row, path = first_slots(row, lines), first_slots(path, lines)
     key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)
@@ -211,13 +215,13 @@ def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_sl
 
 
 def reorder_slots(decoder: CompiledDecoder, source: Tensor, *, rows: int) -> None:
-    """Give every slot what another one holds, as far as ``rows`` cache rows go. source [B] int32."""
+    """Give every slot the first ``rows`` cache rows of another one. source [B] int32."""
     key = GraphKey("reorder", bucket=decoder.bucket_for(rows))
     decoder.graph(key, ReorderSlotsStep, (source,))(source)
 
 
 def move_slot(decoder: CompiledDecoder, slot: int, to: int, *, rows: int) -> None:
-    """Give a slot what another one holds, as far as ``rows`` cache rows go, and the prompt that is read there."""
+    """Give slot ``to`` the first ``rows`` cache rows of ``slot``, and its recorded prompt."""
     if decoder.on_host:
         decoder.body.copy_prompt(to, slot, rows)
     else:
@@ -227,5 +231,5 @@ def move_slot(decoder: CompiledDecoder, slot: int, to: int, *, rows: int) -> Non
 
 
 def slot_numbers(*slots: int) -> list[Tensor]:
-    """Each as a tensor of its own, [1] int32."""
+    """Return each number as a separate tensor, [1] int32."""
     return [torch.tensor([slot], dtype=torch.int32) for slot in slots]

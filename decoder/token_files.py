@@ -1,5 +1,4 @@
-"""Files of token ids, to train on or draft from: a header that says how wide they are and of which vocabulary, then the
-ids.
+"""Files of token ids, for training or drafting: a header with id width and vocabulary size, then the ids.
 
     8 bytes  "PLTOKENS"
     u16      version of this header, 1
@@ -7,8 +6,8 @@ ids.
     u32      size of the vocabulary
     ...      the ids end to end; all numbers are little-endian
 
-Ids of 16 bits read as 32, or the other way round, are other ids and no error; hence the header. The width follows from
-the vocabulary: 16 bits up to 65,536 ids, 32 above. Not here: texts cut from the ids (`paceline.heads.features`).
+Ids of 16 bits read as 32, or vice versa, would be wrong ids without an error; hence the header. The width follows from
+the vocabulary: 16 bits up to 65,536 ids, 32 above. `paceline.heads.features` cuts sequences from the ids.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from paceline.decoder.weights.atomic_write import atomic_write, save_bytes
 MAGIC = b"PLTOKENS"
 _HEADER = struct.Struct("<8sHHI")
 HEADER_BYTES = _HEADER.size
-"""16: where the ids begin."""
+"""16: offset of the first id."""
 
 DTYPES = {"uint16": 2, "uint32": 4}
-"""Names of the widths that ids may have, and their bytes."""
+"""Names of the id widths, and their bytes."""
 
 
 def write_tokens(path: Path, parts: Iterable[ArrayLike], *, vocab_size: int) -> int:
-    """Write ids [n] of each part, end to end, whole or not at all. Returns how many there are.
+    """Write ids [n] of each part, end to end, atomically. Return their number.
 
     Raises:
         ConfigurationError: an id is not in the vocabulary.
@@ -54,7 +53,7 @@ def write_tokens(path: Path, parts: Iterable[ArrayLike], *, vocab_size: int) -> 
 
 
 def append_tokens(path: Path, ids: ArrayLike) -> None:
-    """Add ids [n] to a file that `write_tokens` began.
+    """Append ids [n] to a file that `write_tokens` began.
 
     Raises:
         ConfigurationError: it has no such header, or an id is not in its vocabulary.
@@ -69,10 +68,10 @@ def append_tokens(path: Path, ids: ArrayLike) -> None:
 
 
 def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None = None) -> np.ndarray:
-    """All ids of a file, [n] int32.
+    """Return all ids of a file, [n] int32.
 
     vocab_size  of the target; None: any
-    dtype       "uint16" or "uint32", the width of the ids of a file without a header; a header goes before it
+    dtype       "uint16" or "uint32", id width of a file without a header; a header takes precedence
 
     Raises:
         ConfigurationError: the width is unknown or not that of the vocabulary, or an id is not in the vocabulary.
@@ -111,7 +110,7 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
 
 
 def _width(vocab_size: int) -> int:
-    """Bytes of an id."""
+    """Return the bytes of an id."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 
@@ -124,7 +123,7 @@ def _packed(path: Path, ids: np.ndarray, vocab_size: int) -> bytes:
 
 
 def _header(path: Path) -> tuple[int, int] | None:
-    """Bytes of an id and the size of the vocabulary; None for a file that does not begin with a header."""
+    """Return the bytes of an id and the size of the vocabulary; None for a file without a header."""
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):

@@ -1,7 +1,8 @@
 """Folders of EAGLE heads: read in any known layout, written in any of them, checked tensor by tensor.
 
-Missing and surplus tensors, wrong shapes, NaN and vocabulary maps that contradict each other are refused by name.
-Pickles are read by torch's restricted unpickler. Not here: the names of the layouts (`paceline.eagle.formats`).
+Missing and surplus tensors, wrong shapes, NaN and vocabulary maps that contradict each other are rejected with an error
+that names the tensor. Pickles are read by torch's restricted unpickler. Names of the layouts are in
+`paceline.eagle.formats`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from paceline.heads.layouts import read_config
 
 
 def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = None) -> None:
-    """Raise unless the readers of a layout can run this head. ``num_layers``: of the target, which "nxd" asks for.
+    """Raise unless the readers of a layout can run this head. ``num_layers``: of the target, required for "nxd".
 
-    Read of their code: EAGLE cb7e084 (eagle/model/cnets.py and cnets1.py), SGLang and vLLM
+    Sources, the readers' code: EAGLE cb7e084 (eagle/model/cnets.py and cnets1.py), SGLang and vLLM
     (models/llama_eagle3.py), NxD Inference 4bcdc54 (models/model_base.py, models/llama/modeling_llama.py) and
     speculators c05b95b.
 
     Raises:
-        ConfigurationError: they cannot, and why; or the target is not given.
+        ConfigurationError: they cannot, with the reason; or the target is not given.
     """
     if layout == "paceline":
         return
@@ -60,7 +61,9 @@ def _reason(config: EagleConfig, layout: str, num_layers: int | None) -> str:
 
 
 def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
-    """NxD Inference reads no d2t, and the outputs of layers 1, L/2 - 1 and L - 4: the streams before those after."""
+    """Return why NxD Inference cannot run a head: no d2t, and the outputs of layers 1, L/2 - 1 and L - 4 (the streams
+    before their successors).
+    """
     if config.draft_vocab_size != config.vocab_size:
         return (
             f"NxD Inference does not read d2t, and this head drafts {config.draft_vocab_size} of {config.vocab_size} "
@@ -83,24 +86,24 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 
 
 Head = Checkpoint[EagleConfig]
-"""A head as it was found; ``ids`` [U] int64 of version 3 are there instead of d2t and t2d."""
+"""A head as read from a checkpoint; version 3 has ``ids`` [U] int64 instead of d2t and t2d."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVocab:
-    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
+    """Ids that a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
 
     ids: Tensor
     size: int
 
     @classmethod
     def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
-        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
+        """Return the ``keep`` most frequent ids, among equals the lower id. counts [V]"""
         order = torch.argsort(counts, descending=True, stable=True)
         return cls(order[:keep].sort().values, len(counts))
 
     def to(self, device: str) -> DraftVocab:
-        """The same on another device."""
+        """Return a copy on another device."""
         return DraftVocab(self.ids.to(device), self.size)
 
     @property
@@ -119,11 +122,11 @@ def load(
 ) -> Head:
     """Read a head for this target.
 
-    head        [V, H], the target's output layer, or its first rows, to compare a copy of it with
-    aux_layers  residual streams of the target that a head of version 3 reads, in place of what its config.json says
+    head        [V, H], the target's output layer, or its first rows, to compare with a copy in the checkpoint
+    aux_layers  residual streams of the target that a head of version 3 reads, in place of its config.json's
 
     Raises:
-        CheckpointError: what the folder holds cannot be used.
+        CheckpointError: the folder's contents cannot be used.
         PairingError: it is a head for another target.
         ConfigurationError: ``aux_layers`` does not fit, or is needed.
     """
@@ -155,11 +158,11 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class TargetTensors:
-    """What a target adds to a head that is written in the layout "nxd", and what is asked of it there.
+    """Target tensors and facts that the layout "nxd" adds to a head.
 
     embedding   [V, H]
     head        [V, H], the output layer
-    num_layers  how many layers it has
+    num_layers  number of layers
     """
 
     embedding: Tensor
@@ -175,10 +178,10 @@ def save(
     target: TargetTensors | None = None,
     base: str = "",
 ) -> Path:
-    """Write a head, with its config.json; the file of weights.
+    """Write a head, with its config.json; return the file of weights.
 
     ``target`` is needed for layout "nxd", which holds copies of its embedding and, in version 1, of its output layer.
-    ``base`` says where the target came from, which layout "speculators" wants to know.
+    ``base``: name or path of the target, stored by layout "speculators".
 
     Raises:
         ConfigurationError: the layout is unknown, or its readers cannot run this head (`_check_export`).
@@ -191,7 +194,7 @@ def save(
     tensors, embedding = dict(checkpoint.weights), checkpoint.embedding
     if version == 3:
         ids = tensors.pop("ids").to(torch.int64)
-        if layout == "nxd":  # drafts the whole vocabulary, in its own order
+        if layout == "nxd":  # drafts the whole vocabulary, in the target's order
             tensors[HEAD] = tensors[HEAD][ids.argsort()]
         else:
             vocabulary = DraftVocab(ids, config.vocab_size)
@@ -216,14 +219,14 @@ def convert(
 
 
 def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
-    """The target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
+    """Return the target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
 
     Raises:
-        CheckpointError: they are missing, no whole numbers, contradict each other, or leave the vocabulary.
+        CheckpointError: they are missing, not integers, contradict each other, or leave the vocabulary.
     """
     count, every = config.draft_vocab_size, config.vocab_size
     for name, value in ((OFFSETS, offsets), (MASK, mask)):
-        if value is not None and value.dtype not in _WHOLE:  # bfloat16 has no whole numbers between 256 and 258
+        if value is not None and value.dtype not in _WHOLE:  # bfloat16 cannot hold every integer above 256
             raise CheckpointError(
                 f"{where}: {name} is stored as {value.dtype}, and ids must be whole numbers; fetch the checkpoint again"
             )

@@ -1,14 +1,14 @@
-"""What an EAGLE head is configured by: its sizes, in our own folders' config.json, the streams that it reads, and the
-options of drafting and training. No weights in here.
+"""Configuration of an EAGLE head: its sizes, in our own folders' config.json, the streams that it reads, and the
+options of drafting and training. It holds no weights.
 
-Stream i of the target is what layer i reads: 0 is the embedding, L what the last of L layers leaves, before the final
-norm. Other projects write ``eagle_aux_hidden_state_layer_ids`` in one of two ways without saying which: as streams, or
-as layers whose *output* is read, which are the streams one further. SGLang's rule decides (pull request 25454): ids
-that begin with 1 are outputs, all others are streams; ids of heads for gpt-oss are streams whatever they begin with
-(pull request 32334).
+Stream i of the target is the input of layer i: 0 is the embedding, L the output of the last of L layers, before the
+final norm. Other projects write ``eagle_aux_hidden_state_layer_ids`` in one of two ways without saying which: as
+streams, or as layers whose *output* is read, which are the streams one further. SGLang's rule decides (pull request
+25454): ids that begin with 1 are outputs, all others are streams; ids of heads for gpt-oss are streams whatever they
+begin with (pull request 32334).
 
 Version 1 serves EAGLE-1 and EAGLE-2, which differ in how drafts grow and not in the head.
-Not here: how other projects write the same facts (`paceline.eagle.formats`).
+Formats of other projects are in `paceline.eagle.formats`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger("paceline")
 
 _LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _STREAMS = frozenset({"gpt_oss"})
-"""``model_type`` of targets whose heads write streams, also where the first is 1."""
+"""``model_type`` of targets whose heads store streams, even if the first id is 1."""
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """The streams before layers 2, L/2 and L - 3 of a target with ``count`` layers, as in EAGLE's own code.
+    """Return the streams before layers 2, L/2 and L - 3 of a target with ``count`` layers, as in EAGLE's own code.
 
     Raises:
         ConfigurationError: with fewer than 7 layers these are not three different streams in ascending order.
@@ -51,7 +51,7 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 
 def parse_layers(value: object) -> tuple[int, ...] | None:
-    """The option ``aux_layers``: None, a stream, a list of streams, or text such as ``2,16,29``.
+    """Parse the option ``aux_layers``: None, a stream, a list of streams, or text such as ``2,16,29``.
 
     Raises:
         ConfigurationError: it is something else.
@@ -68,12 +68,12 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
 
 
 def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The streams that a checkpoint of another project reads of this target; which, and why, is logged.
+    """Return the streams that another project's checkpoint reads of this target; log them with the reason.
 
-    override  in place of what the checkpoint says
+    override  streams to use in place of the checkpoint's
 
     Raises:
-        CheckpointError: the ids are no list of layer numbers, or stand there twice and differ.
+        CheckpointError: the ids are not a list of layer numbers, or occur twice and differ.
         ConfigurationError: the checkpoint names none, and the target is too small for the default.
     """
     ids, where = _written_ids(config), config.where
@@ -96,7 +96,7 @@ def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | Non
 
 
 def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tuple[int, ...]:
-    """The streams that the user asks for, which is logged beside what the checkpoint says (``before``)."""
+    """Return the streams that the user requests, and log them with the checkpoint's (``before``)."""
     log.info(
         "%s: the head reads residual streams %s of the target, by aux_layers; the file says %s",
         where, list(layers), list(before) or "nothing",
@@ -105,10 +105,10 @@ def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tupl
 
 
 def _written_ids(config: Fields) -> tuple[int, ...] | None:
-    """``eagle_aux_hidden_state_layer_ids`` as they stand, at the top or in ``eagle_config``; None: in neither.
+    """Return ``eagle_aux_hidden_state_layer_ids`` from the top level or ``eagle_config``; None if absent from both.
 
     Raises:
-        CheckpointError: they are no list of layer numbers, or the two differ.
+        CheckpointError: they are not a list of layer numbers, or the two differ.
     """
     nested = config.child("eagle_config")
     top, inner = _layer_ids(config, _LAYERS_KEY), None if nested is None else _layer_ids(nested, _LAYERS_KEY)
@@ -121,10 +121,10 @@ def _written_ids(config: Fields) -> tuple[int, ...] | None:
 
 
 def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
-    """A list of layer numbers, None where the key is absent.
+    """Return a list of layer numbers, None if the key is absent.
 
     Raises:
-        CheckpointError: it is no such list.
+        CheckpointError: it is not such a list.
     """
     value = fields.values.get(key)
     if value is None:
@@ -135,10 +135,10 @@ def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
 
 
 def is_eagle_config(fields: Mapping[str, object]) -> bool:
-    """Whether the keys of a config.json say that the folder holds an EAGLE head, in whatever layout.
+    """Return whether a config.json describes an EAGLE head, in any layout.
 
-    The EAGLE repository's own files describe the head as a Llama, of one layer or of as many as the target. What tells
-    them from such a model is the ``bias`` of ``fc`` (version 1), or the draft vocabulary (version 3).
+    The EAGLE repository's own files describe the head as a Llama, of one layer or of as many as the target. They differ
+    from such a model by the ``bias`` of ``fc`` (version 1), or the draft vocabulary (version 3).
     """
     if "paceline_eagle" in fields or "speculators_model_type" in fields:
         return True
@@ -154,10 +154,10 @@ class EagleConfig:
 
     version               1 or 3
     fc_bias               version 1: ``fc`` has a bias
-    input_norm            version 1: the layer normalises what it reads, as usual layers do (EAGLE's own does not)
+    input_norm            version 1: the layer normalises its input, as usual layers do (EAGLE's own does not)
     norm_before_residual  version 3: the residual stream is the normalised hidden state
     layers                version 3: the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
-    draft_vocab_size      version 3: how many ids the head can draft; version 1 drafts all of them
+    draft_vocab_size      version 3: number of ids the head can draft; version 1 drafts all
     """
 
     version: int
@@ -195,21 +195,21 @@ class EagleConfig:
 
     @property
     def reads(self) -> FeatureSpec:
-        """What the head reads of the target."""
+        """Hidden states of the target that the head reads."""
         return FeatureSpec(self.layers)
 
     @property
     def feature_size(self) -> int:
-        """F, the width of what is read of the target."""
+        """F, the width of the hidden states read from the target."""
         return self.target_hidden_size * max(1, len(self.layers))
 
     @property
     def qkv_size(self) -> int:
-        """Width of what queries, keys and values are made from."""
+        """Width of the input of queries, keys and values."""
         return self.hidden_size * (2 if self.version == 3 else 1)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a head besides its vocabulary map, by our own names."""
+        """Name and shape of every tensor of a head except its vocabulary map, by our own names."""
         size, inner, three = self.hidden_size, self.intermediate_size, self.version == 3
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, self.feature_size if three else 2 * size)}
@@ -251,7 +251,7 @@ class EagleConfig:
 
 
 def check_own(folder: Path, target: ModelConfig) -> None:
-    """Raise PairingError if a folder in our own layout holds a head for another target. Others name what they hold by
+    """Raise PairingError if a folder in our own layout holds a head for another target. Other layouts are identified by
     their tensors.
     """
     fields = read_config(folder)
@@ -260,13 +260,13 @@ def check_own(folder: Path, target: ModelConfig) -> None:
 
 
 def check_version(version: int) -> None:
-    """Raise CheckpointError unless there is such a version."""
+    """Raise CheckpointError unless the version exists."""
     if version not in (1, 3):
         raise CheckpointError(f"version {version} of an EAGLE head is unknown; give 1 (also for EAGLE-2) or 3")
 
 
 def parse_own(fields: Fields) -> EagleConfig:
-    """The configuration of a folder in our own layout.
+    """Parse the configuration of a folder in our own layout.
 
     Raises:
         CheckpointError: a key is missing, unknown or of the wrong kind.
@@ -311,7 +311,7 @@ def _rope(fields: Fields) -> RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleOptions:
-    """Options of a draft; what they mean is said at `paceline.auto_drafter.AutoDrafter`.
+    """Options of a draft, documented at `paceline.auto_drafter.AutoDrafter`.
 
     Raises:
         ConfigurationError: one is out of range.
@@ -328,25 +328,25 @@ class EagleOptions:
 
 
 def head_format(quantization: object) -> WeightFormat | None:
-    """The format that is asked for of a head's matrices; None: that of the target's ``amp``, or nothing is asked for.
+    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
 
     Raises:
-        ConfigurationError: there is no such format.
+        ConfigurationError: the format does not exist.
     """
     return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHeadOptions:
-    """Which head is trained.
+    """The head to train.
 
     version           1 (also for EAGLE-2) or 3
     layers            version 3: the target's residual streams it reads; empty = those before layers 2, L/2 and L - 3,
-                      as in EAGLE's own code. For version 1 they only decide what is kept, so that a head of version 3
-                      may use it too
-    draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
-    depth             of the chains whose acceptance is measured
-    start             folder of a head to train on; its version, layers and drafted ids are kept
+                      as in EAGLE's own code. For version 1 they only select the stored streams, so that a head of
+                      version 3 may use them too
+    draft_vocab_size  version 3: number of ids, the most frequent of the data; None = all
+    depth             length of the chains whose acceptance is measured
+    start             folder of a head whose training continues; its version, layers and drafted ids are kept
     """
 
     version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
@@ -361,15 +361,15 @@ class EagleHeadOptions:
 
 @dataclass(frozen=True, slots=True)
 class EagleTraining(TrainingOptions):
-    """How an EAGLE head is trained; the other options are those of every training.
+    """Options for training an EAGLE head, in addition to those of every training.
 
     learning_rate   2e-3 by default
-    batch_size      a divisor of `TEXTS_PER_FILE`, so that every text has its turn
-    tokens          in all, repeats of a text counted again
+    batch_size      a divisor of `TEXTS_PER_FILE`, so that every sequence is used
+    tokens          in total, repeats of a sequence counted again
     ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
-    ttt_decay       weight of a pass, in terms of the one before
-    feature_weight  of the feature loss (version 1 only)
-    ce_weight       of the cross-entropy (version 1 only)
+    ttt_decay       weight of a pass relative to the previous one
+    feature_weight  weight of the feature loss (version 1 only)
+    ce_weight       weight of the cross-entropy (version 1 only)
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -396,7 +396,7 @@ class EagleTraining(TrainingOptions):
             )
 
     def passes(self, version: int) -> int:
-        """Passes of the training-time test for a head of this version."""
+        """Return the passes of the training-time test for a head of this version."""
         if self.ttt_steps is None:
             return 7 if version == 3 else 1
         return self.ttt_steps

@@ -1,9 +1,8 @@
-"""An EAGLE head over the ranks of its target: what each has of it, and whether that is worth what ranks then say.
+"""An EAGLE head sharded over the ranks of its target: each rank's shard, and whether sharding pays for its collectives.
 
-A head is divided as a layer of a model is (`paceline.decoder.parallel.sharding`): attention and its cache by heads, the
-MLP by columns, the output layer of version 3 by the ids that can be drafted, ``fc`` by what it gives, which is put
-together again. Not here: the tables that a head borrows, which are divided with the target, and the formulas
-(`paceline.eagle.network`).
+A head is sharded like a layer of a model (`paceline.decoder.parallel.sharding`): attention and its cache by heads, the
+MLP by columns, the output layer of version 3 by the ids that can be drafted, ``fc`` by its outputs, which are gathered.
+Tables shared with the target are sharded with it. Formulas are in `paceline.eagle.network`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
 from paceline.eagle.config import EagleConfig
 
 WORTH_DIVIDING = 16 * 2**20
-"""Bytes that a core must be spared for every drafted token. By the figures of a NeuronCore-v2
-(`paceline.neuron.chips`) it reads them in the time of the three small collectives that a divided
-head adds to a token: 45 us at 0.8 x 410 GB/s."""
+"""Least number of bytes per drafted token that sharding must save each core. By the figures of a NeuronCore-v2
+(`paceline.neuron.chips`) it reads them in the time of the three small collectives that a sharded head adds to a token:
+45 us at 0.8 x 410 GB/s.
+"""
 
 _SPLITS = {
     "fc.weight": Split.ROWS,
@@ -40,25 +40,26 @@ _SPLITS = {
     "layer.mlp.up_proj.bias": Split.ROWS,
     "layer.mlp.down_proj.weight": Split.COLUMNS,
 }
-"""All others are whole on every rank: norms, and biases that are added after a sum over the ranks."""
+"""Tensors not listed are replicated: norms, and biases that are added after a sum over the ranks."""
 
 
 def tensors(config: EagleConfig) -> dict[str, TensorSpec]:
-    """Every tensor of a head besides its vocabulary map, by our own names."""
+    """Return every tensor of a head except its vocabulary map, by our own names."""
     return {name: TensorSpec(shape, _SPLITS.get(name, Split.WHOLE)) for name, shape in config.shapes().items()}
 
 
 def shard_of(config: EagleConfig, degree: int, rank: int = 0) -> Shard:
-    """What a rank has of a head that is divided over so many. Its ``ids`` are places among what can be drafted."""
+    """Return a rank's shard of a head sharded over ``degree`` ranks. Its ``ids`` index the ids that can be drafted."""
     layer = _as_model(config)
     return Shard(layer, sharding.layout(layer, degree), rank)
 
 
 def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) -> dict[str, Tensor]:
-    """A rank's part of the weights of a checkpoint (`paceline.eagle.checkpoint.Checkpoint`), and their ``part_ids``.
+    """Return a rank's shard of the weights of a checkpoint (`paceline.eagle.checkpoint.Checkpoint`), and their
+    ``part_ids``.
 
-    part_ids  version 3: [n] int64, the target's ids of this rank's rows of the output layer; those that are no ids of
-              the target fill up the last ranks' parts
+    part_ids  version 3: [n] int64, the target's ids of this rank's rows of the output layer; ids outside the target's
+              vocabulary are padding of the last ranks' parts
     """
     specs = tensors(config)
     own = {name: _cut(x, specs[name], shard) if name in specs else x for name, x in weights.items()}
@@ -70,17 +71,19 @@ def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) ->
 
 
 def embedding_part(embedding: Tensor, degree: int, rank: int) -> Tensor:
-    """A rank's rows of a head's own embedding [V, H]: the ids whose rows it has of the target's. -> [n, H]"""
+    """Return a rank's rows of a head's own embedding [V, H], for the same ids as in the target's embedding. -> [n,
+    H]
+    """
     rows = -(-embedding.shape[0] // degree)
     own = embedding[rank * rows : (rank + 1) * rows]
     return torch.cat([own, own.new_zeros(rows - len(own), own.shape[1])]).contiguous()
 
 
 def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool:
-    """Whether a head is divided over a target's ranks: as asked, or, for None, where it pays.
+    """Return whether a head is sharded over a target's ranks: ``divided``, or, for None, whether it pays.
 
     Raises:
-        ConfigurationError: it is to be divided, and the target is not; or ``divided`` is something else.
+        ConfigurationError: ``divided`` is True for a target that is not sharded, or is not a truth value or None.
     """
     if divided is None:
         if degree == 1:
@@ -101,7 +104,9 @@ def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool
 
 
 def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:
-    """Bytes of matrices in 16 bits. ``fc`` of version 3 reads a round's real features once, and counts for none."""
+    """Return the bytes of 16-bit matrices read per drafted token. ``fc`` of version 3 reads only a round's real
+    features, and does not count.
+    """
     matrices = {name: spec for name, spec in tensors(config).items() if len(spec.shape) == 2}
     if config.version == 3:
         del matrices["fc.weight"]
@@ -121,7 +126,9 @@ def _cut(x: Tensor, spec: TensorSpec, shard: Shard) -> Tensor:
 
 
 def _as_model(config: EagleConfig) -> ModelConfig:
-    """A model of one layer with the sizes of a head; its vocabulary is what can be drafted."""
+    """Return a model configuration of one layer with the sizes of a head; its vocabulary is the ids that can be
+    drafted.
+    """
     return ModelConfig(
         model_type="llama",
         vocab_size=config.draft_vocab_size,

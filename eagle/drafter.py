@@ -1,8 +1,8 @@
 """EAGLE as a drafter: a pass over the last commit's real features, then drafts that grow from its last pair.
 
-Each round writes the head's cache anew from the target's features (EAGLE, arXiv 2401.15077), so that old drafts leave
-no trace: after any number of rounds the cache is that of one pass over the committed text. The first drafts come
-from that same pass. Not here: the shape of the drafts (`paceline.eagle.tree`) and the verifier.
+Each round rewrites the head's cache from the target's hidden states (EAGLE, arXiv 2401.15077), so that old drafts have
+no effect: after any number of rounds the cache is that of one pass over the committed tokens. The first drafts come
+from that same pass. Shapes of drafts are in `paceline.eagle.tree`.
 """
 
 from __future__ import annotations
@@ -67,15 +67,16 @@ class EagleDrafter(HeadDrafter):
         divided: bool | None = None,
         quantization: str | None = None,
     ) -> EagleDrafter:
-        """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
+        """Load a head for ``target``, which shares its embedding and, with version 1, its output layer.
 
         path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own; or an id of
                     the Hugging Face hub
         draft_tree  how drafts grow; default: a chain of 4
         aux_layers  residual streams of the target that a head of version 3 reads, as in (2, 16, 29) or "2,16,29", in
-                    place of what its config.json says; which are read is logged
-        divided     whether the ranks of a divided target share the head's work, or each does all of it, which is less
-                    to say and more to read; default: what is faster by `paceline.eagle.division.WORTH_DIVIDING`
+                    place of its config.json's; the choice is logged
+        divided     whether the head is sharded over the ranks of a sharded target, or replicated, which needs fewer
+                    collectives and reads more bytes; default: the faster one by
+                    `paceline.eagle.division.WORTH_DIVIDING`
         quantization  format of the head's own matrices, a `WeightFormat`'s name, or "amp": the target's ``amp``;
                     default: int8 over a target whose matrices are integers or blocks, else "amp"
 
@@ -85,9 +86,9 @@ class EagleDrafter(HeadDrafter):
             ConfigurationError: the draft tree or ``aux_layers`` does not fit.
         """
         model, folder, dtype = target.body.model, checkpoint_path(path), target.options.dtype
-        # Over a divided target this is rank 0, whose rows are the first: copies of those are taken for copies of all.
+        # With a sharded target this is rank 0, whose rows are the first: equality of those is taken as equality of all.
         rows = min(model.head.shape[0], target.config.vocab_size)
-        # A quantised table is not what a copy would be compared with: the head's own copy is used then.
+        # A quantised table cannot be compared with a copy: the head's own copy is used then.
         output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
         layers = parse_layers(aux_layers)
         loaded = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
@@ -122,7 +123,7 @@ class EagleDrafter(HeadDrafter):
         return drafter
 
     def shortened(self, length: int) -> EagleDrafter:
-        """See `paceline.core.protocols.Shortens`; of chains.
+        """Return a drafter of shorter chains.
 
         Raises:
             ConfigurationError: this head's drafts grow as trees.
@@ -132,17 +133,17 @@ class EagleDrafter(HeadDrafter):
         return shorter
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`."""
+        """Return the step that reads a commit and drafts."""
         return self.draft_tree.step(self.head, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """See `paceline.core.protocols.TraceableDrafter`."""
+        """Return the part of the graph key that identifies the step."""
         kind = f"eagle{self.head.config.version}"
         return DraftKey(kind, self.draft_shape, bucket, variant=self.draft_tree.name)
 
     def cache_key(self) -> dict[str, object]:
-        """See `paceline.core.protocols.TraceableDrafter`. The draft tree is in `step_key`: graphs that only read a text
-        do not depend on it.
+        """Facts on which the drafter's graphs depend. The draft tree is in `step_key`: graphs that only prefill do not
+        depend on it.
         """
         has_embedding = self.head.embedding is not self.decoder.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
@@ -151,12 +152,13 @@ class EagleDrafter(HeadDrafter):
 
 
 def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:
-    """The format of a head's matrices; None: the target's ``amp``.
+    """Return the format of a head's matrices; None: the target's ``amp``.
 
-    Of integers a product reads half, and is nearer to float32 than one of bfloat16. Fewer bits would cost drafts.
+    An int8 matmul reads half the bytes, and is closer to float32 than one of bfloat16. Fewer bits would lower
+    acceptance.
 
     Raises:
-        ConfigurationError: there is no such format.
+        ConfigurationError: the format does not exist.
     """
     if quantization is not None:
         return head_format(quantization)

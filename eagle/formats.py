@@ -1,11 +1,11 @@
-"""How other projects name the tensors of an EAGLE head and write its configuration, both ways.
+"""Conversion of tensor names and configurations of EAGLE heads from and to the formats of other projects.
 
 Known: our own (``paceline``), the EAGLE repository's (``eagle``, also SpecForge's), NxD Inference's (``nxd``: EAGLE's
 with copies of the target's embedding and output layer, and a layer called layers.0 in version 3 too) and
-vllm-project/speculators' (``speculators``). Pure renaming; files, and what readers of a written head can run, are
-`checkpoint.py`'s.
+vllm-project/speculators' (``speculators``). This module only renames; `checkpoint.py` handles files and the limits of
+readers.
 
-Every key of config.json is in a table here (`paceline.heads.layouts`). Our own files have no other keys than ours.
+Every key of config.json is in a table here (`paceline.heads.layouts`). Our own files have only our keys.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEAD_KEYS = frozenset(
     }
 )  # fmt: skip
 _EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "has_lm_head"})
-# Without a meaning for drafting, or decided by the tensors.
+# Without effect on drafting, or determined by the tensors.
 _HARMLESS_KEYS = frozenset(
     {
         "_name_or_path", "architectures", "attention_dropout", "auto_map", "base_model_ep_plan", "base_model_pp_plan",
@@ -76,7 +76,7 @@ _EAGLE_CONFIG: dict[str, MustBe] = {
     "parallel_draft_step": MustBe((1,), "several tokens are drafted in one pass"),
     "parallel_draft_heads_num_layers": MustBe((0, 1), "several tokens are drafted in one pass"),
 }
-# Both must say the same where both are there.
+# Both keys must be equal if both are present.
 _TWINS = (("truncated_vocab_size", "draft_vocab_size"), ("target_vocab_size", "vocab_size"))
 _OTHER_KINDS = {"peagle": "P-EAGLE, all drafts in one pass", "dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
 
@@ -86,7 +86,7 @@ def _check_keys(config: Fields) -> None:
 
     Raises:
         UnknownArchitectureError: a key is unknown, or asks for a head that is not supported.
-        CheckpointError: a key that must be there is not, or two contradict each other.
+        CheckpointError: a required key is missing, or two contradict each other.
     """
     _check_kind(config)
     nested, layer = config.child("eagle_config"), config.child("transformer_layer_config")
@@ -112,7 +112,7 @@ def _check_keys(config: Fields) -> None:
 
 
 def _check_residual(config: Fields) -> None:
-    """Raise CheckpointError unless a head in the layout of speculators says where its residual stream begins.
+    """Raise CheckpointError unless a head in the layout of speculators states where its residual stream begins.
 
     Its own class takes an absent key for false (`Eagle3SpeculatorConfig`), vLLM for true (pull request 25961).
     """
@@ -140,7 +140,7 @@ def _check_kind(config: Fields) -> None:
 
 
 def _check_attention(layer: Fields) -> None:
-    """A window is accepted only where the file says that it is not used."""
+    """Accept a window only if the file states that it is not used."""
     types, window = layer.values.get("layer_types"), layer.values.get("sliding_window")
     full = isinstance(types, list) and all(name == "full_attention" for name in types)
     if types is not None and not full:
@@ -168,20 +168,20 @@ _PREFIXES: dict[tuple[str, int], layouts.Prefixes] = {
     ("speculators", 1): (("layer.", "transformer."), ("fc.", "fusion_fc.")),
     ("speculators", 3): (("layer.", "layers.0."),),
 }
-"""By layout and version."""
+"""Prefixes by layout and version."""
 _REFUSED = re.compile(r"(embedding_layernorm|pre_lm_head_layernorm|embed_layernorm|input_norm|fc_norm\.\d+)\.weight")
-_FURTHER = re.compile(r"(layers|midlayers|additional_layers)\.[1-9]\d*\..+")  # of a head of several layers
-_MODEL = "model."  # before every name, where a head was saved as a part of a model
-_TOKENS = 4  # a round, where the reader of a written head is not told how many; a chain's default here too
-# Saved by some trainers, without a meaning for drafting.
+_FURTHER = re.compile(r"(layers|midlayers|additional_layers)\.[1-9]\d*\..+")  # tensors of a head of several layers
+_MODEL = "model."  # before every name, if a head was saved as a part of a model
+_TOKENS = 4  # per round, if the reader of a written head gets no number; also a chain's default in Paceline
+# Saved by some trainers, without effect on drafting.
 _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
-    """Which layout a checkpoint is in, and the version of its head.
+    """Return the layout of a checkpoint, and the version of its head.
 
     Raises:
-        CheckpointError: these are no tensors of an EAGLE head.
+        CheckpointError: these are not tensors of an EAGLE head.
         UnknownArchitectureError: a key of its config.json is not understood.
     """
     bare_names = {name.removeprefix(_MODEL) for name in names}
@@ -203,10 +203,10 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
 
 
 def own_name(name: str, layout: str, version: int) -> str | None:
-    """Our name of a tensor; None if it means nothing here.
+    """Return our name of a tensor; None if it has no effect.
 
     Raises:
-        UnknownArchitectureError: a norm or a second layer, which heads here do not have.
+        UnknownArchitectureError: a norm or a second layer, which heads in Paceline do not have.
     """
     if layout != "paceline":
         name = name.removeprefix(_MODEL)
@@ -225,7 +225,7 @@ def own_name(name: str, layout: str, version: int) -> str | None:
 
 
 def foreign_name(name: str, layout: str, version: int) -> str:
-    """The name a layout has for one of our tensors."""
+    """Return the layout's name of one of our tensors."""
     return layouts.foreign_name(name, _PREFIXES[layout, version])
 
 
@@ -238,9 +238,9 @@ def parse(
     names: Iterable[str],
     override: Sequence[int] | None = None,
 ) -> EagleConfig:
-    """The configuration of a head in any layout. ``names`` are its tensors by our names.
+    """Parse the configuration of a head in any layout. ``names`` are its tensors by our names.
 
-    ``override``: the residual streams that a head of version 3 reads, whatever the file says.
+    ``override``: the residual streams that a head of version 3 reads, overriding the file.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.
@@ -258,10 +258,10 @@ def parse(
         raise CheckpointError(f"{config.where}: transformer_layer_config is missing; download the file again")
     if layout == "speculators" and version == 3:
         _check_residual(config)
-    # How many layers there are is said by the tensors: published files have the target's number.
+    # The tensors determine the number of layers: published files have the target's number.
     usual = {"model_type": "llama", "num_hidden_layers": 1}
     layer = Fields({**usual, **nested.values}, nested.where)
-    if layer.text("model_type") != "llama":  # the layers of a head are Llama's, whatever the target is
+    if layer.text("model_type") != "llama":  # a head's layer is Llama's for every target
         raise UnknownArchitectureError(
             f"{layer.where}: model_type {layer.text('model_type')!r} is not supported; supported: llama, of whose "
             "kind the layers of a head are, whatever its target is"
@@ -297,7 +297,7 @@ def parse(
 
 
 def _check_count(config: Fields, layers: Sequence[int]) -> None:
-    """Raise CheckpointError where ``num_aux_hidden_states`` is there and says something else."""
+    """Raise CheckpointError if ``num_aux_hidden_states`` is present and differs from the number of layers."""
     for fields in (config, config.child("eagle_config")):
         count = fields.values.get("num_aux_hidden_states") if fields is not None else None
         if layers and count is not None and count != len(layers):
@@ -308,10 +308,10 @@ def _check_count(config: Fields, layers: Sequence[int]) -> None:
 
 
 def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
-    """The config.json of a layout. ``base``: name or path of the target, for speculators.
+    """Return the config.json of a layout. ``base``: name or path of the target, for speculators.
 
     Raises:
-        ConfigurationError: there is no such layout.
+        ConfigurationError: the layout does not exist.
     """
     layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
@@ -350,7 +350,7 @@ def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, ob
 
 
 def _sizes(config: EagleConfig) -> dict[str, object]:
-    """Hugging Face's names of the layer's sizes."""
+    """Return the layer's sizes by Hugging Face's names."""
     rope = {name: value for name, value in asdict(config.rope).items() if value not in (None, ())}
     kind, theta = rope.pop("type"), rope.pop("theta")
     rope.pop("max_position_embeddings")

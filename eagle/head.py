@@ -1,11 +1,11 @@
-"""An EAGLE head that decodes: one decoder layer with a cache of its own, on a backend's kernels.
+"""A decoding EAGLE head: one decoder layer with its own cache, on a backend's kernels.
 
-Row p of its cache holds the *pair* of place p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
+Row p of its cache holds the *pair* of position p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
 pair's row and position are one less than its token's). Rows after the last committed pair hold guesses, made from the
-head's own output, and are written anew from real features before they count. Stores rows, never a length.
-Not here: the formulas (`paceline.eagle.network`) and which tokens of a tree are drafted (`paceline.eagle.tree`).
+head's own output, and are overwritten from real features before they count. Stores rows, never a length.
+Formulas are in `paceline.eagle.network`, the selection of a tree's tokens in `paceline.eagle.tree`.
 
-Letters: b lines, n pairs of a call, H width of the head, F of a feature, U ids that can be drafted, V vocabulary.
+Letters: b batch rows, n pairs of a call, H width of the head, F of a feature, U ids that can be drafted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
 class LastPair:
     """The last committed pair, from which drafts grow.
 
-    hidden  [B, 1, H], what the head made of it; it predicts the first drafts
-    qkv     of that pair alone
+    hidden  [B, 1, H], the head's output for it, which predicts the first drafts
+    qkv     queries, keys and values of that pair only
     row     [B] int32, its row of the cache
     """
 
@@ -46,11 +46,11 @@ class LastPair:
 class EagleHead(AutoregressiveHead):
     """The head with its cache. ``weights`` is emptied.
 
-    ``lent`` is the target's, not copied: the embedding, unless ``embedding`` [V, H] is the head's own, and the output
-    layer of version 1. Over a divided target both are this rank's rows. With a ``group`` of more than one rank, which
-    is the target's then, so is everything else: ``weights`` and ``embedding`` are this rank's part
-    (`paceline.eagle.division`). Without one everything else is the same on every rank. ``form``: what the head's own
-    matrices are quantised to; a table of its own and what is lent stay as they are.
+    ``lent``: weights shared with the target, not copied: the embedding, unless ``embedding`` [V, H] is the head's own,
+    and the output layer of version 1. With a sharded target both are this rank's rows. With a ``group`` of more than
+    one rank, the target's group, ``weights`` and ``embedding`` are this rank's shard too (`paceline.eagle.division`);
+    without one they are replicated. ``form``: format of the head's own matrices; its own embedding and shared weights
+    are not converted.
     """
 
     cos: Tensor
@@ -100,8 +100,8 @@ class EagleHead(AutoregressiveHead):
             "keys": keys,
             "values": values,
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
-            "places": places,  # and back; U where there is none
-            # Needed only where tables are divided: the ids of this rank's rows of the embedding, and of its logits.
+            "places": places,  # inverse map; U for ids that cannot be drafted
+            # Needed only for sharded tables: the ids of this rank's rows of the embedding, and of its logits.
             "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],
             "part_ids": part_ids if self._groups[1].degree > 1 else lent.ids[:0],
         }
@@ -109,7 +109,7 @@ class EagleHead(AutoregressiveHead):
             self.register_buffer(name, value)
 
     def _keep(self, weights: EagleWeights) -> None:
-        """Hold the weights as parameters of this module: a graph finds its state there."""
+        """Hold the weights as parameters of this module, where a graph finds its state."""
         for name in _OWN:
             weight = getattr(weights, name)
             self._keep_one(name, weight)
@@ -124,7 +124,7 @@ class EagleHead(AutoregressiveHead):
 
     @property
     def network(self) -> EagleNetwork:
-        """The formulas over this head's weights."""
+        """Formulas over this head's weights."""
         mlp = MlpWeights(**{name: getattr(self, f"mlp_{name}") for name in _OF_MLP}, eps=self.config.rms_norm_eps)
         weights = EagleWeights(**{name: getattr(self, name) for name in _OWN}, mlp=mlp)
         return EagleNetwork(self.config, weights, self.kernels, self.group)
@@ -140,7 +140,7 @@ class EagleHead(AutoregressiveHead):
         return self.last_pair(tokens, features, place, last=last).hidden
 
     def last_pair(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> LastPair:
-        """As `read`, with what a tree needs besides."""
+        """Read a commit as `read`, and return the values that a tree needs."""
         assert features is not None, "commits carry the features that `reads` asks for"
         hidden = self.network.fuse(features, place.real)
         stream, qkv = self.project(tokens, hidden, place.positions(tokens.shape[1]), real=place.real)
@@ -157,7 +157,7 @@ class EagleHead(AutoregressiveHead):
     def project(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
-        """Pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
+        """Compute pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
         inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
         at = positions.clamp(max=self.cos.shape[0] - 1)
         return self.network.project(
@@ -172,12 +172,12 @@ class EagleHead(AutoregressiveHead):
         return self.spread(self.scores(hidden, real))
 
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
-        """[b, n, H] -> [b, n, U] float32."""
+        """Compute scores: [b, n, H] -> [b, n, U] float32."""
         return whole(self.network.scores(hidden, real), self.config.draft_vocab_size, self._groups[1])
 
     @property
     def part(self) -> VocabPart:
-        """The ids that this rank's `EagleNetwork.scores` are of."""
+        """Ids of this rank's `EagleNetwork.scores`."""
         sizes, group = self.config, self._groups[1]
         ids = self.part_ids if group.degree > 1 else self.ids
         return VocabPart(ids, sizes.vocab_size, group, gaps=sizes.draft_vocab_size < sizes.vocab_size)
@@ -192,7 +192,9 @@ class EagleHead(AutoregressiveHead):
     def rank_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The first choices of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count] twice"""
+        """Rank the best ``count`` tokens of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count]
+        twice
+        """
         part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and part.divided and not self.kernels.sampling_kinds:
             every = self.scores(hidden, real).contiguous()
@@ -202,7 +204,9 @@ class EagleHead(AutoregressiveHead):
         return rank(scores, positions, sampling, count=count, part=part, kernels=self.kernels)
 
     def spread(self, scores: Tensor) -> Tensor:
-        """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""
+        """Spread scores over the vocabulary: [b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be
+        drafted.
+        """
         if self.config.draft_vocab_size == self.config.vocab_size:
             return scores
         nothing = torch.full_like(scores[..., :1], reduce.NEGATIVE)
@@ -214,7 +218,7 @@ _OF_MLP = tuple(field.name for field in fields(MlpWeights) if field.name != "eps
 
 
 def _frozen(x: Tensor) -> nn.Parameter:
-    """As a parameter without a gradient; what is one already (the target's) stays the very same."""
+    """Return x as a parameter without a gradient; an existing parameter (the target's) is returned unchanged."""
     return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)
 
 

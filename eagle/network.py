@@ -1,11 +1,11 @@
-"""An EAGLE head as formulas, once for decoding and for training, and the module that learns.
+"""Formulas of an EAGLE head, shared by decoding and training, and the module that is trained.
 
 `EagleNetwork` is the mathematics over a set of weights and leaves attention to the caller: a decoder attends to a cache
-(`paceline.eagle.head`), training to whole texts, with the training-time test of EAGLE-3 (`TrainableHead`). Sources:
+(`paceline.eagle.head`), training to whole sequences, with the training-time test of EAGLE-3 (`TrainableHead`). Sources:
 EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 
-Letters: b texts or slots, n tokens of a call, S tokens of a text, H width of the head, F of a feature, V vocabulary, U
-of it what can be drafted.
+Letters: b sequences or slots, n tokens of a call, S tokens of a sequence, H width of the head, F of a feature, V
+vocabulary, U ids that can be drafted.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Past = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights:
-    """All weights of a head; matrices that read the same input are joined, so that one product reads them all.
+    """All weights of a head; matrices with the same input are joined, so that one matmul reads them all.
 
-    head  [U, H], the output layer; version 1 borrows the target's
+    head  [U, H], the output layer; shared with the target in version 1
     """
 
     fc: MatrixLike
@@ -54,7 +54,7 @@ class EagleWeights:
 
     @classmethod
     def joined(cls, config: EagleConfig, tensors: Mapping[str, Tensor], head: MatrixLike) -> EagleWeights:
-        """From the tensors of a checkpoint, by our names; ``head`` is the output layer."""
+        """Build the weights from the tensors of a checkpoint, by our names; ``head`` is the output layer."""
 
         def rows(*names: str) -> Tensor:
             parts = [tensors[f"layer.{name}.weight"] for name in names]
@@ -88,10 +88,10 @@ class EagleWeights:
         )
 
     def quantized(self, form: WeightFormat, *, head: bool) -> EagleWeights:
-        """The same with its matrices in a format, the output layer only where ``head`` says so.
+        """Return the weights with quantised matrices, including the output layer only if ``head`` is set.
 
         Raises:
-            ConfigurationError: the format has blocks, and a matrix has rows that are no whole number of them.
+            ConfigurationError: the format has blocks, and a matrix has rows that are not a whole number of them.
         """
 
         def packed(weight: MatrixLike) -> MatrixLike:
@@ -106,7 +106,7 @@ class EagleWeights:
 class EagleNetwork:
     """The head before and after attention, so that attention may look at more pairs than are multiplied.
 
-    Over a ``group`` of ranks, ``weights`` are this rank's part (`paceline.eagle.division`): it has some of the heads.
+    With a ``group`` of ranks, ``weights`` are this rank's shard (`paceline.eagle.division`): some of the heads.
     """
 
     config: EagleConfig
@@ -115,13 +115,13 @@ class EagleNetwork:
     group: Collectives
 
     def fuse(self, features: Tensor, real: Tensor | None = None) -> Tensor:
-        """features [b, n, F] -> the hidden state [b, n, H] that a pair of real features reads."""
+        """Fuse features [b, n, F] to the hidden state [b, n, H] that a pair of real features reads."""
         return self._fc(features, real) if self.config.version == 3 else features
 
     def project(
         self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
-        """Pairs before attention: embedded and hidden [b, n, H], cos and sin [.., n, 1, D]
+        """Compute pairs before attention: embedded and hidden [b, n, H], cos and sin [.., n, 1, D]
         -> the residual stream [b, n, H]; q [b, n, heads, D], k and v [b, n, groups, D], rotated.
         """
         config, weights, norm, eps = self.config, self.weights, self.kernels.norm, self.config.rms_norm_eps
@@ -140,13 +140,15 @@ class EagleNetwork:
         return stream, (self.kernels.rotate(q, rotation), self.kernels.rotate(k, rotation), v)
 
     def finish(self, stream: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
-        """Pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
+        """Compute pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
         out = self.group.reduce(self.kernels.linear(attended.contiguous(), self.weights.out, real))
         stream = stream + biased(out, self.weights.out_bias)
         return gated_mlp(stream, self.weights.mlp, real, kernels=self.kernels, group=self.group)
 
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
-        """hidden [b, n, H] -> logits [b, n, U] of the ids that can be drafted, or of this rank's part of them."""
+        """Compute logits: hidden [b, n, H] -> [b, n, U] of the ids that can be drafted, or of this rank's part of
+        them.
+        """
         if self.weights.norm is not None:
             hidden = self.kernels.norm(hidden, self.weights.norm, eps=self.config.rms_norm_eps)
         return self.kernels.linear(hidden, self.weights.head, real)
@@ -155,13 +157,13 @@ class EagleNetwork:
         return biased(self.kernels.linear(x, weight, real), bias)
 
     def _fc(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """x [b, n, in] -> [b, n, H], put together from what every rank has of it."""
+        """Apply ``fc``: x [b, n, in] -> [b, n, H], gathered from all ranks."""
         product = whole(self.kernels.linear(x, self.weights.fc, real), self.config.hidden_size, self.group)
         return biased(product, self.weights.fc_bias)
 
 
 class TrainingKernels(TorchKernels):
-    """Products that autocast knows and gradients pass through."""
+    """Kernels whose matmuls support autocast and gradients."""
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor), "training has no quantised matrices"
@@ -169,7 +171,7 @@ class TrainingKernels(TorchKernels):
 
 
 class TrainableHead(nn.Module):
-    """A head that learns, over whole texts.
+    """A head in training, over whole sequences.
 
     Its parameters carry our own names of a head's tensors, so that its state is a checkpoint. ``embedding`` [V, H] and,
     for version 1, ``head`` [V, H] are the target's and stay frozen.
@@ -178,7 +180,7 @@ class TrainableHead(nn.Module):
     cos: Tensor
     sin: Tensor
     start: str | None
-    """Tells the trained weights it began with from others; None for a fresh head."""
+    """Identifies the trained weights with which it began; None for a fresh head."""
 
     def __init__(self, config: EagleConfig, embedding: Tensor, head: Tensor | None) -> None:
         super().__init__()
@@ -193,17 +195,17 @@ class TrainableHead(nn.Module):
 
     @property
     def network(self) -> EagleNetwork:
-        """The formulas over the parameters as they are now."""
+        """Formulas over the current parameters."""
         tensors = dict(self.named_parameters())
         head = tensors["lm_head.weight"] if self.config.version == 3 else self.get_buffer("borrowed")
         return EagleNetwork(self.config, EagleWeights.joined(self.config, tensors, head), self._kernels, SingleRank())
 
     def fuse(self, features: Tensor) -> Tensor:
-        """features [b, S, F] -> the hidden state [b, S, H] that the first pass reads."""
+        """Fuse features [b, S, F] to the hidden state [b, S, H] that the first pass reads."""
         return self.network.fuse(features)
 
     def forward(self, tokens: Tensor, hidden: Tensor, past: Past) -> Tensor:
-        """Pass ``len(past)``: place i reads token i + 1 + pass and the hidden state that the pass before left there.
+        """Run pass ``len(past)``: position i reads token i + 1 + pass and the previous pass's hidden state at i.
 
         tokens [b, S] (already shifted), hidden [b, S, H] -> hidden [b, S, H], which predicts the token after that.
         Appends the keys and values of this pass to ``past``.
@@ -223,12 +225,14 @@ class TrainableHead(nn.Module):
         return network.finish(stream, attended.transpose(1, 2).flatten(2))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., U] (version 1: U = V)."""
+        """Compute logits: [..., H] -> [..., U] (version 1: U = V)."""
         return self.network.scores(hidden)
 
 
 def _attend_passes(q: Tensor, past: Past) -> Tensor:
-    """Attention of a later pass: q [b, H, S, D] (scaled) sees pass 0 up to its place and its own place of the rest."""
+    """Attend in a later pass: q [b, H, S, D] (scaled) sees pass 0 up to its position, and only its position of the
+    others.
+    """
     (first, values), later = past[0], past[1:]
     size = q.shape[2]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
@@ -242,7 +246,7 @@ def _attend_passes(q: Tensor, past: Past) -> Tensor:
 
 
 def _register(module: nn.Module, name: str, value: Tensor) -> None:
-    """A parameter of a dotted name, in modules of its parts."""
+    """Register a parameter of a dotted name, in modules of its parts."""
     *parents, last = name.split(".")
     for parent in parents:
         if not hasattr(module, parent):
@@ -252,6 +256,6 @@ def _register(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """As `nn.Linear` begins; norms with ones, biases with zeros."""
+    """Return initial values: those of `nn.Linear`; norms ones, biases zeros."""
     value = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     return nn.init.kaiming_uniform_(value, a=math.sqrt(5)) if len(shape) > 1 else value

@@ -1,14 +1,14 @@
-"""From a target and a stream of tokens to a folder with a trained and measured head.
+"""Training of EAGLE heads: from a target and a stream of tokens to a folder with a trained and measured head.
 
-What was done is kept in ``work``: the target's states as far as allowed, and the training's state, so that a run that
-was stopped resumes when it is asked for again. Not here: reading text files, and showing progress.
+Results are kept in ``work``: the target's hidden states up to a limit, and the training's state, so that an interrupted
+run resumes when it is started again. Text files and progress output are elsewhere.
 
 EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's
 distribution. EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own
-output, each with 0.8 times the weight of the one before.
+output, each with 0.8 times the weight of the previous one.
 
-A fresh head begins with what the target knows already: its last layer, norms and output layer. That is not a part of
-the papers, which begin with random layers. What does not fit (another width, other heads) stays random.
+A fresh head starts from the target's last layer, norms and output layer. The papers start with random layers. Tensors
+that do not fit (another width, other heads) are random.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.heads.trainer import LOG_STEPS, Progress, Trainer
 def objective(
     network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: DraftVocab
 ) -> Tensor:
-    """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
+    """Return the loss of a batch of sequences, a scalar. ``head`` [V, H] is the target's output layer."""
     last = texts.last.float()
     probs, inside = target_probs(last, head, vocabulary)
     if texts.counted is not None:
@@ -65,10 +65,11 @@ def objective(
 
 
 def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
-    """The training-time test. For every pass: hidden [b, S - a, H] and how far ahead, a, of it its target's state lies.
+    """Run the training-time test. For every pass: hidden [b, S - a, H], and the offset a of the target's state that it
+    predicts.
 
-    Row i of pass j has read the target's features up to place i and the tokens up to i + 1 + j, and predicts the token
-    that the target's state at place i + a, a = 1 + j, predicts.
+    Row i of pass j has read the target's features up to position i and the tokens up to i + 1 + j, and predicts the
+    token that the target's state at position i + a, a = 1 + j, predicts.
     """
     past: Past = []
     size = texts.tokens.shape[1]
@@ -83,7 +84,9 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
 
 @torch.no_grad()
 def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+    """Return the target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b,
+    S].
+    """
     logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
         return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
@@ -94,18 +97,18 @@ def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Te
 def acceptance(
     network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: DraftVocab, skip: int
 ) -> list[float]:
-    """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
+    """Return the share of positions from ``skip`` on at which drafts 1, 2, ... are all the target's greedy token.
 
-    On texts that the target wrote greedily this is the acceptance of greedy chains, each place being a beginning.
+    On sequences that the target wrote greedily this is the acceptance of greedy chains that start at each position.
 
     Raises:
-        ConfigurationError: there is no such place.
+        ConfigurationError: no position qualifies.
     """
     parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
     agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
     agreed = torch.cat(agreements)
     places = torch.ones_like(agreed[:, 0])
-    if texts.counted is not None:  # a chain counts where all that it drafts does
+    if texts.counted is not None:  # a chain counts if all its drafts count
         places = texts.counted.unfold(1, depth + 1, 1).all(-1)
     places[:, :skip] = False
     if not bool(places.any()):
@@ -116,7 +119,7 @@ def acceptance(
 
 
 def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab) -> Tensor:
-    """[b, passes, places] bool: whether drafts up to this pass were all right."""
+    """Return whether drafts up to this pass were all right, [b, passes, places] bool."""
     choices = F.linear(texts.last.float(), head).argmax(-1)
     size = texts.tokens.shape[1] - count
     standing = torch.ones(len(texts.tokens), size, dtype=torch.bool, device=choices.device)
@@ -129,15 +132,15 @@ def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tenso
 
 
 def text_part(texts: Texts, index: int, rows: int) -> Texts:
-    """Part ``index`` of some texts, ``rows`` of them."""
+    """Return part ``index`` of the sequences, ``rows`` of them."""
     return texts.part(slice(index * rows, (index + 1) * rows))
 
 
-_FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
+_FC = 0.5  # diagonal of the fc of version 1, which mixes a token and a feature
 
 
 def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
-    """A head of the target's own sizes."""
+    """Return a head configuration with the target's own sizes."""
     longest = target.rope.longest or target.max_position_embeddings
     return EagleConfig(
         version=version,
@@ -160,7 +163,7 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
 
 @torch.no_grad()
 def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: DraftVocab) -> TrainableHead:
-    """A network of this configuration; ``depth`` is how many layers the target has."""
+    """Create a network of this configuration; ``depth`` is the target's number of layers."""
     torch.manual_seed(0)
     network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
     first, last = target.block(0), target.block(depth - 1)
@@ -190,10 +193,10 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
 
 @torch.no_grad()
 def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHead:
-    """A trained head, to train on.
+    """Load a trained head to continue its training.
 
     Raises:
-        CheckpointError: it has an embedding of its own, which no training here changes or keeps.
+        CheckpointError: it has its own embedding, which this training does not support.
     """
     if found.embedding is not None:
         raise CheckpointError(f"{where} has an embedding of its own; only heads that share the target's are trained on")
@@ -208,21 +211,24 @@ def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHea
 
 
 Measure = Callable[[TrainableHead], list[float]]
-"""Shares of places where chains of 1, 2, ... drafts are all right."""
+"""Return shares of positions at which chains of 1, 2, ... drafts are all right."""
 
-_MEASURES = 10  # of a run, evenly
+_MEASURES = 10  # per run, evenly spaced
 
 
 def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
-    """Muon (Jordan et al., 2024), its updates sized like AdamW's at the same rate (Liu et al., arXiv 2502.16982)."""
+    """Create Muon (Jordan et al., 2024), its updates scaled to AdamW's at the same rate (Liu et al., arXiv
+    2502.16982).
+    """
     return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
 class Corpus(Protocol):
-    """Batches of `TEXTS_PER_FILE` texts with the target's states, by number: `FeatureCache`, or another maker of them.
+    """Batches of `TEXTS_PER_FILE` sequences with the target's hidden states, by number: `FeatureCache` or another
+    source.
 
-    key     tells these texts from others
-    length  tokens of a text, on average
+    key     identifies these sequences
+    length  tokens of a sequence, on average
     """
 
     key: str
@@ -236,10 +242,10 @@ class Corpus(Protocol):
 
 
 class EagleTrainer(Trainer):
-    """Trains a head in place; ``measure`` is logged now and then.
+    """Trains a head in place; ``measure`` is logged at intervals.
 
     head        [V, H], the target's output layer
-    vocabulary  which ids the head drafts
+    vocabulary  ids that the head drafts
 
     Raises:
         ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
@@ -316,9 +322,9 @@ def train(
     out: Path,
     report: Progress,
 ) -> list[float] | None:
-    """Train a head and write it to ``out`` in bfloat16, with acceptance.json; None if the minutes were over before.
+    """Train a head and write it to ``out`` in bfloat16, with acceptance.json; None if the time limit ended the run.
 
-    stream [n], token ids end to end. Returns the share of places where chains of 1, 2, ... drafts are all right.
+    stream [n], token ids end to end. Returns the share of positions at which chains of 1, 2, ... drafts are all right.
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
@@ -341,7 +347,7 @@ def train(
 def _begin(
     target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
 ) -> tuple[FrozenTarget, TrainableHead, DraftVocab]:
-    """The target, and the head as it is before the first step: a fresh one, or the one to train on."""
+    """Return the target, and the head before the first step: fresh, or one to continue."""
     if head.start is not None:
         found = checkpoint.load(head.start, sizes)
         frozen = FrozenTarget(target, found.config.layers, precision=options.precision, device=options.device)
@@ -357,7 +363,9 @@ def _begin(
 
 
 def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) -> None:
-    """Raise ConfigurationError, or CheckpointError for an unknown version, if the target cannot have such a head."""
+    """Raise ConfigurationError, or CheckpointError for an unknown version, if the target does not support such a
+    head.
+    """
     check_version(head.version)
     if head.start is not None:
         if head.layers or head.draft_vocab_size is not None:
@@ -381,7 +389,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
 
 
 def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: list[float]) -> None:
-    """A head in bfloat16 and how well it did."""
+    """Write a head in bfloat16 and its measured acceptance."""
     state = network.state_dict()
     weights: dict[str, Tensor] = {name: x.detach().to("cpu", torch.bfloat16) for name, x in state.items()}
     if network.config.version == 3:

@@ -1,11 +1,12 @@
-"""How drafts grow from a head: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
+"""Shapes of a head's drafts: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
 
-Each gives the step of a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
+Each creates the step of a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
 Drafts are chosen with the target's own noise of their position (coupled drafting): at any temperature the first child
-of a node is what the target would choose if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
-``rows`` of a tree are those of the head's cache that one call writes, from some row of the text on.
+of a node is the target's token if its distribution equals the head's. Sources: EAGLE-2 (arXiv 2406.16858).
+``rows`` of a tree: consecutive rows of the head's cache that one call writes.
 
-Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted; V, N and D as ever.
+Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted; V, N and D as elsewhere in
+Paceline.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from paceline.eagle.head import EagleHead, LastPair
 
 
 class Chain:
-    """``length`` tokens, each after the one before; ``drawn`` from the head's probabilities, for `Reject`, if asked."""
+    """Chain of ``length`` tokens; ``drawn``: sampled from the head's probabilities, for `Reject`."""
 
     def __init__(self, length: int, *, drawn: bool = False) -> None:
         self.draft_shape, self.drawn = DraftShape.chain(length), drawn
-        self.rows = 1  # each by itself
+        self.rows = 1  # one row per step
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """The step that drafts it, for rounds of a kind of sampling."""
+        """Return the step that drafts it, for rounds of a sampling mode."""
         return ChainStep(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn, kind=kind)
 
 
 class TreeStep(nn.Module):
     """Read a commit with its features, then grow a tree of drafts from its last pair.
 
-    ``kind``: of sampling, of the rounds it is for.
+    ``kind``: sampling mode of its rounds.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class TreeStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> what the tree gives."""
+        """Draft: the fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> outputs of the
+        tree.
+        """
         sampling = SamplingTensors(params, seeds, self._kind)
         place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket, sampling=sampling)
         root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
@@ -59,7 +62,7 @@ class TreeStep(nn.Module):
 
 
 class StaticTree(nn.Module):
-    """A tree of fixed shape: child r of a node is the head's r-th choice there."""
+    """A tree of fixed shape: child r of a node is the head's token of rank r."""
 
     def __init__(self, parents: tuple[int, ...]) -> None:
         super().__init__()
@@ -67,10 +70,10 @@ class StaticTree(nn.Module):
         self.name = f"tree {'.'.join(map(str, parents))}"
         depths = (0, *tree.depths(parents))
         inner = set(parents)
-        self.rows = len(inner)  # the root is one
+        self.rows = len(inner)  # the root counts as one
         rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
         self._choices: list[int] = []
-        rows = {tree.ROOT: 0}  # of the frontier's window
+        rows = {tree.ROOT: 0}  # rows in the frontier's window
         above, order = [tree.ROOT], []
         for level in range(1, self.draft_shape.depth + 1):
             nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
@@ -90,11 +93,11 @@ class StaticTree(nn.Module):
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """The step that drafts it, for rounds of a kind of sampling."""
+        """Return the step that drafts it, for rounds of a sampling mode."""
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
-        """-> drafts [B, N] int32."""
+        """Grow the tree from its root -> drafts [B, N] int32."""
         frontier, hidden, levels = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden, []
         for level, most in enumerate(self._choices, 1):
             _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
@@ -111,7 +114,7 @@ class DynamicTree(nn.Module):
     """EAGLE-2: expand the ``width`` likeliest nodes of every level, then keep the ``nodes`` likeliest of all.
 
     A node's log-probability is the sum of the head's on its path; with noise, of the distribution given the noise. A
-    child is never likelier than its parent and comes after it, so what is kept is connected.
+    child is never likelier than its parent and comes after it, so the kept nodes are connected.
     """
 
     def __init__(self, nodes: int, *, depth: int, width: int) -> None:
@@ -122,20 +125,20 @@ class DynamicTree(nn.Module):
                 f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
             )
         self.draft_shape = DraftShape(nodes, depth, None, dynamic=True)
-        self.rows = 1 + width * (depth - 1)  # the root and what is expanded; more than is kept if the tree is deep
+        self.rows = 1 + width * (depth - 1)  # the root and expanded nodes; more than the kept ones if the tree is deep
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """The step that drafts it, for rounds of a kind of sampling."""
+        """Return the step that drafts it, for rounds of a sampling mode."""
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
-        """-> drafts [B, N] int32, parents [B, N] int32."""
+        """Grow the tree from its root -> drafts [B, N] int32, parents [B, N] int32."""
         slots, width = len(root.row), self.width
         frontier, hidden = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden
-        # A product with the identity is exact, and what it gives is computed once: see `best`.
+        # A matmul with the identity is exact, and its result is computed once: see `best`.
         logprob, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
         logprob, tokens = head.kernels.linear(logprob, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
         steps = torch.arange(width, dtype=torch.int32, device=tokens.device).expand(slots, -1)
@@ -168,11 +171,11 @@ _FORMS = (
 
 
 def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
-    """The draft tree that ``text`` names; ``k`` tokens for a chain. ``drawn``: from the head's probabilities, for
+    """Parse the name of a draft tree; ``k`` tokens for a chain. ``drawn``: sampled from the head's probabilities, for
     acceptor="reject".
 
     Raises:
-        ConfigurationError: the text is unknown, the sizes do not fit, or a tree is to be drawn.
+        ConfigurationError: the text is unknown, the sizes do not fit, or ``drawn`` is set for a tree.
     """
     kind, _, arguments = text.partition(":")
     if kind == "chain" and not arguments:
@@ -197,7 +200,7 @@ class TreeFrontier:
     """The inner nodes of a growing tree. Their queries, keys and values are kept, so that each is multiplied once.
 
     A level's attention runs over the whole window again, from the root's row on, because a cache row's ancestors are
-    not the rows before it; that is cheap beside the products.
+    not the rows before it; that is cheap compared with the matmuls.
     """
 
     def __init__(self, head: EagleHead, root: LastPair, bucket: int, *, sampling: SamplingTensors) -> None:
@@ -223,10 +226,11 @@ class TreeFrontier:
 def best(
     head: EagleHead, hidden: Tensor, count: int, *, sampling: SamplingTensors, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
+    """Return the likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted
+    tokens.
 
-    -> logprob [B, n, count], with a temperature those given the position's noise; tokens [B, n, count] int32, the
-    target's ids, the first of them what a chain would take.
+    -> logprob [B, n, count], with a temperature, given the position's noise; tokens [B, n, count] int32, the
+    target's ids, the first of them the token of a chain.
     """
     at = positions.expand(-1, hidden.shape[1]).contiguous()
     tokens, logprob = head.rank_tokens(hidden, at, sampling, count=count)
@@ -234,7 +238,7 @@ def best(
 
 
 def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
-    """The ``nodes`` likeliest of all candidates, in the order they were made, so that parents come first.
+    """Return the ``nodes`` likeliest candidates in the order of their creation, so that parents come first.
 
     tokens, parents [B, M] int32 (-1 = the root), logprob [B, M] -> tokens, parents [B, nodes] int32
     """
@@ -250,5 +254,5 @@ def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tup
 
 
 def _positions(root: LastPair, ahead: int = 1) -> Tensor:
-    """Position of the token ``ahead`` places behind the last committed one. [B, 1] int32"""
+    """Position of the token ``ahead`` places after the last committed one. [B, 1] int32"""
     return (root.row + (1 + ahead)).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""What Medusa and EAGLE heads share: folders of checkpoints, the frozen target, data, features, the trainer."""
+"""Code shared by Medusa and EAGLE heads: checkpoint folders, the frozen target, data, hidden states, the trainer."""

@@ -1,4 +1,5 @@
-"""Folders of heads of any kind: read, checked tensor by tensor, and written. Not here: what tensors and keys mean.
+"""Folders of heads of any kind: read, checked tensor by tensor, and written. Meanings of tensors and keys are
+elsewhere.
 
 Pickles are read by torch's restricted unpickler.
 """
@@ -23,10 +24,10 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Generic[Config]):
-    """Heads as they were found.
+    """Heads as read from a checkpoint.
 
-    weights    by our names, in the type they are stored in
-    embedding  [V, H] of their own, or None: then they borrow the target's
+    weights    by our names, in the stored type
+    embedding  [V, H], their own, or None: shared with the target
     """
 
     config: Config
@@ -35,10 +36,10 @@ class Checkpoint(Generic[Config]):
 
 
 def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """The tensors of some files, or of all of a checkpoint, whose names are wanted; copies, since files may change.
+    """Read the wanted tensors of some files, or of all of a checkpoint; copies, since files may change.
 
     Raises:
-        CheckpointError: there is no such folder, or what it holds cannot be used.
+        CheckpointError: the folder does not exist, or its contents cannot be used.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds the heads")
@@ -55,10 +56,10 @@ def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool]
 
 
 def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Every tensor is there, no other, with its shape and sound numbers.
+    """Check that every tensor exists, with its shape and finite numbers, and that there are no others.
 
     Raises:
-        MissingWeightsError, WeightShapeError, WeightValueError, CheckpointError: one is not.
+        MissingWeightsError, WeightShapeError, WeightValueError, CheckpointError: a check fails.
     """
     if missing := sorted(set(shapes) - set(weights)):
         raise MissingWeightsError(f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own {CONFIG}")
@@ -76,7 +77,7 @@ def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
-    """Write a file of weights, and a config.json beside it. -> the file
+    """Write a file of weights, and a config.json next to it. -> the file
 
     Raises:
         StorageError: it cannot be written.

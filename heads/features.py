@@ -1,8 +1,8 @@
-"""The states of the frozen target for texts, which heads learn from: computed once and kept on disk.
+"""Hidden states of the frozen target, from which heads learn: computed once and kept on disk.
 
 Two ways: `write_features` computes all of them before the training, in files that an interrupted run resumes from;
-`FeatureCache` computes them when they are asked for, and keeps as many as allowed. The texts are cut out of a stream of
-tokens (`cut`), or written by the target itself (`self_generate`). Not here: the training itself.
+`FeatureCache` computes them on request, and keeps them up to a limit. Sequences are cut out of a stream of tokens
+(`cut`), or written by the target (`self_generate`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 
 Report = Callable[[str, int, int], None]
-"""(what is being done, how much of it is done, how much there is)"""
+"""(current task, amount done, total amount)"""
 
 
 def write_features(
     target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: Report
 ) -> None:
-    """Make batches of texts, compute the target's states, and keep each batch in a file.
+    """Make batches of sequences, compute the target's hidden states, and store each batch in a file.
 
-    Files that are there already are left alone, so that an interrupted run resumes where it was.
+    Existing files are kept, so that an interrupted run resumes.
     """
     for index, batch in enumerate(batches):
         path = folder / f"{name}-{index:04d}.safetensors"
@@ -47,7 +47,9 @@ def write_features(
 
 
 def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
-    """The texts of `write_features`, one entry for each file, in order of their names; ``prompt`` as `Texts.after`."""
+    """Read the sequences of `write_features`, one entry per file, in order of their names; ``prompt``: see
+    `Texts.after`.
+    """
     texts = []
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
@@ -57,12 +59,12 @@ def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
 
 
 class FeatureCache:
-    """Batches of texts with the target's states, by number, made when they are asked for and kept up to a bound.
+    """Batches of sequences with the target's hidden states, by number, made on request and kept up to a limit.
 
-    ``stream`` [n] are the token ids of the data, end to end. A batch is made from its number alone, so that it is the
-    same whether it comes from the disk or not.
+    ``stream`` [n] are the token ids of the data, end to end. A batch depends only on its number, so that it is the same
+    whether it comes from the disk or not.
 
-    ``key`` tells these batches from those of another target, of other data or with other options.
+    ``key`` identifies the target, data and options of these batches.
     """
 
     def __init__(self, target: FrozenTarget, stream: np.ndarray, options: CachedTextOptions, *, folder: Path) -> None:
@@ -88,11 +90,11 @@ class FeatureCache:
 
     @property
     def length(self) -> int:
-        """Tokens of a text."""
+        """Tokens of a sequence."""
         return self._options.length
 
     def batch(self, number: int) -> Texts:
-        """Batch ``number`` (modulo how many there are), from the disk if it is kept there."""
+        """Return batch ``number`` (modulo the number of batches), from the disk if it is stored."""
         number %= self.batches
         path = self._folder / f"{number:06d}.safetensors"
         if path.is_file():
@@ -104,7 +106,7 @@ class FeatureCache:
         return texts
 
     def eval_texts(self) -> Texts:
-        """Texts that the target went on with greedily, from the end of the order: no batch reaches there."""
+        """Sequences that the target continued greedily, from the end of the order: no batch contains them."""
         options = self._options
         length = options.prompt_length
         prompts = self._rows(range(len(self._order) - options.eval_samples, len(self._order)))[:, :length]
@@ -128,10 +130,10 @@ class FeatureCache:
 
 
 def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
-    """Texts from evenly spread places of a token stream, in random order. -> [count, length] int64
+    """Cut sequences from evenly spread positions of a token stream, in random order. -> [count, length] int64
 
     Raises:
-        ConfigurationError: the stream is too short for as many that do not overlap.
+        ConfigurationError: the stream is too short for ``count`` sequences that do not overlap.
     """
     room = len(stream) // length
     if count > room:
@@ -145,7 +147,9 @@ def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
 def self_generate(
     target: FrozenTarget, prompts: Tensor, length: int, *, temperatures: Sequence[float]
 ) -> list[Callable[[], Tensor]]:
-    """The target's own continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each, temperatures by turns."""
+    """Return makers of the target's continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each, cycling
+    through the temperatures.
+    """
 
     def batch(index: int, part: Tensor) -> Tensor:
         torch.manual_seed(index)

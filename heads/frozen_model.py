@@ -1,4 +1,4 @@
-"""The target as a plain float32 forward through transformers, for what learns from it: its states and its own text.
+"""The target as a plain float32 forward through transformers, for training: its hidden states and generated text.
 
 Only training uses it; decoding is `paceline.decoder.decoder`.
 """
@@ -24,9 +24,9 @@ from paceline.decoder.weights.hub import checkpoint_path
 
 
 def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
-    """The causal language model of a folder, a GGUF file or a fetched model, for inference.
+    """Load the causal language model of a folder, a GGUF file or a fetched model, for inference.
 
-    GGUF files are read by Paceline: transformers passes over rope scaling in them.
+    GGUF files are read by Paceline: transformers ignores rope scaling in them.
 
     Raises:
         CheckpointError: it cannot be loaded.
@@ -46,19 +46,19 @@ def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
-_FORWARD = 8  # texts in one forward
+_FORWARD = 8  # sequences per forward
 
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def products(precision: str, device: str = "cpu") -> torch.autocast:
-    """A block in which matrices are multiplied in "f32" or "bf16" (autocast: weights and sums of losses stay float32).
+    """Return a context in which matmuls run in "f32" or "bf16" (autocast: weights and sums of losses stay float32).
 
     bf16 is two to three times as fast on a CPU with instructions for it (avx512_bf16, AMX), and slower on others; on a
     GPU it is many times as fast.
 
     Raises:
-        ConfigurationError: there is no such precision.
+        ConfigurationError: the precision does not exist.
     """
     if precision not in PRECISIONS:
         raise ConfigurationError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
@@ -66,7 +66,7 @@ def products(precision: str, device: str = "cpu") -> torch.autocast:
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigurationError unless heads can be trained on this device of PyTorch, here."""
+    """Raise ConfigurationError unless heads can be trained on this PyTorch device on this machine."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -82,12 +82,12 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] as a head reads them.
+    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] in a head's input format.
 
     ``last[:, t]`` predicts ``tokens[:, t + 1]``.
 
-    ``counted`` [n, S] bool: the places whose prediction a head is to learn, and is measured on; None = all. In a
-    conversation these are the answers: a head never drafts what a user says.
+    ``counted`` [n, S] bool: the positions whose prediction a head learns, and is measured on; None = all. In a
+    conversation these are the answers: a head never drafts user messages.
     """
 
     tokens: Tensor
@@ -99,17 +99,17 @@ class Texts:
         return len(self.tokens)
 
     def after(self, prompt: int) -> Texts:
-        """The same, of which only what follows a prompt of so many tokens counts."""
+        """Return the sequences with only the positions after the first ``prompt`` tokens counted."""
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return replace(self, counted=(places >= prompt).expand(self.tokens.shape))
 
     def part(self, places: slice) -> Texts:
-        """Some of the texts."""
+        """Return some of the sequences."""
         counted = None if self.counted is None else self.counted[places]
         return Texts(self.tokens[places], self.last[places], self.streams[places], counted)
 
     def to(self, device: str) -> Texts:
-        """The same on another device."""
+        """Return a copy on another device."""
         counted = None if self.counted is None else self.counted.to(device)
         return Texts(self.tokens.to(device), self.last.to(device), self.streams.to(device), counted)
 
@@ -117,9 +117,9 @@ class Texts:
 class FrozenTarget:
     """A checkpoint that transformers can load, without gradients.
 
-    layers     the residual streams that `read` gives; empty = the last hidden state
-    precision  of the matrix products of `read` and `states`, as `products` takes it
-    device     where it is, and what it gives; it takes tokens from anywhere
+    layers     the residual streams that `read` returns; empty = the last hidden state
+    precision  of the matmuls of `read` and `states`; see `products`
+    device     of the model and its results; tokens may be on any device
     output     [V, H], the output layer
     embedding  [V, H]
     norm       [H], the weight of the final norm
@@ -141,30 +141,30 @@ class FrozenTarget:
         self.norm: Tensor = model.get_decoder().norm.weight.detach()
 
     def fingerprint(self) -> str:
-        """Tells these states from those of another model or precision, wherever the model's files are."""
+        """Identifies the model and precision of its hidden states, independent of file locations."""
         config = {name: value for name, value in self._model.config.to_dict().items() if name != "_name_or_path"}
         sums = {name: float(x.cpu().sum(dtype=torch.float64)) for name, x in self._model.named_parameters()}
         facts = [config, sums] if self.precision == "f32" else [config, sums, self.precision]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def block(self, index: int) -> dict[str, Tensor]:
-        """Weights of one layer, by their short names."""
+        """Return the weights of one layer, by their short names."""
         weights: dict[str, Tensor] = self._model.get_decoder().layers[index].state_dict()
         return weights
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
-        """tokens [n, S] -> [n, S, H] float32, after the final norm."""
+        """Compute hidden states: tokens [n, S] -> [n, S, H] float32, after the final norm."""
         with products(self.precision, self.device):
             states: Tensor = self._model.get_decoder()(tokens.to(self.device), use_cache=False).last_hidden_state
         return states
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Texts:
-        """tokens [n, S] -> the same with their states, in bfloat16."""
+        """Compute tokens [n, S] with their hidden states, in bfloat16."""
         tokens, decoder = tokens.to(self.device), self._model.get_decoder()
         before_norm: list[Tensor] = []
-        # transformers hands out the last stream only after the norm; a hook sees it before.
+        # transformers returns the last stream only after the norm; a hook reads it before.
         hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
         try:
             with products(self.precision, self.device):
@@ -183,7 +183,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def continued(self, prompts: Tensor, length: int, *, temperature: float = 0.0) -> Tensor:
-        """prompts [n, S] -> [n, S + length], written by the model itself, greedily at temperature 0."""
+        """Continue prompts [n, S] to [n, S + length] with the model, greedily at temperature 0."""
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
         prompts = prompts.to(self.device)
         tokens: Tensor = self._model.generate(

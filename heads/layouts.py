@@ -1,8 +1,8 @@
-"""How heads stand in files, as data: keys of a config.json, names of tensors. Checked without PyTorch.
+"""File formats of heads, as data: keys of a config.json, names of tensors. Checked without PyTorch.
 
-A key that changes what a head computes and adds no tensor would be lost without a word, and the head would draft badly.
-So every key of heads is in a table: it is read, says nothing about the computation, or must have the one value that
-changes nothing. All others are refused by name. A key whose value is null counts as absent.
+A key that changes a head's computation and adds no tensor would be lost silently, and the head would draft badly. So
+every key of heads is in a table: it is read, has no effect on the computation, or must have its neutral value. Other
+keys are rejected with an error that names them. A key whose value is null counts as absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class MustBe:
-    """A key that is understood with some of its values only; ``meaning`` says what another one asks for."""
+    """A key with some supported values; ``meaning`` describes the others."""
 
     values: tuple[object, ...]
     meaning: str
@@ -29,12 +29,12 @@ class MustBe:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a config.json of heads may hold.
+    """Allowed keys of a config.json of heads.
 
-    of      whose settings they are, for people
-    known   keys that are read, or have no meaning for drafting
+    of      owner of the settings, for messages
+    known   keys that are read, or have no effect on drafting
     others  keys that must have one value
-    begin   with what keys of heads begin, where the target's stand beside them
+    begin   prefix of heads' keys in a file that also has the target's
     """
 
     of: str
@@ -61,16 +61,16 @@ class Keys:
 
 
 def read_config(folder: Path) -> Fields:
-    """The config.json of a folder.
+    """Read the config.json of a folder.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: it does not exist, or is not a JSON object.
     """
     return Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
 
 
 def write_json(path: Path, values: object, *, indent: int | None = None) -> None:
-    """A JSON file.
+    """Write a JSON file.
 
     Raises:
         StorageError: it cannot be written.
@@ -80,27 +80,27 @@ def write_json(path: Path, values: object, *, indent: int | None = None) -> None
 
 
 def check_layout(layout: str, layouts: Iterable[str]) -> None:
-    """Raise ConfigurationError unless there is such a layout."""
+    """Raise ConfigurationError unless the layout exists."""
     if layout not in layouts:
         raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(layouts)}")
 
 
 Prefixes = Sequence[tuple[str, str]]
-"""What our names of tensors begin with, and what a layout has in its place."""
+"""Prefixes of our tensor names, with the layout's replacements."""
 
 
 def foreign_name(name: str, prefixes: Prefixes) -> str:
-    """The name that a layout has for one of our tensors."""
+    """Return the layout's name of one of our tensors."""
     return next((theirs + name.removeprefix(ours) for ours, theirs in prefixes if name.startswith(ours)), name)
 
 
 def own_name(name: str, prefixes: Prefixes) -> str:
-    """Our name of a tensor."""
+    """Return our name of a tensor."""
     return foreign_name(name, [(theirs, ours) for ours, theirs in prefixes])
 
 
 def sources(names: Mapping[str, str | None]) -> dict[str, str]:
-    """From the names in a checkpoint to ours (None: it means nothing here) -> from ours to those.
+    """Invert a map from names in a checkpoint to ours (None: no effect): from our names to those.
 
     Raises:
         CheckpointError: two names mean the same tensor.

@@ -1,4 +1,4 @@
-"""Options of every training of heads, and of the texts that they learn from. Not here: those of one kind of heads."""
+"""Options of every training of heads, and of its sequences. Options of one kind of heads are elsewhere."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import asdict, dataclass, field
 from paceline.core.errors import ConfigurationError
 
 TEXTS_PER_FILE = 64
-"""Texts whose states are kept in one file."""
+"""Sequences whose hidden states are kept in one file."""
 
 _GIGABYTE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """How heads are trained.
+    """Options for training heads.
 
-    batch_size     texts in a step
-    learning_rate  the largest; it rises over the first steps and falls along a cosine
-    precision      of matrix products, "f32" or "bf16"
-    device         of PyTorch where heads learn: "cpu", "cuda" or "cuda:N"
-    max_minutes    stop after so long, to resume later; None = run to the end
+    batch_size     sequences per step
+    learning_rate  the maximum; the rate rises over the first steps and falls along a cosine
+    precision      of matmuls, "f32" or "bf16"
+    device         PyTorch device for training: "cpu", "cuda" or "cuda:N"
+    max_minutes    time limit of a run, which resumes later; None = run to the end
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -49,17 +49,17 @@ class TrainingOptions:
         check_device(self.device)
 
     def resume_key(self) -> dict[str, object]:
-        """What must be the same when a run is resumed. It may go on with another device."""
+        """Facts that must be the same when a run is resumed. The device may differ."""
         return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How texts are made.
+    """Options for making sequences.
 
-    length        tokens of a text
-    prompt        of them, how many come from the data where the target goes on; None = a quarter
-    eval_samples  texts, written by the target greedily, that are measured on and not trained on
+    length        tokens of a sequence
+    prompt        number of tokens from the data before the target continues; None = a quarter
+    eval_samples  sequences, written by the target greedily, for measurement and not for training
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -79,7 +79,9 @@ class TextOptions:
         return self.length // 4 if self.prompt is None else self.prompt
 
     def check_room(self, longest: int, ahead: int) -> None:
-        """Raise ConfigurationError unless a target that reads so many tokens reads them, with so many to be drafted."""
+        """Raise ConfigurationError unless sequences fit a target with a context of ``longest`` tokens, with ``ahead``
+        drafted tokens.
+        """
         if not self.prompt_length + ahead < self.length <= longest:
             raise ConfigurationError(
                 f"texts of {self.length} tokens do not fit: the target reads {longest}, and after a prompt of "
@@ -89,10 +91,10 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class CachedTextOptions(TextOptions):
-    """How texts are made, and how many of their states are kept.
+    """Options for making sequences, and for storing their hidden states.
 
-    feature_cache_gb  how many gigabytes may be kept on disk; what goes beyond is computed anew whenever it is needed
-    seed              of the order of the data
+    feature_cache_gb  limit on disk in gigabytes; further hidden states are recomputed when needed
+    seed              seed of the order of the data
 
     Raises:
         ConfigurationError: a number is out of range.

@@ -1,7 +1,7 @@
-"""The loop of a training run: steps, learning rate, a log, and a state that the run resumes from.
+"""The loop of a training run: steps, learning rate, a log, and a state from which the run resumes.
 
-A run can be interrupted at any time. `RunState` says what must be the same when it is resumed. Not here: what is
-learned, which a subclass says (`paceline.medusa.train`, `paceline.eagle.train`).
+A run can be interrupted at any time. `RunState` lists the facts that must be the same when it resumes. Subclasses
+define the loss (`paceline.medusa.train`, `paceline.eagle.train`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.heads.frozen_model import Texts
 from paceline.heads.options import TrainingOptions
 
 _SECONDS = 30.0  # between two saves
-_SHARE = 0.05  # of the time may go into saving, where a state is large
+_SHARE = 0.05  # largest share of the time for saving a large state
 
 
 def _check_loss(loss: float, step: int) -> None:
-    """Raise ConfigurationError if a loss is no number any more: a model made of NaN is no result."""
+    """Raise ConfigurationError if a loss is NaN or infinite: a model of NaN is useless."""
     if not math.isfinite(loss):
         raise ConfigurationError(
             f"the loss of step {step} is {loss}: the run has diverged; begin again with a lower rate, in another work "
@@ -40,8 +40,8 @@ def _check_loss(loss: float, step: int) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and requests to end are heard behind it: a change takes a good part of a step, and would be lost."""
-    if threading.current_thread() is not threading.main_thread():  # where Python hears signals
+    """Defer Ctrl-C and SIGTERM to the end of the block: an update takes a large part of a step, and would be lost."""
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread
         yield
         return
     heard: list[int] = []
@@ -58,13 +58,13 @@ def _undisturbed() -> Iterator[None]:
 
 
 class RunState:
-    """The file of a run.
+    """State file of a run.
 
-    It is written whole or not at all, now and then and when the run ends for whatever reason, and it says what the
-    run depends on: a run of anything else is refused and not silently continued.
+    It is written atomically, at intervals and when the run ends for any reason, and contains the facts on which the run
+    depends: a run with other facts is rejected and not silently continued.
 
-    facts  what must be the same when the run is taken up again: names and plain values
-    state  gives what is to be kept: plain values and tensors
+    facts  facts that must be the same when the run resumes: names and plain values
+    state  returns the values to store: plain values and tensors
     """
 
     def __init__(self, path: Path, facts: Mapping[str, object], state: Callable[[], dict[str, object]]) -> None:
@@ -73,10 +73,10 @@ class RunState:
         self._due = perf_counter() + _SECONDS
 
     def restore(self) -> dict[str, Any] | None:
-        """What was kept, if anything was.
+        """Return the stored state, or None.
 
         Raises:
-            ConfigurationError: it is of a run with other facts.
+            ConfigurationError: it is from a run with other facts.
         """
         if not self._path.is_file():
             return None
@@ -93,7 +93,7 @@ class RunState:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the run: saves at its end, after an error, Ctrl-C or a `SystemExit` too."""
+        """Context of the run: saves at its end, also after an error, Ctrl-C or a `SystemExit`."""
         try:
             yield
         finally:
@@ -102,7 +102,7 @@ class RunState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around a change that must be kept whole: if it fails, what was saved before stands."""
+        """Context of an atomic update: if it fails, the previous save remains valid."""
         with _undisturbed():
             self._whole = False
             yield
@@ -118,19 +118,19 @@ class RunState:
 
 
 Progress = Callable[[int, int, float], None]
-"""(steps done, steps in all, loss)"""
+"""(steps done, total steps, loss)"""
 
 LOG_STEPS = 20
-"""Steps from one line of the log to the next."""
+"""Steps between two lines of the log."""
 
 
 class Trainer(ABC):
     """One run. ``folder/state.pt`` is its state, ``folder/log.jsonl`` its log.
 
-    parameters  what learns, by name
-    optimizers  of these, in a fixed order
-    steps       in all
-    key         what tells this run from others besides its options: heads, data
+    parameters  trained parameters by name
+    optimizers  of the parameters, in a fixed order
+    steps       total number
+    key         identifies the run in addition to its options: heads, data
 
     Raises:
         ConfigurationError: the folder holds the state of a run with other options or another key.
@@ -155,22 +155,22 @@ class Trainer(ABC):
 
     @abstractmethod
     def batches(self) -> Iterator[Texts]:
-        """Batches from the step that the run is at, one for every step that is left."""
+        """Yield batches from the current step on, one for every remaining step."""
 
     @abstractmethod
     def backward(self, batch: Texts) -> list[float]:
-        """Add the gradients of a batch. Returns its losses; their mean is the loss of the step."""
+        """Add the gradients of a batch. Return its losses; their mean is the loss of the step."""
 
     @abstractmethod
     def rate(self) -> float:
-        """The learning rate of the next step, in terms of the largest one."""
+        """Return the learning rate of the next step, relative to the largest one."""
 
     def log_row(self, losses: Sequence[float]) -> dict[str, object]:
-        """What the log says of a step besides its number."""
+        """Return a step's log entries in addition to its number."""
         return {"loss": [round(loss, 4) for loss in losses]}
 
     def run(self, progress: Progress) -> bool:
-        """Train to the end, or until the minutes are over (at least one step). Returns whether it is the end."""
+        """Train to the end, or to the time limit (at least one step). Return whether training is complete."""
         began, minutes = perf_counter(), self._options.max_minutes
         with self._saved.saving():
             for batch in self.batches():

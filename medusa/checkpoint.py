@@ -3,12 +3,12 @@
 Tensors decide what the heads are; config.json is compared with them. Pickles are read by torch's restricted unpickler.
 
     ours      heads.0.blocks.0.weight  heads.0.blocks.0.bias  heads.0.projection.weight
-    medusa    0.0.linear.weight        0.0.linear.bias        0.1.weight      (also behind `medusa_head.`)
+    medusa    0.0.linear.weight        0.0.linear.bias        0.1.weight      (also after `medusa_head.`)
     nxd       medusa_head_0.0.linear.weight                   medusa_head_0.1.weight
 
 Medusa's own code builds the n blocks of a head by repeating one module (`[ResBlock] * n`), so its checkpoints hold n
-equal copies, and loading n unlike blocks into it keeps only the last. `shared` recognises the first; writing the
-second in a layout whose readers do that is refused.
+equal copies, and loading n different blocks into it keeps only the last. `shared` recognises the former; writing the
+latter in a layout whose readers do that is rejected.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _OURS = re.compile(r"heads\.(\d+)\.(?:blocks\.(\d+)\.(weight|bias)|projection\.w
 _THEIRS = re.compile(r"(?:.*\b)?medusa_head(?:\.|s\.|_)(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 _BARE = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 _VLLM = re.compile(r"blocks\.\d+\.layers\.\d+\..+|lm_heads\.\d+\..+|token_map")
-_PART = re.compile(r"(?:(?:.*\b)?medusa_head(?:\.|s\.|_)|heads\.)?\d+\..+")  # of a head, known or not
+_PART = re.compile(r"(?:(?:.*\b)?medusa_head(?:\.|s\.|_)|heads\.)?\d+\..+")  # tensors of a head, known or not
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Our name -> the name in the file, for every tensor of Medusa heads among ``names``.
+    """Map our name to the name in the file, for every tensor of Medusa heads among ``names``.
 
-    Other tensors (a file may hold a whole model) are passed over.
+    Other tensors (a file may hold a whole model) are ignored.
 
     Raises:
-        CheckpointError: two names mean the same tensor, or a head has a part that heads here do not have.
+        CheckpointError: two names mean the same tensor, or a head has a part that Paceline does not support.
         MissingWeightsError: there are no Medusa heads.
     """
     own_names = {}
@@ -79,17 +79,17 @@ def _ours(name: str) -> str | None:
     if match is None:
         return None
     head, place, kind = match.groups()
-    # A projection is what stands last, without a module called `linear` in it.
+    # A projection is last, without a module called `linear`.
     if ".linear." in name:
         return f"heads.{head}.blocks.{place}.{kind}"
     return f"heads.{head}.projection.weight" if kind == "weight" else None
 
 
 def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaConfig:
-    """The configuration that tensors of our names have among them; ``vocab_size`` counts for heads that are tied.
+    """Return the configuration of tensors with our names; ``vocab_size`` is used for tied heads.
 
     Raises:
-        MissingWeightsError: a head or a block is left out.
+        MissingWeightsError: a head or a block is missing.
         WeightShapeError: a tensor has no dimensions.
     """
     blocks: dict[int, set[int]] = {}
@@ -123,7 +123,9 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
 
 
 def shared(config: MedusaConfig, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the blocks of every head are copies of one block, as in files from Medusa's own code. False for one."""
+    """Return whether the blocks of every head are copies of one block, as in files from Medusa's own code. False for
+    one.
+    """
     if config.layers < 2:
         return False
     return all(
@@ -135,10 +137,10 @@ def shared(config: MedusaConfig, weights: Mapping[str, Tensor]) -> bool:
 
 
 def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Weights by our names -> by the names of a layout.
+    """Rename weights from our names to those of a layout.
 
     Raises:
-        ConfigurationError: the layout is unknown, or its readers would load these heads as others.
+        ConfigurationError: the layout is unknown, or its readers would load different heads.
     """
     layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
@@ -165,7 +167,7 @@ def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) ->
 
 
 def untied(config: MedusaConfig, weights: Mapping[str, Tensor], output: Tensor) -> dict[str, Tensor]:
-    """The same heads with a copy of the target's output layer [V, H] each. Weights that have their own stay."""
+    """Return the heads with a copy of the target's output layer [V, H] each. Weights with their own are unchanged."""
     copies = {f"heads.{head}.projection.weight": output.clone() for head in range(config.heads)} if config.tied else {}
     return {**weights, **copies}
 
@@ -178,13 +180,13 @@ _NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_heads.pt")
 
 
 def load(folder: Path, *, vocab_size: int) -> Checkpoint[MedusaConfig]:
-    """Read heads from a folder; ``vocab_size`` is that of the target, for heads that use its output layer.
+    """Read heads from a folder; ``vocab_size`` is that of the target, for heads with its output layer.
 
     Raises:
-        CheckpointError: there is no such folder, or what it holds cannot be used.
+        CheckpointError: the folder does not exist, or its contents cannot be used.
     """
     claims = Claims.read(folder) if (folder / CONFIG).is_file() else Claims(None, None, "", None)
-    files = [folder / name for name in _NAMES if (folder / name).is_file()]  # with the heads alone
+    files = [folder / name for name in _NAMES if (folder / name).is_file()]  # files with only the heads
     raw = read(folder, files[:1], lambda name: any(one.fullmatch(name) for one in (_OURS, _VLLM, _PART)))
     weights = {own_name: raw[name] for own_name, name in canonical(raw).items()}
     config = survey({name: tuple(x.shape) for name, x in weights.items()}, vocab_size=vocab_size)
@@ -205,9 +207,9 @@ def heads(
     group: Collectives | None = None,
     ids: Tensor | None = None,
 ) -> Heads:
-    """Heads from a folder, ready to use with a target whose output layer [V, H] this is. Raises as `load`.
+    """Load heads from a folder for a target with the output layer [V, H] ``output``. Raises as `load`.
 
-    Of a target divided over ``group``, ``output`` is this rank's part, of the ids ``ids``, and V must be said.
+    For a target sharded over ``group``, ``output`` is this rank's part, of the ids ``ids``, and V is required.
     """
     checkpoint = load(folder, vocab_size=vocab_size or output.shape[0])
     network = Heads(checkpoint.config, output, dtype, group=group, ids=ids)
@@ -219,7 +221,7 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     """Write heads, with their config.json. Returns the file of weights.
 
     Raises:
-        ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place`.
+        ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place` fails.
     """
     tensors = renamed(config, weights, layout)
     check_place(folder, layout)
@@ -227,7 +229,7 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
 
 
 def check_place(folder: Path, layout: str = "paceline") -> None:
-    """Raise ConfigurationError if a folder holds heads that would be read in place of those to be written there."""
+    """Raise ConfigurationError if a folder holds heads that would be read in place of those to be written."""
     order = (*_NAMES, FILES["paceline"])
     before = [name for name in order[: order.index(FILES[layout])] if (folder / name).is_file()]
     if before:
@@ -240,8 +242,8 @@ def check_place(folder: Path, layout: str = "paceline") -> None:
 def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torch.dtype | None = None) -> Path:
     """Read heads in any layout and write them in ``layout``. ``output`` [V, H] is the target's output layer.
 
-    Layouts of other projects get heads with projections of their own: copies of the output layer where they were tied.
-    ``dtype``: number format to store; None keeps what is there.
+    Layouts of other projects get heads with separate projections: copies of the output layer for tied heads.
+    ``dtype``: number format to store; None keeps the current one.
     """
     checkpoint = load(source, vocab_size=output.shape[0])
     config, weights = checkpoint.config, checkpoint.weights
@@ -254,7 +256,7 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
 
 
 def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:
-    """What config.json says against what is there."""
+    """Compare config.json with the tensors."""
     if claims.heads is not None and claims.heads > config.heads:
         raise MissingWeightsError(
             f"{folder}/{CONFIG} says medusa_num_heads = {claims.heads}, and there are {config.heads} heads; take the "

@@ -1,6 +1,6 @@
-"""The sizes of a set of Medusa heads, in the config.json they are kept in, and the options of drafting and training.
+"""Sizes of a set of Medusa heads, in their config.json, and the options of drafting and training.
 
-The keys are those of Medusa's own checkpoints (Cai et al., arXiv 2401.10774), with two of ours behind them.
+The keys are those of Medusa's own checkpoints (Cai et al., arXiv 2401.10774), followed by two of ours.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.heads.layouts import Keys, read_config
 from paceline.heads.options import TextOptions, TrainingOptions
 
-# Every key of heads; others may stand there where the file is the target's with these added.
+# Every key of heads; other keys are allowed in the target's file with these added.
 _KEYS = Keys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")
 
 
 def is_medusa_config(fields: Mapping[str, object]) -> bool:
-    """Whether the keys of a config.json say that the folder holds Medusa heads, in whatever layout."""
+    """Return whether a config.json describes Medusa heads, in any layout."""
     return "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
 
 
@@ -27,12 +27,12 @@ def is_medusa_config(fields: Mapping[str, object]) -> bool:
 class MedusaConfig:
     """Sizes of the heads.
 
-    heads        how many; head i predicts the token i + 2 places behind the last one the target has read
+    heads        number of heads; head i predicts the token i + 2 positions after the last token the target has read
     layers       residual blocks of each head
     hidden_size  H of the target
     vocab_size   V of the target
     tied         the heads have no projection of their own and use the target's output layer
-    base         where the target came from, as the checkpoint says it; "" if it does not
+    base         name or path of the target in the checkpoint; "" if absent
 
     Raises:
         ConfigurationError: a size is not positive.
@@ -66,7 +66,7 @@ class MedusaConfig:
         return shapes
 
     def written(self) -> dict[str, object]:
-        """The config.json."""
+        """Contents of the config.json."""
         return {
             "medusa_num_heads": self.heads,
             "medusa_num_layers": self.layers,
@@ -79,11 +79,11 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a config.json says; published ones say little of it, and not always the truth, so tensors decide.
+    """Contents of a config.json; published files are incomplete and sometimes wrong, so tensors decide.
 
-    Keys of heads that are not understood are refused by name; those of the target, which some files hold too, are not.
+    Unknown keys of heads are rejected with an error that names them; keys of the target, in some files, are ignored.
 
-    ``tied`` is None where the file does not say.
+    ``tied`` is None if the file has no such key.
     """
 
     heads: int | None
@@ -96,7 +96,7 @@ class Claims:
         """Read a folder's config.json.
 
         Raises:
-            CheckpointError: it is absent, no JSON object, or a value has a wrong type.
+            CheckpointError: it is absent, is not a JSON object, or a value has a wrong type.
             UnknownArchitectureError: a key of heads is not understood, or the file is for vLLM's own layout.
         """
         fields = read_config(folder)
@@ -124,21 +124,21 @@ _LOSS_TARGETS = ("target", "text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaOptions:
-    """Options of a draft; what they mean is said at `paceline.auto_drafter.AutoDrafter`."""
+    """Options of a draft, documented at `paceline.auto_drafter.AutoDrafter`."""
 
     draft_tree: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaTraining(TrainingOptions):
-    """How Medusa heads are trained; the other options are those of every training.
+    """Options for training Medusa heads, in addition to those of every training.
 
     epochs           passes over the kept windows
-    loss_target      "target": the target's distribution; "text": the tokens that came
-    loss_vocab_size  tied heads: the losses see so many of the target's ids, those that are most frequent in the texts,
-                     and skip places whose token is none of them; 0 = all. The products with the output layer are
-                     nearly all of a step's work. The heads draft among all ids either way
-    seed             of the order of the windows
+    loss_target      "target": the target's distribution; "text": the actual tokens
+    loss_vocab_size  tied heads: number of the target's ids in the losses, the most frequent in the sequences; positions
+                     with other tokens are skipped; 0 = all. Matmuls with the output layer are nearly all of a step's
+                     work. The heads draft among all ids either way
+    seed             seed of the order of the windows
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -167,11 +167,11 @@ class MedusaTraining(TrainingOptions):
 
 @dataclass(frozen=True, slots=True)
 class MedusaTexts(TextOptions):
-    """What heads are trained and measured on.
+    """Data for training and measuring heads.
 
-    tokens               of the data, as they are
-    self_distill_tokens  of the target's own continuations of the data
-    temperature          at which it writes them, by turns; 0 is greedy
+    tokens               tokens from the data, unchanged
+    self_distill_tokens  tokens of the target's own continuations of the data
+    temperature          temperatures of the continuations, cycled; 0 is greedy
 
     Raises:
         ConfigurationError: a number is out of range.

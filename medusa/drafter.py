@@ -1,8 +1,8 @@
-"""Medusa heads as a drafter: the state behind the last committed token gives a tree of tokens in one step.
+"""Medusa heads as a drafter: one step from the hidden state at the last committed token to a tree of tokens.
 
 Every node is a rank in a head, so the tree is static; tokens are filled in each round. Ranks are those of the
-distribution the target would draw from at that position, its noise included (coupled drafting), as far as a head knows
-it: at temperature 0 they are the head's best tokens. There is no cache, and only the last commit is read.
+distribution from which the target would sample at that position, its noise included (coupled drafting), as predicted by
+a head: at temperature 0 they are the head's best tokens. There is no cache, and only the last commit is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.medusa.tree import Choices, TreeLike, parse_choices, shipped_choic
 
 
 class MedusaHead(ParallelHead):
-    """All heads together as one that drafts in parallel."""
+    """All heads together as one parallel drafting head."""
 
     def __init__(self, heads: Heads, kernels: Kernels, options: DecoderOptions) -> None:
         super().__init__(kernels, options)
@@ -39,7 +39,7 @@ class MedusaHead(ParallelHead):
         return self.seated_rows(sampling, window)
 
     def parallel(self, state: Tensor, k: int, seated: Tensor | None = None) -> Tensor:
-        """As `ParallelHead.parallel`; of a divided target, the logits of this rank's ids (`Heads.part`).
+        """Compute logits, as `ParallelHead.parallel`; for a sharded target, those of this rank's ids (`Heads.part`).
 
         seated  [B] int32, 0 for slots that need not be computed; None: all are
         """
@@ -54,7 +54,7 @@ class MedusaHead(ParallelHead):
 
 
 class MedusaStep(ParallelStep):
-    """From a commit's last state to the tokens of the tree. ``kind``: of sampling, of the rounds it is for."""
+    """Step from a commit's last state to the tokens of the tree. ``kind``: sampling mode of its rounds."""
 
     index: Tensor
     head: MedusaHead
@@ -70,7 +70,7 @@ class MedusaStep(ParallelStep):
         return self.head.parallel(state, self._k, self.head.real_rows(sampling, 1))
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """The tokens of the nodes: the first choices of every head, which chooses as the target does."""
+        """Return the tokens of the nodes: the best tokens of every head, ranked as the target samples."""
         count, part = max(self._widths), self.head.heads.part(logits)
         ranked, _ = rank(logits.contiguous(), positions, sampling, count=count, part=part, kernels=self.head.kernels)
         return ranked.flatten(1).index_select(1, self.index)
@@ -80,7 +80,7 @@ class MedusaDrafter(HeadDrafter):
     """Drafts a static tree with Medusa heads.
 
     heads    filled, for this target
-    target   whose states they read; the drafter shares its kernels and, for tied heads, its output layer
+    target   source of the hidden states; the drafter shares its kernels and, for tied heads, its output layer
     choices  the tree
 
     Raises:
@@ -107,7 +107,7 @@ class MedusaDrafter(HeadDrafter):
         tree    choices, or a file of them; default: ``tree.json`` in the folder, else the best token of every head
 
         Raises:
-            CheckpointError: the heads are not there, damaged, or for another target.
+            CheckpointError: the heads do not exist, are damaged, or are for another target.
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = checkpoint_path(path)
@@ -126,11 +126,11 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`."""
+        """Module that holds the heads' weights."""
         return self.heads
 
     def shortened(self, length: int) -> MedusaDrafter:
-        """See `paceline.core.protocols.Drafter`; of chains.
+        """Return a drafter of shorter chains.
 
         Raises:
             ConfigurationError: the choices are a tree.
@@ -139,15 +139,15 @@ class MedusaDrafter(HeadDrafter):
         return MedusaDrafter(self.heads, self.decoder, Choices(self.choices.paths[:length]))
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """See `paceline.core.protocols.TraceableDrafter`; the same for every bucket."""
+        """Return the step that drafts; the same for every bucket."""
         return MedusaStep(self.head, self.choices, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """See `paceline.core.protocols.TraceableDrafter`; the heads have no cache of their own."""
+        """Return the part of the graph key that identifies the step; the heads have no cache."""
         return self._key
 
     def cache_key(self) -> dict[str, object]:
-        """See `paceline.core.protocols.TraceableDrafter`."""
+        """Facts on which the drafter's graphs depend."""
         sizes = self.heads.config
         shape = [sizes.heads, sizes.layers, sizes.hidden_size, sizes.vocab_size, sizes.tied]
         dtype = str(next(iter(self.heads.own().values())).dtype)

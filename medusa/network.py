@@ -1,8 +1,8 @@
 """Medusa heads: from one state of the target to the logits of several tokens ahead.
 
-A head is a number of residual blocks, x + silu(W x + b), then a projection to the vocabulary: its own, or the
-target's output layer. Holds weights only: which tokens are picked is `paceline.medusa.drafter`, training
-`paceline.medusa.train`, files `paceline.medusa.checkpoint`.
+A head is a number of residual blocks, x + silu(W x + b), then a projection to the vocabulary: its own, or the target's
+output layer. Holds weights only: tokens are selected by `paceline.medusa.drafter`, training is in
+`paceline.medusa.train`, files are in `paceline.medusa.checkpoint`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Projection(nn.Module):
-    """A vocabulary projection of a head's own."""
+    """A head's own vocabulary projection."""
 
     def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Head(nn.Module):
 class Heads(nn.Module):
     """All heads. Weights are NaN until `fill` has set every one of them.
 
-    ``output``  [V, H], the target's output layer: the very parameter, which is not copied and not saved; of a target
-                that is divided over ``group``, this rank's rows of it, whose ids are ``ids`` [n] int32
+    ``output``  [V, H], the target's output layer: the same parameter, neither copied nor saved; for a target sharded
+                over ``group``, this rank's rows of it, whose ids are ``ids`` [n] int32
     """
 
     ids: Tensor
@@ -93,11 +93,13 @@ class Heads(nn.Module):
                 self.register_buffer("ids", ids)
 
     def forward(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
-        """states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of them."""
+        """Compute states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of
+        them.
+        """
         return self._whole(self.scores(states, linear, used))
 
     def scores(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
-        """As `forward`, of this rank's ids alone: those of `part`."""
+        """Return logits for this rank's vocabulary shard (`part`)."""
         heads = list(self.heads)[:used]
         ahead = torch.stack([head(states, linear) for head in heads], 1)
         if self.config.tied:
@@ -105,13 +107,13 @@ class Heads(nn.Module):
         return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
 
     def part(self, scores: Tensor) -> VocabPart:
-        """The ids that `scores` are of."""
+        """Return the ids of `scores`."""
         if self.config.tied and self._group.degree > 1:
             return VocabPart(self.ids, self.config.vocab_size, self._group)
         return VocabPart.whole(scores)
 
     def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
-        """What the blocks of one head made of a state, [..., H] -> its logits [..., V]."""
+        """Project the output of one head's blocks, [..., H] -> its logits [..., V]."""
         if self.config.tied:
             return self._whole(linear(x, self.output))
         return linear(x, self.get_parameter(f"heads.{index}.projection.weight"))
@@ -120,22 +122,22 @@ class Heads(nn.Module):
         return whole(scores, self.config.vocab_size, self._group) if self.config.tied else scores
 
     def own(self) -> dict[str, nn.Parameter]:
-        """The heads' own parameters by name, the target's output layer left out."""
+        """Parameters of the heads by name, without the target's output layer."""
         return {name: p for name, p in self.named_parameters() if name.split(".")[0] != "output"}
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Copy weights in, each of which is there with its shape.
+        """Copy all weights into the heads; names and shapes must be complete.
 
         Raises:
-            WeightValueError: one holds NaN, infinity or values beyond the type of these.
+            WeightValueError: one holds NaN, infinity or values outside the range of the parameters' type.
         """
         for name, parameter in self.own().items():
             parameter.copy_(check_finite(name, weights[name], parameter.dtype, where=Path("the Medusa heads")))
 
 
 def fresh(config: MedusaConfig, output: nn.Parameter) -> Heads:
-    """Heads to begin training with, in float32: blocks that do nothing, projections that are the target's."""
+    """Create heads for training, in float32: blocks that do nothing, projections equal to the target's."""
     heads = Heads(config, output, torch.float32)
     start = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     heads.fill({name: output.detach() if name.endswith("projection.weight") else x for name, x in start.items()})

@@ -1,4 +1,4 @@
-"""How good heads are, measured on kept windows, and the best tree of so many nodes for that accuracy.
+"""Accuracy of heads, measured on kept windows, and the best tree of a given number of nodes for that accuracy.
 
 The expected number of accepted tokens of a tree is the sum over its nodes of the probability that the whole path to
 the node is right, and a path is never likelier than its prefix. So taking the likeliest node next, again and again,
@@ -22,22 +22,24 @@ from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
 
 TOP = 10
-"""Ranks that are looked at, as Medusa's trees do."""
+"""Number of ranks that are examined, as in Medusa's trees."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """ranks [n, heads] int64: of the target's token in each head at n places; `TOP` where it is none of the best."""
+    """ranks [n, heads] int64: rank of the target's token in each head at n positions; `TOP` if it is not among the
+    best.
+    """
 
     ranks: Tensor
 
     @property
     def places(self) -> int:
-        """How many places were looked at."""
+        """Number of examined positions."""
         return len(self.ranks)
 
     def top(self) -> list[list[float]]:
-        """For every head the share of places where the token is among the best 1, 2, ... `TOP`."""
+        """Share of positions at which the token is among the best 1, 2, ... `TOP`, for every head."""
         return [
             [float((self.ranks[:, head] <= rank).double().mean()) for rank in range(TOP)]
             for head in range(self.ranks.shape[1])
@@ -51,13 +53,13 @@ class Accuracy:
 
 @torch.no_grad()
 def measure(heads: Heads, texts: Sequence[Texts], output: Tensor) -> Accuracy:
-    """Ranks at every place of the texts whose following tokens count.
+    """Return ranks at every position of the sequences whose following tokens count.
 
-    ``output`` [V, H] is the target's output layer. A place counts where the text itself is the target's greedy choice
-    up to the last head's token: elsewhere a greedy decoder would not come by.
+    ``output`` [V, H] is the target's output layer. A position counts if the sequence itself is the target's greedy
+    output up to the last head's token: a greedy decoder would not reach others.
 
     Raises:
-        ConfigurationError: there is no such place.
+        ConfigurationError: no position qualifies.
     """
     ranks = []
     count = heads.config.heads
@@ -65,43 +67,43 @@ def measure(heads: Heads, texts: Sequence[Texts], output: Tensor) -> Accuracy:
         for at in range(0, len(every), 8):
             part = every.part(slice(at, at + 8)).to(str(output.device))
             tokens, states = part.tokens, part.last.float()
-            choices = (states @ output.T).argmax(-1)  # [n, L]; of the token behind each place
+            choices = (states @ output.T).argmax(-1)  # [n, L]; of the token after each position
             last = tokens.shape[1] - count - 1
             agreed = choices[:, :-1] == tokens[:, 1:]
-            if part.counted is not None:  # of every head, the token must be one that is drafted at all
+            if part.counted is not None:  # the tokens of all heads must be ones that are drafted
                 agreed &= part.counted[:, 1:]
             all_agreed = torch.stack([agreed[:, i : last + i] for i in range(count)], -1).all(-1)  # [n, last]
             targets = torch.stack([choices[:, i + 1 : last + i + 1] for i in range(count)], -1)[all_agreed]
             logits = heads(states[:, :last][all_agreed], torch.nn.functional.linear)
             target_logits = logits.gather(-1, targets.unsqueeze(-1))
-            ranks.append((~(logits <= target_logits)).sum(-1).clamp(max=TOP).cpu())  # what is NaN is right nowhere
+            ranks.append((~(logits <= target_logits)).sum(-1).clamp(max=TOP).cpu())  # NaN is never right
     if not sum(map(len, ranks)):
         raise ConfigurationError("no text was long enough to measure the heads on; give more or longer ones")
     return Accuracy(torch.cat(ranks))
 
 
 Children = Callable[[tuple[int, ...]], list[float]]
-"""For a path, the probability of the path with rank 0, 1, 2, ... behind it; empty below the last head."""
+"""Returns, for a path, the probability of the path followed by rank 0, 1, 2, ...; empty below the last head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tree, and how many of its nodes are expected to be accepted in a round."""
+    """A tree, and the expected number of its accepted nodes per round."""
 
     choices: Choices
     accepted: float
 
     @property
     def tau(self) -> float:
-        """Tokens of a round, the target's own included."""
+        """Tokens per round, including the target's own."""
         return 1.0 + self.accepted
 
 
 def best(children: Children, nodes: int) -> Found:
-    """The best tree of ``nodes`` nodes, or of fewer if no others have a chance.
+    """Return the best tree of ``nodes`` nodes, or of fewer if all others have probability 0.
 
     Raises:
-        ConfigurationError: ``nodes`` is not positive, or no path at all has a chance.
+        ConfigurationError: ``nodes`` is not positive, or every path has probability 0.
     """
     if nodes < 1:
         raise ConfigurationError(f"a tree needs at least one node, not {nodes}")
@@ -122,9 +124,10 @@ def best(children: Children, nodes: int) -> Found:
 
 
 def by_places(ranks: Tensor, *, top: int) -> Children:
-    """Probabilities counted at places: ranks [n, heads] of the right token, ``top`` or more where it is none of them.
+    """Return probabilities counted at positions: ranks [n, heads] of the right token, ``top`` or more if it is not
+    among the best.
 
-    Counts whole paths, so heads that are right or wrong together are judged as they are.
+    Counts whole paths, so correlations between heads are included.
     """
 
     def children(path: tuple[int, ...]) -> list[float]:
@@ -140,9 +143,10 @@ def by_places(ranks: Tensor, *, top: int) -> Children:
 
 
 def by_heads(top: Sequence[Sequence[float]]) -> Children:
-    """Probabilities from a table: top[h][r] is the share of places where head h has the token among its best r + 1.
+    """Return probabilities from a table: top[h][r] is the share of positions at which head h has the token among its
+    best r + 1.
 
-    Takes the heads for independent, as Medusa's own trees were made.
+    Assumes independent heads, as for Medusa's own trees.
     """
     single = [[share - before for before, share in zip([0.0, *row], row, strict=False)] for row in top]
 
@@ -158,7 +162,7 @@ def by_heads(top: Sequence[Sequence[float]]) -> Children:
 
 
 def expected(choices: Choices, children: Children) -> float:
-    """How many nodes of a given tree are expected to be accepted in a round."""
+    """Return the expected number of accepted nodes of a given tree per round."""
     return sum(children(path[:-1])[path[-1]] for path in choices.paths)
 
 

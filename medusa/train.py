@@ -1,12 +1,11 @@
 """Training of Medusa heads on a frozen target's states (Medusa-1 of Cai et al., arXiv 2401.10774).
 
-Head i reads the state at place t of a text and learns the token at t + i + 2. Its label is, by default, not that token
-but the target's whole distribution for it (distillation), which says more for every place. Heads share nothing, so
-their losses are simply added. Only the heads change.
+Head i reads the state at position t of a sequence and learns the token at t + i + 2. Its label is, by default, not that
+token but the target's whole distribution (distillation), which has more information per position. Heads share nothing,
+so their losses are simply added. Only the heads change.
 
-Each stage of `train` leaves files behind and is skipped when they are there: states of the target in a folder that is
-named by the target, the options and the data, and the state of the training. Not here: reading text files, measuring
-(`paceline.medusa.search`), showing progress.
+Each stage of `train` writes files and is skipped if they exist: states of the target in a folder that is named by the
+target, the options and the data, and the state of the training. Measuring is in `paceline.medusa.search`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class MedusaTrainer(Trainer):
 
     output  [V, H], the target's output layer
     folder  holds the state of the run and its log
-    data    tells these windows from others
+    data    identifies these windows
 
     Raises:
         ConfigurationError: the windows are too short, or the folder is of a run with other heads, windows or options.
@@ -89,7 +88,7 @@ class MedusaTrainer(Trainer):
         return _schedule(self.step, self.steps)
 
     def backward(self, batch: Texts) -> list[float]:
-        """The loss of every head."""
+        """Add the gradients of a batch; return the loss of every head."""
         tokens, states, counted = batch.tokens, batch.last.float(), batch.counted
         block = partial(products, self._training.precision, self._training.device)
         if self._places is not None:
@@ -119,7 +118,7 @@ class MedusaTrainer(Trainer):
         return losses
 
     def batches(self) -> Iterator[Texts]:
-        """The order depends on the seed and the pass alone."""
+        """Yield batches in an order that depends only on the seed and the pass."""
         rows = self._training.batch_size
         places = [(file, at) for file, w in enumerate(self._windows) for at in range(0, len(w), rows)]
         step = 0
@@ -135,7 +134,7 @@ class MedusaTrainer(Trainer):
 
 
 def _frequent(config: MedusaConfig, windows: Sequence[Texts], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
-    """The rows [keep, H] of the most frequent ids, and where every id [V] is among them: -1 if it is none of them."""
+    """Return the rows [keep, H] of the most frequent ids, and the index of every id [V] among them: -1 if absent."""
     if not config.tied:
         raise ConfigurationError(
             "loss_vocab_size is for heads that use the target's output layer: rows of a layer of their own that the "
@@ -157,7 +156,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work: Path, report: Report) -> Path:
-    """Make every file of states that is asked for and not there yet. -> the folder they are in"""
+    """Make every requested file of states that does not exist. -> their folder"""
     facts = [target.fingerprint(), asdict(texts), hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()]
     states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     length, prompt = texts.length, texts.prompt_length
@@ -184,10 +183,10 @@ def train(
     prompt: int,
     report: Report,
 ) -> Accuracy | None:
-    """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the minutes were over before.
+    """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the time limit ended the run.
 
-    Also writes ``accuracy.json``: for every head the share of places where the target's token is among the best 1..10,
-    on the texts kept for that, behind a ``prompt`` of so many tokens.
+    Also writes ``accuracy.json``: for every head the share of positions at which the target's token is among the best
+    1..10, on the evaluation sequences, after the first ``prompt`` tokens.
     """
     checkpoint.check_place(out)
     heads = fresh(config, target.output).to(target.device)

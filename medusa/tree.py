@@ -1,9 +1,9 @@
 """Static token trees as Medusa writes them: a list of choices, each the path of ranks from the root to a node.
 
-`[0, 2]` is the third best token of the second head behind the best of the first. A tree is valid when every prefix of
-a choice is one too, no choice is longer than there are heads, and no rank is as large as the number of tokens looked
-at. Nodes are numbered in Medusa's order: shorter choices first, then by ranks; node 0 is the root, the last committed
-token. Not here: which tree is a good one (`paceline.medusa.search`).
+`[0, 2]` is the third best token of the second head after the best of the first. A tree is valid when every prefix of a
+choice is one too, no choice is longer than there are heads, and every rank is below the number of tokens examined.
+Nodes are numbered in Medusa's order: shorter choices first, then by ranks; node 0 is the root, the last committed
+token. `paceline.medusa.search` finds good trees.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.core.errors import ConfigurationError
 from paceline.heads.layouts import write_json
 
 TOP = 10
-"""Tokens of each head that Medusa's index tables have room for."""
+"""Tokens per head in Medusa's index tables."""
 
 TREE = "tree.json"
-"""The file of a tree, in the folder of the heads that it was made for."""
+"""Name of a tree's file, in the folder of its heads."""
 
 Ranks = tuple[int, ...]
 
@@ -30,9 +30,9 @@ class TreeBuffers:
     """Medusa's own tables of a tree of n nodes, as lists; row and column 0 are the root.
 
     attention_mask    [n + 1][n + 1], 1 where a node (row) sees a node (column): itself, the root and its ancestors
-    tree_indices      [n + 1], place of a node's token in (root, best `TOP` of head 0, best `TOP` of head 1, ...)
+    tree_indices      [n + 1], index of a node's token in (root, best `TOP` of head 0, best `TOP` of head 1, ...)
     position_ids      [n + 1], depth
-    retrieve_indices  a row of nodes from the root to each leaf, filled up with -1
+    retrieve_indices  a row of nodes from the root to each leaf, padded with -1
     """
 
     attention_mask: list[list[int]]
@@ -69,10 +69,10 @@ class Choices:
 
     @classmethod
     def of(cls, choices: Iterable[object]) -> Choices:
-        """A tree from choices in any order, as lists of ranks.
+        """Create a tree from choices in any order, as lists of ranks.
 
         Raises:
-            ConfigurationError: something in them is not valid.
+            ConfigurationError: a choice is not valid.
         """
         paths = []
         for choice in choices:
@@ -85,15 +85,15 @@ class Choices:
 
     @classmethod
     def chain(cls, length: int) -> Choices:
-        """The best token of every head."""
+        """Return the chain of the best token of the first ``length`` heads."""
         return cls(tuple((0,) * depth for depth in range(1, length + 1)))
 
     @classmethod
     def read(cls, path: Path) -> Choices:
-        """A tree from a JSON file: a list of choices, or an object with such a list under "choices".
+        """Read a tree from a JSON file: a list of choices, or an object with such a list under "choices".
 
         Raises:
-            ConfigurationError: the file cannot be read as one.
+            ConfigurationError: the file is not a readable tree.
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -113,12 +113,12 @@ class Choices:
 
     @property
     def depth(self) -> int:
-        """Length of the longest choice: heads that are used."""
+        """Length of the longest choice: number of used heads."""
         return len(self.paths[-1])
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """For every head that is used, how many of its best tokens are looked at."""
+        """Number of examined tokens for every used head."""
         return tuple(1 + max(path[level] for path in self.paths if len(path) > level) for level in range(self.depth))
 
     @property
@@ -145,10 +145,10 @@ TreeLike = Choices | str | Path | Iterable[Sequence[int]]
 
 
 def parse_choices(tree: object) -> Choices:
-    """A tree as users give it: choices, or a file of them.
+    """Parse a user's tree: choices, or a file of them.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not a tree.
     """
     if isinstance(tree, Choices):
         return tree
@@ -162,7 +162,7 @@ def parse_choices(tree: object) -> Choices:
 
 
 def shipped_choices(folder: Path) -> Choices | None:
-    """The tree that heads come with; None: there is none.
+    """Return the tree in the heads' folder; None if absent.
 
     Raises:
         ConfigurationError: its file cannot be read.
@@ -171,10 +171,10 @@ def shipped_choices(folder: Path) -> Choices | None:
 
 
 def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:
-    """Medusa's tables for a tree, to convert and to compare with other implementations.
+    """Return Medusa's tables for a tree, to convert and to compare with other implementations.
 
     Raises:
-        ConfigurationError: the choices are no valid tree, or a rank is `TOP` or more, which the tables cannot hold.
+        ConfigurationError: the choices are not a valid tree, or a rank is `TOP` or more, which the tables cannot hold.
     """
     tree = Choices.of(choices)
     tree.check(heads=tree.depth, top=TOP)

@@ -1,9 +1,9 @@
 """AWS Neuron through PyTorch/XLA: graphs traced and compiled by neuronx_distributed, sharing weights and caches.
 
 All graphs of a process live in one `NxDModel`, because only there do several graphs share one set of weights and one
-state on the device; `torch_neuronx.trace` gives every graph a state of its own. Written against the documented
-interface and the source of neuronx_distributed (2026-04); it has run on a double of it only, never on a chip. Not here:
-what is on the device (`paceline.neuron.chip`).
+state on the device; `torch_neuronx.trace` gives every graph a separate state. Written against the documented interface
+and the source of neuronx_distributed (2026-04); it has run on a fake SDK only, never on a chip. `paceline.neuron.chip`
+manages the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.neuron.noise_record import ChecksNoise
 
 
 class NeuronBackend(ChecksNoise):
-    """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
+    """Graphs on the first NeuronCores that this process sees, one per rank of the model."""
 
     name = "neuron"
     device_state = True
@@ -49,17 +49,17 @@ class NeuronBackend(ChecksNoise):
         self.group: Collectives = SingleRank() if degree == 1 else DeviceGroup(degree)
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
-        self._folders: dict[Path, None] = {}  # of this decoder's graphs, in the order they were made or found
+        self._folders: dict[Path, None] = {}  # folders of this decoder's graphs, in order of creation or loading
 
     def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
         return requested
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        """Trace, and compile unless the cache has it. The device takes it in at its first call.
+        """Trace, and compile unless the graph is in the cache. The device loads it at its first call.
 
         Raises:
-            BackendError: the graph breaks a rule of the compiler, as it is lowered here or as the SDK traced it, or the
-                compiler refuses it.
+            BackendError: the graph breaks a rule of the compiler, as lowered or as traced by the SDK, or the compiler
+            rejects it.
         """
         graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
         lowered = lower(graph.name, graph.module, graph.example)
@@ -93,25 +93,25 @@ class NeuronBackend(ChecksNoise):
         return _Step(self._chip, self._chip.add(Entry(graph.key, traced, flags, folder, announce)), lowered)
 
     def prepare(self) -> AbstractContextManager[None]:
-        """See `paceline.decoder.backends.base.PreparesGraphs`."""
+        """Context in which graphs are compiled in parallel, and loaded at its end."""
         return self._chip.prepare()
 
     def read_state(self, state: Tensor) -> Tensor:
         return self._chip.value(state)
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """Name the model's tensors, and load the other cores' parts of it."""
+        """Name the model's tensors, and load the other cores' shards of it."""
         assert isinstance(body, ModelWithCache)
         self._chip.names.register(body, body.config.fingerprint()[:8])
         if self.group.degree > 1:
             self._chip.names.divide(body, others(body, path))
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """See `paceline.decoder.backends.base.Backend`."""
+        """Register the other ranks' tensors in place of rank 0's."""
         self._chip.names.divide(first, others)
 
     def close(self) -> None:
-        """Cores are this process's until it ends."""
+        """Do nothing: the process holds its cores until it ends."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy every graph of this decoder."""
@@ -121,7 +121,7 @@ class NeuronBackend(ChecksNoise):
             cache.copy(path, folder)
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
-        """Take compiled graphs from a folder; those that do not fit are compiled."""
+        """Load compiled graphs from a folder; those that do not fit are compiled."""
         if not any(folder.glob(f"*/{cache.MANIFEST}")):
             raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
         self._shipped = folder
@@ -132,7 +132,7 @@ class NeuronBackend(ChecksNoise):
 
 
 class _Step:
-    """One graph. While graphs are prepared it is not run: its results are zeros of their shapes."""
+    """One graph. While graphs are prepared it does not run: its results are zeros of their shapes."""
 
     def __init__(self, chip: Chip, key: str, lowered: Lowered) -> None:
         self._chip, self._key, self._lowered = chip, key, lowered
@@ -144,9 +144,9 @@ class _Step:
 
 
 def _check(name: str, module: Any, announce: Callable[[str], None]) -> None:
-    """Look for what the compiler is documented to refuse, or to compute differently, in the very module it is given.
+    """Search the traced module for operations that the compiler is documented to reject, or to compute differently.
 
-    What no document refuses is only told.
+    Operations that no document mentions are only logged.
     """
     found = hlo_lint.lint_module(hlo_lint.module_of(module))
     if refused := [one for one in found if one.rule not in hlo_lint.UNDECIDED]:
@@ -156,8 +156,8 @@ def _check(name: str, module: Any, announce: Callable[[str], None]) -> None:
 
 
 def _digest(module: Any) -> str:
-    """Of the traced module itself: a compiled graph takes its weights by their places in exactly that module.
+    """Return a hash of the traced module: a compiled graph takes its weights by their positions in exactly that module.
 
-    A protobuf's maps have no order of their own, so that it is written in a fixed one.
+    A protobuf's maps are unordered, so they are written in a fixed order.
     """
     return hashlib.sha256(module.SerializeToString(deterministic=True)).hexdigest()

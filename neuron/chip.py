@@ -1,12 +1,12 @@
 """This process's part of the accelerator: every graph of its decoders over one set of weights and states.
 
-Graphs are made first, in parallel where several are asked for at once, and weights go to the device once. A graph that
-comes later is initialised alone, beside the others. One that fails is dropped, and the others stay usable. Written
-against the source of neuronx_distributed (`NxDModel`, April 2026): `add` and `SPMDModel.initialize` are what its
-`to_neuron` does for each graph. A lowered step gets the form that the SDK's tracer takes (`Stateful`).
+Graphs are compiled first, in parallel if several are requested at once, and weights are copied to the device once. A
+later graph is initialised separately. One that fails is dropped, and the others stay usable. Written against the source
+of neuronx_distributed (`NxDModel`, April 2026): `add` and `SPMDModel.initialize` are what its `to_neuron` does for each
+graph. A lowered step gets the form that the SDK's tracer requires (`Stateful`).
 
-One process drives all cores of a divided model: it traces a step once, with rank 0's part, and gives every core its own
-weights and states under the same names.
+One process drives all cores of a sharded model: it traces a step once, with rank 0's shard, and gives every core its
+own weights and states under the same names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of
 
 
 class Cores:
-    """What the collectives of a step become while the SDK traces it: its own, for its tensor-parallel group."""
+    """Collectives of a step while the SDK traces it: those of its tensor-parallel group."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -60,7 +60,7 @@ class Cores:
 
 
 def tracing(degree: int) -> AbstractContextManager[Any]:
-    """The SDK's group of so many ranks, which a single process stands for while it traces."""
+    """Context with the SDK's group of ``degree`` ranks, all in one process, for tracing."""
     if degree == 1:
         return nullcontext()
     context: Any = importlib.import_module("neuronx_distributed.trace.parallel_context")
@@ -71,7 +71,9 @@ def tracing(degree: int) -> AbstractContextManager[Any]:
 
 
 def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
-    """The bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every divided tensor once."""
+    """Return the bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every sharded tensor
+    once.
+    """
     config, options, bodies = first.config, first.options, []
     for rank in range(1, options.layout.degree):
         weights = load_weights(
@@ -92,9 +94,10 @@ _TOPK_MULTIPLE = 8
 
 
 class Stateful(nn.Module):
-    """A lowered step as the tracer wants it: weights and states of its own, and states replaced, never written into.
+    """A lowered step in the tracer's form: it owns weights and states, and replaces states instead of writing into
+    them.
 
-    Its inputs are named and optional behind the first, the same for all graphs: one `NxDModel` holds only graphs of one
+    Its inputs are named and optional after the first, the same for all graphs: one `NxDModel` holds only graphs of one
     signature. ``tensors`` are the host's, by the names that all graphs of the process share.
     """
 
@@ -115,11 +118,11 @@ class Stateful(nn.Module):
             if inner in lowered.changed or not isinstance(tensor, nn.Parameter):
                 self.register_buffer(name, tensor)
             else:
-                # A parameter of its own, over the same numbers: the tracer moves parameters to its device in place.
+                # A separate parameter over the same numbers: the tracer moves parameters to its device in place.
                 self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
 
     def step(self, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
-        """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
+        """Run the step on its inputs x0, x1, ...; inputs that a graph does not have are None."""
         present = [x for x in inputs if x is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
         changed, outputs = self._lowered.run(
@@ -131,20 +134,20 @@ class Stateful(nn.Module):
 
 
 def input_names() -> list[str]:
-    """Names of a traced graph's inputs, in order."""
+    """Return names of a traced graph's inputs, in order."""
     return [f"x{place}" for place in range(MAX_INPUTS)]
 
 
 def _forward() -> Callable[..., tuple[Tensor, ...]]:
-    """The method that the tracer reads the inputs from: one parameter each, all but the first optional.
+    """Create the method from which the tracer reads the inputs: one parameter each, all but the first optional.
 
-    It is generated, so that its own signature is the one that is declared: the tracer refuses ``**inputs``.
+    It is generated because its signature declares the inputs: the tracer rejects ``**inputs``.
     """
     first, *more = input_names()
     parameters = ", ".join([first, *(f"{name}=None" for name in more)])
     namespace: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
     text = f"def forward(self, {parameters}):\n    return self.step([{', '.join([first, *more])}])\n"
-    exec(compile(text, "<inputs of a traced graph>", "exec"), namespace)  # names of this file alone
+    exec(compile(text, "<inputs of a traced graph>", "exec"), namespace)  # uses names from this file only
     return namespace["forward"]
 
 
@@ -152,10 +155,10 @@ Stateful.forward = _forward()
 
 
 def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.parallel.vocab_part.topk`.
+    """Run the SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.parallel.vocab_part.topk`.
 
-    It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
-    depends on it.
+    It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and Paceline does
+    not depend on it.
     """
     operators = importlib.import_module("torch_neuronx.xla_impl.ops")
     width, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
@@ -175,8 +178,8 @@ class Entry:
     """A traced graph.
 
     traced    the SDK's record of it
-    folder    its place in the cache; filled by the function if it is not there
-    announce  tells who asked for it how far it is
+    folder    its folder in the cache; compiled into if absent
+    announce  reports progress to the caller
     """
 
     key: GraphKey
@@ -187,7 +190,7 @@ class Entry:
 
 
 class Names:
-    """From tensors of the host to the names they have on the device.
+    """Maps tensors of the host to their names on the device.
 
     The SDK shares by name, and two steps may reach one tensor by two paths, or two tensors by the same one. A
     tensor gets one name for as long as the process lives.
@@ -197,11 +200,11 @@ class Names:
         self._names = WeakTensorKeyDictionary()
         self._changed: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
-        self._bodies: list[str] = []  # what each model that was registered is called
-        self._parts = WeakTensorKeyDictionary()  # from rank 0's tensors to those of the other ranks, in order
+        self._bodies: list[str] = []  # names of the registered models
+        self._parts = WeakTensorKeyDictionary()  # rank 0's tensors -> those of the other ranks, in order
 
     def register(self, body: nn.Module, called: str) -> None:
-        """Name a model's tensors by where they are in it, whichever graph is traced first, in whichever process.
+        """Name a model's tensors by their paths in it, independent of the order of traces and of the process.
 
         A second model of that ``called`` has its number in the names.
         """
@@ -212,7 +215,7 @@ class Names:
                 self._names[tensor] = f"m{called}_{number}_{path.replace('.', '_')}"
 
     def of(self, module: nn.Module, lowered: Lowered) -> dict[str, tuple[str, Tensor]]:
-        """For every state of a lowered step: its name on the device, and the tensor."""
+        """Return, for every state of a lowered step, its name on the device and the tensor."""
         constants = constants_of(lowered)
         named: dict[str, tuple[str, Tensor]] = {}
         for inner, tensor in state_of(module, lowered).items():
@@ -225,30 +228,34 @@ class Names:
             here, elsewhere = self._changed, self._fixed
             if inner not in lowered.changed:
                 here, elsewhere = elsewhere, here
-            # To the SDK a tensor that a graph only reads is a weight, and a weight is no state of another graph.
+            # To the SDK a tensor that a graph only reads is a weight, and a weight is not a state of another graph.
             assert name not in elsewhere, f"{inner} is changed by one graph and only read by another"
             here[name] = tensor
         return named
 
     def find(self, tensor: Tensor) -> str:
-        """The name of a tensor that some graph has; nothing if none has it."""
+        """Return the name of a tensor that a graph has; "" if none has it."""
         name: str = self._names.get(tensor, "")
         return name
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Know what the other ranks have in the place of rank 0's weights and states: modules of the same names."""
+        """Register the other ranks' tensors in place of rank 0's weights and states: modules of the same names."""
         for tensor, parts in parts_of(first, others):
             self._parts[tensor] = parts
 
     def states(self, ranks: int = 1) -> list[dict[str, Tensor]]:
-        """Tensors that some graph changes, by name, for every rank. What is not divided, each rank has a copy of."""
+        """Return tensors that some graph changes, by name, for every rank. Tensors that are not sharded are copied for
+        each rank.
+        """
         for tensor in self._changed.values():
             if tensor not in self._parts:
                 self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
         return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
 
     def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
-        """Tensors that no graph changes, by name, for every rank. What is not divided, all ranks share."""
+        """Return tensors that no graph changes, by name, for every rank. Tensors that are not sharded are shared by all
+        ranks.
+        """
         return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
 
     def _of(self, tensor: Tensor, rank: int) -> Tensor:
@@ -258,10 +265,10 @@ class Names:
         return part
 
     def _same(self, constant: Tensor) -> Tensor:
-        """A constant of tracing that is already known, if there is one: each trace makes its own copy."""
+        """Return a known constant of tracing with the same values, if any: each trace makes its own copy."""
         for known in self._fixed.values():
             if known in self._parts:
-                continue  # the other ranks have something else in its place
+                continue  # the other ranks have another tensor in its place
             if known.shape == constant.shape and known.dtype == constant.dtype and bool((known == constant).all()):
                 return known
         return constant
@@ -274,8 +281,8 @@ Ranks = list[dict[str, Tensor]]
 class Resident:
     """One `NxDModel`, to which weights, states and graphs may be added while it is on the device.
 
-    states  names of the states that are there
-    keys    of the graphs that are there
+    states  names of the loaded states
+    keys    keys of the loaded graphs
     """
 
     def __init__(self, degree: int) -> None:
@@ -289,10 +296,10 @@ class Resident:
         self.keys: set[str] = set()
 
     def add_weights(self, weights: Ranks) -> None:
-        """Bring those that are not there yet.
+        """Copy the weights that are not yet on the device.
 
         Raises:
-            BackendError: the device refuses them.
+            BackendError: the device rejects them.
         """
         new = [{name: x for name, x in rank.items() if name not in self._weights} for rank in weights]
         if not new[0] and self._model.loaded_on_neuron:
@@ -300,8 +307,8 @@ class Resident:
         try:
             if not self._model.loaded_on_neuron:
                 self._model.set_weights(new)
-                self._model.to_neuron()  # without graphs: it makes the states and opens the cores
-            else:  # what `set_weights` does, which refuses once the model is loaded
+                self._model.to_neuron()  # without graphs: it creates the states and opens the cores
+            else:  # same as `set_weights`, which fails once the model is loaded
                 for rank, held in enumerate(torch.ops.neuron._parallel_load(new)):
                     self._model.weights[rank].update(held)
         except RuntimeError as error:
@@ -309,10 +316,10 @@ class Resident:
         self._weights |= set(new[0])
 
     def add_states(self, states: Ranks) -> None:
-        """Make those that are not there yet, with the values that the host has.
+        """Create the missing states, with the host's values.
 
         Raises:
-            BackendError: the device has no room for them.
+            BackendError: the device memory is too small.
         """
         new = [{name: x for name, x in rank.items() if name not in self.states} for rank in states]
         if not new[0]:
@@ -328,7 +335,7 @@ class Resident:
         self.states |= set(new[0])
 
     def add_graph(self, key: str, traced: Any, folder: Path) -> None:
-        """Initialise one graph over the weights and states that are there. Its error leaves the others as they are."""
+        """Initialise one graph over the loaded weights and states. Its error does not affect the others."""
         try:
             self._model.add(key, traced, self._parts.CompilationArtifacts(str(folder / NEFF)))
             self._model.spmd_models[key].initialize(self._model.states, self._model.weights, self._model.start_rank)
@@ -339,12 +346,13 @@ class Resident:
 
     def run(self, key: str, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Execute one graph."""
-        # Graphs are made for inputs in the order of their shape; what an earlier graph gave may have another.
+        # Graphs require inputs contiguous in the order of their shape; outputs of an earlier graph may have another
+        # order.
         out = self._model(*(x.contiguous() for x in inputs), model_name=key)
         return [out] if isinstance(out, Tensor) else list(out)
 
     def read(self, name: str) -> Tensor:
-        """Rank 0's state of that name, as it is now."""
+        """Return the current value of rank 0's state of that name."""
         state: Tensor = self._model.read_from_neuron_buffer(name, 0)
         return state
 
@@ -370,20 +378,20 @@ class Chip:
         except ImportError as error:
             raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
         self.names = Names()
-        self.graphs: dict[str, Entry] = {}  # that are compiled, and loaded unless nothing is
+        self.graphs: dict[str, Entry] = {}  # compiled; loaded unless preparation is under way
         self.failed: dict[str, BackendError] = {}
         self.resident: Resident | None = None
         self._made = 0
-        self._pool: ThreadPoolExecutor | None = None  # while graphs are prepared
+        self._pool: ThreadPoolExecutor | None = None  # exists while graphs are prepared
         self._waiting: dict[Future[object], str] = {}
-        self.degree = 0  # of every decoder here; 0 = there is none yet
+        self.degree = 0  # of every decoder on this chip; 0 = no decoder yet
         self.ranks: Collectives | None = None
 
     def claim(self, degree: int) -> None:
-        """Use so many cores.
+        """Reserve ``degree`` cores.
 
         Raises:
-            BackendError: the chip does not take this degree.
+            BackendError: the chip does not support this degree.
             ConfigurationError: a decoder of this process uses another number of cores.
         """
         self.sdk.check_degree(degree)
@@ -397,7 +405,7 @@ class Chip:
         self.degree = degree
 
     def trace(self, module: Stateful, graph: Graph) -> Any:
-        """The SDK's traced form of a step."""
+        """Return the SDK's traced form of a step."""
         if len(graph.example) > MAX_INPUTS:
             raise BackendError(f"{graph.name} has {len(graph.example)} inputs; a graph takes {MAX_INPUTS}")
         inputs = dict(zip(input_names(), graph.example, strict=False))
@@ -409,17 +417,17 @@ class Chip:
 
     @property
     def preparing(self) -> bool:
-        """Whether graphs are being made ahead of their first use, and none is run."""
+        """Whether graphs are being prepared before their first use, and none runs."""
         return self._pool is not None
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Graphs that are added inside are compiled in parallel, and all together are loaded at the end.
+        """Context in which added graphs are compiled in parallel; all are loaded at its end.
 
         Raises:
-            BackendError: some do not compile or load. The others are there all the same.
+            BackendError: some do not compile or load. The others are usable.
         """
-        if self._pool is not None:  # another decoder's preparation, around this one
+        if self._pool is not None:  # nested in another decoder's preparation
             yield
             return
         before = set(self.failed)
@@ -441,10 +449,10 @@ class Chip:
             )
 
     def add(self, entry: Entry) -> str:
-        """Take a graph in, compiled; it is loaded at its first call, or at the end of `prepare`. -> its key
+        """Add a compiled graph; it is loaded at its first call, or at the end of `prepare`. -> its key
 
         Raises:
-            BackendError: the compiler refuses it. While graphs are prepared, `prepare` says so at its end.
+            BackendError: the compiler rejects it. While graphs are prepared, `prepare` raises this at its end.
         """
         key, self._made = f"g{self._made}", self._made + 1
         if self._pool is None:
@@ -458,7 +466,7 @@ class Chip:
         """Execute one graph. Inputs and outputs are the host's.
 
         Raises:
-            BackendError: this graph, or the weights of all, did not go to the device.
+            BackendError: this graph, or the common weights, could not be loaded.
         """
         if self.resident is None or (key in self.graphs and key not in self.resident.keys):
             self._load()
@@ -468,18 +476,18 @@ class Chip:
         return self.resident.run(key, inputs)
 
     def value(self, state: Tensor) -> Tensor:
-        """What rank 0's state is now; it is here, or on the device."""
+        """Return the current value of rank 0's state, from the host or the device."""
         name = self.names.find(state)
         if self.resident is None or name not in self.resident.states:
             return state.clone()
         return self.resident.read(name)
 
     def _compiled(self, entry: Entry) -> Path:
-        """The folder of a graph in the cache, into which it is compiled unless it is there."""
+        """Return the folder of a graph in the cache; compile it if absent."""
         return entry.folder(partial(self._compile, entry))
 
     def _compile(self, entry: Entry, folder: Path) -> None:
-        """Into a folder of the cache: the SDK itself caches nothing on this way."""
+        """Compile into a folder of the cache: the SDK caches nothing in this mode."""
         work, traced = folder / "work", entry.traced
         try:
             compiled = self._functions.compile(traced.hlo, traced.metaneff, str(work), entry.flags, "graph")
@@ -490,7 +498,7 @@ class Chip:
             shutil.rmtree(work, ignore_errors=True)
 
     def _wait(self) -> None:
-        """For the compilers, telling who asked for a graph when it is there; what fails is dropped."""
+        """Wait for the compilers, and report each finished graph; failed graphs are dropped."""
         total = len(self._waiting)
         for done, future in enumerate(as_completed(self._waiting), start=1):
             key = self._waiting[future]
@@ -504,7 +512,7 @@ class Chip:
                 self.graphs[key].announce(f"{done} of {total} graphs done: {self.graphs[key].key}")
 
     def _load(self) -> None:
-        """Bring what is not on the device there."""
+        """Load everything that is not yet on the device."""
         if self.resident is None:
             self.resident = Resident(self.degree)
         self.resident.add_weights(self.names.weights(self.degree))
@@ -513,7 +521,7 @@ class Chip:
             if key not in self.resident.keys:
                 try:
                     self.resident.add_graph(key, entry.traced, self._compiled(entry))
-                except BackendError as error:  # of a preparation that was broken off
+                except BackendError as error:  # of an aborted preparation
                     self._drop(key, error)
                 except Exception as error:
                     refused = BackendError(f"{entry.key} is compiled, and the device refuses it: {error}")
@@ -527,7 +535,7 @@ class Chip:
 
 @lru_cache(maxsize=1)
 def chip() -> Chip:
-    """The one of this process: its cores and its runtime cannot be given back before it ends.
+    """Return this process's chip: its cores and its runtime cannot be released before the process ends.
 
     Raises:
         BackendError: the SDK is missing or does not fit the chip.

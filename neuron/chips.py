@@ -1,8 +1,8 @@
-"""What is known of Neuron's chips, each fact with its source: SDK releases, degrees, memory, speed of the engines.
+"""Facts about Neuron's chips, each with its source: SDK releases, degrees, memory, speed of the engines.
 
-Nothing here was measured by us. Not here: instance types (`paceline.placement.planning.instances`), which read this
-table, and the SDK that is installed (`paceline.neuron.sdk`). Sources of `CAPABILITIES`: the release notes, the hardware
-pages of release 2.32, the NxD Inference support notes, and the parallel degrees of its feature guide.
+No figure was measured by us. `paceline.placement.planning.instances` reads this table; the installed SDK is in
+`paceline.neuron.sdk`. Sources of `CAPABILITIES`: the release notes, the hardware pages of release 2.32, the NxD
+Inference support notes, and the parallel degrees of its feature guide.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Chip(Enum):
-    """Accelerators that `neuron` has a documented way to."""
+    """Accelerators supported by the backend `neuron`."""
 
     INF2 = "inf2"
     TRN1 = "trn1"
@@ -21,16 +21,16 @@ class Chip(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a chip can be used with.
+    """Capabilities of a chip.
 
-    first, last  SDK lines 2.first to 2.last that have ModelBuilder for it
-    degrees      tensor-parallel degrees the runtime takes
-    cores        logical ones of a chip, by default
+    first, last  SDK lines 2.first to 2.last include ModelBuilder for it
+    degrees      tensor-parallel degrees that the runtime supports
+    cores        logical cores of a chip, by default
     memory       bytes of device memory of such a core
-    bandwidth    bytes a second that it reads from there
+    bandwidth    bytes/s that it reads from device memory
     logical      physical cores a logical core may be made of; the first is the default
-    attention    SDK lines from 2.attention on have an attention kernel for prompts that goes on behind rows of a
-                 cache; None: no release has one for the chip
+    attention    SDK lines from 2.attention on have an attention kernel for prompts that continue after cached rows;
+                 None: no release has one for the chip
     """
 
     first: int
@@ -50,16 +50,16 @@ CAPABILITIES = {
     Chip.TRN1: Capability(28, 28, (1, 2, 8, 16, 32), 2, 16 * _GIB, 410 * _GIB),
     Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), 4, 24 * _GIB, 725 * 10**9, (2, 1), attention=29),
 }
-"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not looked at.
+"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not examined.
 
 Attention: from 2.29 on NxD Inference calls ``attention_cte`` of the NKI Library through `nki.jit`, on Trainium2 and
-newer alone. What it called in 2.28 are private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1
-not with rows of a cache.
+newer only. In 2.28 it called private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1 not with
+cached rows.
 """
 
 
 def chip_of(name: str) -> Chip | None:
-    """The chip of an instance type, as "inf2.48xlarge", or of a family; None: one without a way to it."""
+    """Return the chip of an instance type, as "inf2.48xlarge", or of a family; None if the chip is not supported."""
     return next((chip for chip in Chip if name.startswith(chip.value)), None)
 
 
@@ -69,7 +69,7 @@ _CORE_V2 = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/general/arch
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, what it is, and where it comes from."""
+    """A number, its meaning, and its source."""
 
     value: float
     what: str
@@ -124,8 +124,9 @@ TILE = Figure(
 )
 
 CORE_V2 = (Chip.INF2, Chip.TRN1)
-"""Chips with NeuronCore-v2, whose figures these are."""
+"""Chips with NeuronCore-v2, to which these figures apply."""
 
 DRAFT_LENGTHS = (0, 1, 3, 4)
-"""Lengths of drafts worth a graph on Neuron, where each takes minutes to compile. Published: K = 3 gives 48.2 tokens a
-second and K = 7 42.5, where plain decoding has 31.5 (P-EAGLE on Trainium2, aws-neuron/nkipy)."""
+"""Draft lengths worth a graph on Neuron, where each takes minutes to compile. Published: 48.2 tokens/s with K = 3, 42.5
+with K = 7, 31.5 without speculation (P-EAGLE on Trainium2, aws-neuron/nkipy).
+"""

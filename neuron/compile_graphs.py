@@ -1,6 +1,7 @@
-"""Compiles graphs that `paceline export-hlo` wrote with neuronx-cc, which needs no chip, and reports what came of each.
+"""Compile graphs that `paceline export-hlo` wrote with neuronx-cc, which needs no chip, and report the results.
 
-A script of the standard library alone: it is copied beside the graphs, so that it runs where only the compiler is.
+A script with the standard library only: it is copied next to the graphs, so that it runs on a machine with only the
+compiler.
 
     python compile_graphs.py [--jobs N] [--compiler neuronx-cc]
 """
@@ -22,7 +23,7 @@ REPORT = "report.json"
 
 
 def compiled(folder: Path, graph: dict[str, Any], compiler: str) -> dict[str, Any]:
-    """Compile one graph. -> its name, whether it compiled, seconds, bytes of the result, the last lines of the log."""
+    """Compile one graph. -> its name, whether it compiled, seconds, bytes of the result, the last lines of the log"""
     made = folder / f"{graph['file']}.neff"
     command = [*shlex.split(compiler), "compile", "--framework", "XLA", str(folder / graph["file"])]
     command += ["--output", str(made), *shlex.split(graph["flags"])]
@@ -45,7 +46,7 @@ def compiled(folder: Path, graph: dict[str, Any], compiler: str) -> dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile every graph of the folder this file is in, and write the report there. -> 1 if one did not compile."""
+    """Compile every graph of this file's folder, and write the report to it. -> 1 if one did not compile"""
     parser = argparse.ArgumentParser(description="Compile the graphs beside this file.")
     parser.add_argument("--jobs", type=int, default=1, help="compilers at a time; each may take several GB")
     parser.add_argument("--compiler", default="neuronx-cc")

@@ -1,31 +1,31 @@
-"""The environment variables of a process that decodes on Neuron or XLA; others are `paceline.decoder.environment`'s.
+"""Environment variables of a process that decodes on Neuron or XLA; others are in `paceline.decoder.environment`.
 
 PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
 
-Written where it is not set yet, before torch_xla is imported:
+Written if not set yet, before torch_xla is imported:
 
-    PJRT_DEVICE     CPU, the only device that torch_xla is used on here
+    PJRT_DEVICE     CPU, the only device on which Paceline uses torch_xla
 
-Read for Neuron, whose names they are:
+Neuron's variables that are read:
 
-    NEURON_PLATFORM_TARGET_OVERRIDE  chip to compile for, where there is none
+    NEURON_PLATFORM_TARGET_OVERRIDE  chip to compile for, on a machine without one
     NEURON_LOGICAL_NC_CONFIG         physical cores of a logical core
-    TORCH_NEURONX_COMPILE_ONLY       graphs are compiled and not run, which backend='neuron-native' refuses
+    TORCH_NEURONX_COMPILE_ONLY       graphs are compiled and not run, which backend='neuron-native' rejects
 
-Written for Neuron where they are not set yet, before its SDK is imported:
+Written for Neuron if not set yet, before its SDK is imported:
 
     NEURON_RT_EXEC_TIMEOUT            seconds an execution may take; the documents name three defaults
     NEURON_RT_STOCHASTIC_ROUNDING_EN  0: the same tokens every time
     NEURON_COMPILE_CACHE_URL          the compiler's own cache, below PACELINE_CACHE
 
-Written for backend='neuron-native' where they are not set yet, before a graph is compiled (PyTorch itself imports
+Written for backend='neuron-native' if not set yet, before a graph is compiled (PyTorch itself imports
 TorchNeuron, which reads them when it is used):
 
     TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION   1: a graph that fails is an error, and never runs on the CPU
     TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY  1: a tensor that was left on the CPU is an error, and never copied
     NEURON_RT_STOCHASTIC_ROUNDING_EN           as above
 
-Written for it where a model is divided over cores, each of which has a process: what `torchrun` sets there too:
+Written for it if a model is sharded over cores, with one process per core, as `torchrun` does:
 
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 """
@@ -42,20 +42,20 @@ _ON = ("1", "true", "yes", "on")
 
 
 def default_pjrt_device() -> None:
-    """Name torch_xla's device, unless the user did: without it, torch_xla looks for a TPU."""
+    """Set torch_xla's device, unless the user did: otherwise torch_xla searches for a TPU."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 
 def neuron_target() -> str:
-    """The chip the user names, or nothing."""
+    """Return the chip that the user names, or ""."""
     return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
 
 
 def neuron_logical_cores() -> int | None:
-    """How many physical cores the user makes a logical one of, if they say.
+    """Return the user's number of physical cores per logical core, if set.
 
     Raises:
-        ConfigurationError: it is no number.
+        ConfigurationError: it is not a number.
     """
     cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
     if not cores:
@@ -66,10 +66,10 @@ def neuron_logical_cores() -> int | None:
 
 
 def neuron_prompt_kernel() -> bool:
-    """Whether prompts are attended to by the SDK's kernel, where it has one.
+    """Return whether the SDK's kernel computes attention over prompts, if it has one.
 
     Raises:
-        ConfigurationError: the variable holds something else.
+        ConfigurationError: the variable has an unknown value.
     """
     prompts = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
     if prompts not in ("kernel", "plain"):
@@ -78,10 +78,10 @@ def neuron_prompt_kernel() -> bool:
 
 
 def neuron_defaults() -> None:
-    """Set what the Neuron runtime reads once, when it is imported.
+    """Set the variables that the Neuron runtime reads once, at import.
 
     Raises:
-        BackendError: it was imported before, with something unset.
+        BackendError: it was already imported, with a variable unset.
     """
     defaults = {
         "NEURON_RT_EXEC_TIMEOUT": "60",
@@ -98,7 +98,7 @@ def neuron_defaults() -> None:
 
 
 def neuron_native_defaults() -> None:
-    """Set what TorchNeuron reads when it is used."""
+    """Set the variables that TorchNeuron reads when it is used."""
     for name, value in (
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
         ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
@@ -108,12 +108,14 @@ def neuron_native_defaults() -> None:
 
 
 def neuron_native_compile_only() -> bool:
-    """Whether TorchNeuron is told to compile graphs and to run none."""
+    """Return whether TorchNeuron is set to compile graphs and to run none."""
     return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in _ON
 
 
 def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
-    """What `torchrun` sets in a process of this machine's ranks, which meet at a port of the loopback."""
+    """Return the variables that `torchrun` sets in a process of this machine's ranks, which meet at a port of the
+    loopback.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -125,7 +127,7 @@ def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
 
 
 def is_rank() -> bool:
-    """Whether this process is rank 0 of divided models, or was."""
+    """Return whether this process is or was rank 0 of sharded models."""
     return "LOCAL_RANK" in os.environ
 
 
@@ -133,7 +135,7 @@ def become_rank(variables: dict[str, str]) -> None:
     """Set `rank_variables` in this process.
 
     Raises:
-        ConfigurationError: `torchrun`, or something like it, has made this process one of its ranks.
+        ConfigurationError: `torchrun`, or a similar launcher, has made this process one of its ranks.
     """
     for name in ("RANK", "WORLD_SIZE"):
         if os.environ.get(name, variables[name]) != variables[name]:

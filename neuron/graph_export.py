@@ -1,8 +1,7 @@
-"""Writes the graphs of a pair at real size into a folder, for a compiler on another machine: no weights, no chip.
+"""Export of a pair's graphs at real size into a folder, for a compiler on another machine: no weights, no chip.
 
-Where torch_xla can be imported they are HLO modules, which neuronx-cc takes (`paceline.neuron.compile_graphs` is
-copied beside them); elsewhere the lowered graphs as text, for people. Not here: which graphs a round has at which
-lengths and buckets: one of each kind is written.
+With torch_xla they are HLO modules for neuronx-cc (`paceline.neuron.compile_graphs` is copied next to them); without
+it, the lowered graphs as text. One graph of each kind is written, not one for each length and bucket.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MANIFEST = "manifest.json"
 def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int | None = None) -> dict[str, object]:
     """Write the graphs, a manifest and the script. -> the manifest.
 
-    ``layers``: of the target at most (a draft model has at most as many); None: all.
+    ``layers``: largest number of layers of the target and of a draft model; None: all.
 
     Raises:
         ConfigurationError: the instance has no Neuron chip with a compiler target.
@@ -82,7 +81,7 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
 
 
 def compiler_target(instance: Instance) -> Chip:
-    """The chip that graphs for an instance are compiled for."""
+    """Return the chip for which an instance's graphs are compiled."""
     if chip := chips.chip_of(instance.name):
         return chip
     known = ", ".join(chip.value for chip in Chip)
@@ -90,7 +89,7 @@ def compiler_target(instance: Instance) -> Chip:
 
 
 def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
-    """Name, step and inputs of a prompt's chunk and of a round."""
+    """Return name, step and inputs of a prompt's chunk and of a round."""
     depth = min(layers or setup.target.num_layers, setup.target.num_layers)
     drafted = min(layers or setup.draft.layers, setup.draft.layers)
     body = body_of(setup.target, depth, setup)

@@ -1,7 +1,7 @@
-"""What a lowered step must be before any compiler sees it: a fast check of the exported graph.
+"""Fast checks of an exported graph, before any compiler runs on the lowered step.
 
 It needs neither torch_xla nor a device, so it runs in every test run, and before every Neuron compilation, which may
-take an hour. What only shows in HLO is looked for in `paceline.neuron.hlo_lint`.
+take an hour. Checks that require HLO are in `paceline.neuron.hlo_lint`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _LOWERS = """
     unsqueeze view where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
-"""Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""
+"""Operators that lower to HLO without findings. Others are not wrong, only unchecked."""
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
-"""PyTorch's own, in whose place a backend of several ranks puts its device's."""
+"""PyTorch's collectives, which a backend of several ranks replaces by its device's."""
 
 KERNELS = frozenset({prompt_attention.NAME})
-"""In whose place a backend puts a kernel of its device's library: one custom call (AwsNeuronCustomNativeKernel)."""
+"""Operators that a backend replaces by a kernel of its device's library: one custom call
+(AwsNeuronCustomNativeKernel).
+"""
 
 PRODUCTS = frozenset({"bmm", "linear", "matmul", "mm", "product"})
 _MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "select", "slice", "squeeze", "transpose"})
@@ -43,7 +45,7 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.
 
 
 def lint(lowered: Lowered) -> list[Finding]:
-    """Every finding in a lowered step."""
+    """Return every finding in a lowered step."""
     findings = [*_aliases(lowered), *_constants(lowered)]
     for node in lowered.graph.graph.nodes:
         if node.op == "call_function":
@@ -73,7 +75,9 @@ def _operator(node: fx.Node) -> Iterator[Finding]:
 
 
 def _widened(node: fx.Node) -> str:
-    """The 16-bit weight or cache behind a side of a product, if it is made float32 on the way; nothing if it is not."""
+    """Return the 16-bit weight or cache that is an operand of a matmul after conversion to float32; "" if there is
+    none.
+    """
     wide = False
     while node.op == "call_function" and operator(node.target) in _MOVES and isinstance(node.args[0], fx.Node):
         before = node.args[0]
@@ -96,7 +100,7 @@ def _value(node: fx.Node) -> Iterator[Finding]:
 
 
 def _aliases(lowered: Lowered) -> Iterator[Finding]:
-    """Every changed state comes back with the shape and the type it went in with."""
+    """Check that every changed state is returned with its shape and type."""
     nodes = list(lowered.graph.graph.nodes)
     placeholders = dict(zip(lowered.state, nodes, strict=False))
     results = nodes[-1].args[0]
@@ -109,7 +113,7 @@ def _aliases(lowered: Lowered) -> Iterator[Finding]:
 
 
 def _constants(lowered: Lowered) -> Iterator[Finding]:
-    """Tensors made while tracing are weights to a device: finite, and of 32 bits."""
+    """Check tensors made while tracing, which are weights to a device: finite, and of 32 bits."""
     for name, tensor in constants_of(lowered).items():
         if tensor.dtype in WIDE:
             yield Finding("64 bits", f"constant {name} is {tensor.dtype}")

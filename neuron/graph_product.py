@@ -1,7 +1,8 @@
-"""Products of 16-bit matrices with float32 sums as one operator, which compilers of graphs replace by what they have.
+"""Matmul of 16-bit matrices with float32 sums as one operator, which graph compilers replace by their own.
 
-PyTorch's own products give sums in the type of what is multiplied, and widening a matrix first costs a pass over it in
-every step. Here both sides have the matrix's type, and sums are float32, as matrix engines make them. Not here: int8.
+PyTorch's own matmuls return the type of their operands, and converting a matrix to float32 first costs a pass over it
+in every step. In this operator both operands have the matrix's type, and sums are float32, as in matrix engines. int8
+is not supported.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from paceline.decoder.parallel.vocab_part import graph_operator
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
-"""Types that are multiplied as they are."""
+"""Types that are multiplied without conversion."""
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., k] rounded to the type of weight [m, k] -> [..., m] float32."""
+    """Multiply x [..., k], rounded to the type of weight [m, k], by weight.T -> [..., m] float32."""
     if weight.dtype not in NARROW:
         return torch.nn.functional.linear(x, weight)
     rows = x.reshape(-1, x.shape[-1])
@@ -29,7 +30,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., n, k] rounded to the type of y [..., m, k] -> [..., n, m] float32: each row of x times each row of y."""
+    """Multiply x [..., n, k], rounded to the type of y [..., m, k], by y.T -> [..., n, m] float32."""
     if y.dtype not in NARROW:
         return torch.matmul(x, y.transpose(-2, -1))
     product: Tensor = operator()(x.to(y.dtype), y)
@@ -38,13 +39,13 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def operator() -> Any:
-    """The operator ``paceline_graph::product``."""
+    """Return the operator ``paceline_graph::product``."""
     return graph_operator("product", "(Tensor x, Tensor y) -> Tensor", plain=_product, shapes=_shape)
 
 
 def xla_product(x: Tensor, y: Tensor) -> Tensor:
-    """The operator as torch_xla's dot with a type of its sums; x and y are its tensors, with no dimension in common or
-    all but the last two.
+    """Compute the operator by torch_xla's dot with a given type of sums; x and y are torch_xla tensors, with no batch
+    dimensions in common or all but the last two.
     """
     bridge = importlib.import_module("torch_xla")._XLAC
     batch = list(range(x.dim() - 2))
@@ -55,7 +56,9 @@ def xla_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Products of two 16-bit numbers are exact in float32, so that only the order of the sums is open."""
+    """Compute the operator in PyTorch: products of two 16-bit numbers are exact in float32, so only the order of the
+    sums may differ.
+    """
     return torch.matmul(x.float(), y.float().transpose(-2, -1))
 
 

@@ -1,17 +1,17 @@
-"""The choice of a token in operations that graph compilers take, at a cost that a vocabulary of 128,000 bears.
+"""Sampling of a token in operations that graph compilers support, efficient for a vocabulary of 128,000.
 
-The distribution is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does
-only what it needs, over rows of logits that may be divided over ranks:
+The distribution is that of `paceline.core.probs`. Each sampling mode computes only what it needs, over rows of logits
+that may be sharded over ranks:
 
     greedy  the largest logit
-    top-k   the 256 largest logits, by the compiler's top-k; all else happens on those
+    top-k   the 256 largest logits, by the compiler's top-k; all else is computed on those
     full    noise on every id; the best 127 by logit plus noise are candidates, and seven halvings find which of them
             the top-p nucleus holds. A nucleus inside of the 256 largest logits is decided on those.
     wide    as full, for top-k above 256: two searches over the row find its border and the nucleus
 
-Equals stand or fall together at the border of top-k and of the nucleus, so that it does not matter in which order the
-compiler's top-k gives them (`paceline.decoder.parallel.vocab_part.topk`). No sort, no table, no integer above 2**24,
-and nothing is gathered from a row by its id.
+Equals at the border of top-k and of the nucleus are kept or cut together, so that their order in the compiler's top-k
+does not matter (`paceline.decoder.parallel.vocab_part.topk`). No sort, no table, no integer above 2**24, and nothing is
+gathered from a row by its id.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.parallel.vocab_part import VocabPart, topk
 
 _NOWHERE = 2 * reduce.NEGATIVE
-"""A score below everything that is cut."""
+"""A score below every score that is cut."""
 
 
 class _Part(VocabPart):
-    """With what a choice asks of a row that may be divided."""
+    """A vocabulary part with the operations of a sampler on a row that may be sharded."""
 
     @classmethod
     def of(cls, part: VocabPart) -> _Part:
         return cls(part.ids, part.size, part.group, part.gaps)
 
     def real(self, logits: Tensor) -> Tensor:
-        """Logits [b, T, n] in which the ids that fill up are never chosen."""
+        """Return logits [b, T, n] in which padding ids are never sampled."""
         filled_up = self.divided and (self.gaps or len(self.ids) * self.group.degree > self.size)
         return torch.where(self.ids < self.size, logits, _NOWHERE) if filled_up else logits
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks of numbers [b, T, 1]."""
+        """Return the sum over ranks of numbers [b, T, 1]."""
         return self.group.reduce(x) if self.divided else x
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest number of a row [b, T, n] on any rank. -> [b, T, 1]"""
+        """Return the largest number of a row [b, T, n] on any rank. -> [b, T, 1]"""
         high = x.amax(-1, keepdim=True)
         return self.group.gather(high).amax(0) if self.divided else high
 
     def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` largest numbers of this rank's part of a row [b, T, n], falling, and their ids.
+        """Return the ``count`` largest numbers of this rank's part of a row [b, T, n], descending, and their ids.
 
-        -> [b, T, count] float32 and int32, or as many as there are
+        -> [b, T, min(count, n)] float32 and int32
         """
         values, places = topk(x, min(count, x.shape[-1]))
         if self.gaps:
@@ -63,20 +63,20 @@ class _Part(VocabPart):
         return values, places + self.ids[0] if self.divided else places
 
     def falling(self, values: Tensor, count: int) -> Tensor:
-        """The ``count`` largest of all ranks' numbers, of which this one has [b, T, K], falling.
+        """Return the ``count`` largest of all ranks' numbers, of which this rank has [b, T, K], descending.
 
-        -> [b, T, count], or as many as there are; of a vocabulary that is not divided, ``values`` as they are
+        -> [b, T, count], or all if fewer; without sharding, ``values`` unchanged
         """
         return self.largest_of_all(values, count) if self.divided else values
 
     def largest_of_all(self, values: Tensor, count: int) -> Tensor:
-        """As `falling`, of numbers in any order."""
+        """Return the ``count`` largest of all ranks' numbers, in any order on this rank; see `falling`."""
         every = self._joined(values)
         return topk(every, min(count, every.shape[-1]))[0]
 
     def merged(self, keys: Tensor, values: Tensor, ids: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
-        """The first ``count`` of all ranks' values and ids by the largest keys, where each rank has the first of its
-        own. [b, T, K] each -> [b, T, count] twice
+        """Return the first ``count`` of all ranks' values and ids by the largest keys; each rank has its own first
+        ones. [b, T, K] each -> [b, T, count] twice
         """
         if not self.divided:
             return values, ids
@@ -85,25 +85,26 @@ class _Part(VocabPart):
         return self._joined(values).gather(-1, places), gathered.to(torch.int32)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """x [b, T, K] of every rank, one behind the other."""
+        """Concatenate x [b, T, K] of all ranks."""
         return self.group.gather(x).movedim(0, -2).flatten(-2) if self.divided else x
 
 
 CANDIDATES = 127
-"""Of the full kind; one less than a power of two, so that seven halvings tell apart how many of them the nucleus holds.
+"""Number of candidates in mode "full"; one less than a power of two, so that seven halvings find how many of them the
+nucleus holds.
 
-That it holds none has a probability of at most (1 - top_p)**127, and only where the 256 largest logits hold less than
-top_p. Then the choice is among those 256.
+It holds none with a probability of at most (1 - top_p)**127, and only if the 256 largest logits hold less than top_p.
+The token is then sampled among those 256.
 """
 
 _LEAST = -88.0
 """Below this exp is 0 in float32."""
-_HALVINGS = 30  # of the 88 between the largest score and that: to less than float32 tells apart there
+_HALVINGS = 30  # of the range of 88 below the largest score: finer than float32 resolves there
 
 
 @dataclass(frozen=True, slots=True)
 class _Params:
-    """Columns of `SamplingTensors.params`, each [b, 1, 1]; ``temperature`` is 1 where a row is greedy."""
+    """Columns of `SamplingTensors.params`, each [b, 1, 1]; ``temperature`` is 1 in a greedy row."""
 
     hot: Tensor
     temperature: Tensor
@@ -120,11 +121,11 @@ class _Params:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """Ids of every row that a choice is made among, on each rank some.
+    """Candidate ids of every row, some on each rank.
 
     ids     [b, T, K] int32
     drawn   [b, T, K] float32, logits over temperature, plus noise where a row samples
-    stands  [b, T, K] bool, what the filters leave
+    stands  [b, T, K] bool, whether the filters keep it
     """
 
     ids: Tensor
@@ -133,11 +134,11 @@ class _Choices:
     part: _Part
 
     def best(self) -> Tensor:
-        """The choice: the lowest id of the largest that stands. -> [b, T] int32"""
+        """Return the sampled token: the lowest id among the kept ones with the largest score. -> [b, T] int32"""
         return _largest(torch.where(self.stands, self.drawn, _NOWHERE), self.ids, self.part)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Ids and scores of the first choices, what is cut behind all that stands. -> [b, T, count] each"""
+        """Return ids and scores of the best tokens, cut ones after all kept ones. -> [b, T, count] each"""
         keys = torch.where(self.stands, self.drawn, reduce.NEGATIVE)
         keys, best = topk(keys, min(count, keys.shape[-1]))
         places = best.to(torch.int64)
@@ -147,7 +148,7 @@ class _Choices:
 
 
 class _Rows:
-    """Rows of logits [b, T, n] of this rank's ids, how they sample, and the noise of their positions."""
+    """Rows of logits [b, T, n] of this rank's ids, their sampling parameters, and the noise of their positions."""
 
     def __init__(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int
@@ -158,7 +159,7 @@ class _Rows:
         self._positions, self._seeds, self._stream = positions, sampling.seeds, stream
 
     def gumbel(self, ids: Tensor) -> Tensor:
-        """[n] or [b, T, n] int32 -> [b, T, n]"""
+        """Return Gumbel noise of ids [n] or [b, T, n] int32 -> [b, T, n]"""
         return noise.gumbel(self._seeds, self._positions, ids, stream=self._stream, traced=True)
 
     @cached_property
@@ -179,19 +180,20 @@ class _Rows:
 
     @cached_property
     def drawn(self) -> Tensor:
-        """With noise in every row, also where it is greedy."""
+        """Scores with noise in every row, including greedy rows."""
         return self.scaled + self.gumbel(self.part.ids)
 
     def filtered(self) -> Tensor:
-        """With noise where a row samples, and far below where the filters cut. [b, T, n]"""
+        """Scores with noise in sampling rows, and far below all others if the filters cut them. [b, T, n]"""
         drawn = torch.where(self.params.hot, self.drawn, self.scaled)
         inside = _inside(self.scaled - self.high, self.weights, self.params, part=self.part)
         return torch.where(inside, drawn, _NOWHERE)
 
     def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
-        """Among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1] bool.
+        """Return candidates among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1]
+        bool.
 
-        ``full``: as for `border`.
+        ``full``: see `border`.
         """
         params = self.params
         values, ids = self.part.best(self.logits, limit)
@@ -204,8 +206,8 @@ class _Rows:
         return _Choices(ids, drawn, scores >= border, self.part), decided
 
     def border(self, falling: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
-        """From the largest scores of every row, falling [b, T, K]: the smallest that the filters leave, [b, T, 1]; and
-        whether the nucleus is inside of them, [b, T, 1] bool.
+        """Return, from the largest scores of every row, descending [b, T, K], the smallest that the filters keep, [b,
+        T, 1]; and whether they contain the nucleus, [b, T, 1] bool.
 
         ``full``: rows without top-k sample too, and there top-p is a part of the whole row's mass.
         """
@@ -222,17 +224,19 @@ class _Rows:
         return border, (total >= target) & (params.top_p < 1.0)
 
     def of_candidates(self) -> tuple[_Choices, Tensor]:
-        """Among the best by logit plus noise, of rows without top-k; and whether any of them stands, [b, T, 1] bool."""
+        """Return candidates with the best logit plus noise, of rows without top-k; and whether any of them is kept, [b,
+        T, 1] bool.
+        """
         params, part = self.params, self.part
         drawn, ids = part.best(self.drawn, CANDIDATES)
         best, gumbel = part.falling(drawn, CANDIDATES), self.gumbel(ids)
-        # What was added to the noise, to the last bits; a score that is less than that above it counts as its equal.
+        # The noise as added, to the last bits; a score that is less than that above it counts as its equal.
         scores = drawn - gumbel
         scores = scores + (drawn.abs() + gumbel.abs()) * 2.0**-22
         scores = torch.where(drawn >= best[..., -1:], scores, _NOWHERE)
         falling = part.largest_of_all(scores, best.shape[-1])
         count = _count_inside(falling, self.scaled, self.weights, target=params.top_p * self.mass, part=part)
-        border = _at(falling, count - 1)  # of the last candidate that the nucleus holds
+        border = _at(falling, count - 1)  # of the last candidate inside the nucleus
         stands = ((scores >= border) & (count > 0)) | (params.top_p >= 1.0)
         stands = stands & (torch.exp(scores - self.high) >= params.min_p)
         return _Choices(ids, drawn, stands, part), part.largest(stands.to(torch.float32)) > 0
@@ -241,7 +245,9 @@ class _Rows:
 def sample_tokens(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int = noise.TARGET
 ) -> Tensor:
-    """As `paceline.core.probs.sample_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T] int32"""
+    """Sample tokens from logits of this rank's ids, as `paceline.core.probs.sample_tokens`. [b, T, n] -> [b, T]
+    int32
+    """
     rows = _Rows(logits, positions, sampling, part=part, stream=stream)
     own = rows.part
     if sampling.kind == "greedy":
@@ -258,9 +264,10 @@ def sample_tokens(
 def rank_tokens(
     logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, part: VocabPart
 ) -> tuple[Tensor, Tensor]:
-    """As `paceline.core.probs.rank_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T, count] twice
+    """Rank tokens from logits of this rank's ids, as `paceline.core.probs.rank_tokens`. [b, T, n] -> [b, T, count]
+    twice
 
-    What a filter cuts comes behind all that stands, in an order of its own.
+    Tokens that a filter cuts come after all kept ones, in any order.
     """
     rows = _Rows(logits, positions, sampling, part=part, stream=noise.TARGET)
     own = rows.part
@@ -281,7 +288,7 @@ def rank_tokens(
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """As `paceline.core.probs.probabilities`, of a vocabulary that is not divided. [b, T, V] -> [b, T, V] float32"""
+    """Return probabilities, as `paceline.core.probs.probabilities`, without sharding. [b, T, V] -> [b, T, V] float32"""
     part = VocabPart.whole(logits)
     one_hot = (part.ids == reduce.argmax(logits).unsqueeze(-1)).to(torch.float32)
     if sampling.kind == "greedy":
@@ -293,7 +300,7 @@ def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _standing(rows: _Rows, kind: SamplingKind) -> Tensor:
-    """What the filters leave of whole rows; where they need no more than the largest logits, by the border of those.
+    """Return which ids of whole rows the filters keep; if the largest logits suffice, by their border.
 
     -> [b, T, n] bool
     """
@@ -310,7 +317,7 @@ def _standing(rows: _Rows, kind: SamplingKind) -> Tensor:
 
 
 def _largest(scores: Tensor, ids: Tensor, part: _Part) -> Tensor:
-    """The id of the largest score of all ranks', the lowest of equals. Ranks send the best and its id.
+    """Return the id of the largest score of all ranks, the lowest of equals. Ranks send the best and its id.
 
     scores [b, T, K] of ids [K] or [b, T, K] int32 -> [b, T] int32
     """
@@ -323,13 +330,15 @@ def _largest(scores: Tensor, ids: Tensor, part: _Part) -> Tensor:
 
 
 def _at(falling: Tensor, place: Tensor) -> Tensor:
-    """The number at a place of every list. [b, T, K], [b, T or 1, 1] int32 -> [b, T, 1]; 0 for a place that is none"""
+    """Return the number at an index of every list. [b, T, K], [b, T or 1, 1] int32 -> [b, T, 1]; 0 for an index out of
+    range
+    """
     places = torch.arange(falling.shape[-1], dtype=torch.int32, device=falling.device)
     return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
 
 
 def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: Tensor, part: _Part) -> Tensor:
-    """How many of the candidates' scores are in the nucleus: those for which what is likelier weighs less than target.
+    """Count the candidates inside the nucleus: those whose likelier ids weigh less than ``target`` in total.
 
     falling [b, T, K], scaled and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
     """
@@ -344,7 +353,7 @@ def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: T
 
 
 def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: _Part) -> Tensor:
-    """The largest score from which on the numbers add up to the target. [b, T, n] twice, [b, T, 1] -> [b, T, 1]"""
+    """Return the largest score above which the numbers add up to the target. [b, T, n] twice, [b, T, 1] -> [b, T, 1]"""
     low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
@@ -354,7 +363,9 @@ def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: _Part) -> T
 
 
 def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> Tensor:
-    """What the filters leave of whole rows. ``below``: scores less the largest. [b, T, n] -> [b, T, n] bool"""
+    """Return which ids of whole rows the filters keep. ``below``: scores minus the largest. [b, T, n] -> [b, T, n]
+    bool
+    """
     some = params.top_k > 0
     count = torch.where(some, params.top_k, 1.0).expand_as(below[..., :1])
     inside = (below >= _search(below, torch.ones_like(weights), count, part=part)) | ~some
@@ -362,14 +373,14 @@ def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> 
 
 
 def _nucleus(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> Tensor:
-    """What top-p and min-p leave of whole rows. ``weights``: 0 where top-k cuts. [b, T, n] -> [b, T, n] bool"""
+    """Return which ids of whole rows top-p and min-p keep. ``weights``: 0 if top-k cuts. [b, T, n] -> [b, T, n] bool"""
     target = params.top_p * part.sum(weights.sum(-1, keepdim=True))
     inside = (below >= _search(below, weights, target, part=part)) | (params.top_p >= 1.0)
     return inside & (weights >= params.min_p)
 
 
 def _log_softmax(values: Tensor, over: Tensor, *, part: _Part) -> Tensor:
-    """Some numbers of a row, less the logarithm of the sum of exponentials of all of it.
+    """Return some numbers of a row minus the logarithm of the whole row's sum of exponentials.
 
     values [b, T, k], over [b, T, n], of which every rank has some -> [b, T, k]
     """

@@ -1,7 +1,7 @@
-"""Which way of decoding is the fastest on Neuron chips, where times are arithmetic.
+"""The fastest decoding method on Neuron chips, by arithmetic on published figures.
 
 Figures and their sources are in `paceline.neuron.chips` and `paceline.placement.planning.instances`; none was
-measured by us on a chip. Not here: what a plan is (`paceline.experiments.speed_plan`).
+measured by us on a chip. Plans are defined in `paceline.experiments.speed_plan`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.neuron.round_graphs import ModelDraft, RoundSetup
 from paceline.placement.planning.instances import Instance
 
 MESSAGE = 0.3e-3
-"""Seconds that a round through another process costs: measured on a small virtual machine (docs/placement.md)."""
+"""Seconds per round for messages to another process: measured on a small virtual machine (docs/placement.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareQuestion:
-    """What is to be planned.
+    """Inputs of a plan.
 
-    rates     conditional acceptance rates by position, and how far each may be off
+    rates     conditional acceptance rates by position, and the error of each
     degrees   tensor-parallel degrees to try for the target; none: those of the instance
-    rows      positions of the cache that a step reads
+    rows      KV positions that a step reads
     """
 
     target: ModelConfig
@@ -45,7 +45,7 @@ class HardwareQuestion:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Times of one degree of the target and one of the draft (None: it shares the target's cores)."""
+    """Times for one degree of the target and one of the draft (None: it shares the target's cores)."""
 
     degree: int
     own: int | None
@@ -53,17 +53,17 @@ class _Times:
     drafts: PartTimes
 
     def round(self, k: int, slots: int) -> PartTime:
-        """A whole round: one launch where a graph holds both parts; two and a message where they are apart."""
+        """Return the time of a whole round: one launch if one graph holds both parts; otherwise two and a message."""
         host = chips.LAUNCH.value + (0.0 if self.own is None else chips.LAUNCH.value + MESSAGE)
         return self.verify.at(k, slots).plus(self.drafts.at(k, slots)).plus(PartTime(host, host, host))
 
 
 def from_hardware(question: HardwareQuestion, batch_sizes: Sequence[int]) -> list[LoadPlan]:
-    """A plan for every load, from bytes over bandwidth, operations, collectives and launches.
+    """Return a plan for every load, from bytes over bandwidth, operations, collectives and launches.
 
     Every candidate is computed three times, with ideal, expected and the worst times, and the interval of a speed-up is
-    from the least to the largest.
-    Draft ahead, which hides drafting on cores of its own behind verification, is not counted on.
+    from the least to the largest. Asynchronous drafting, which overlaps drafting on separate cores with verification,
+    is not included.
 
     Raises:
         ConfigurationError: the target fits at no degree, or the chip's figures are unknown.
@@ -111,7 +111,9 @@ def _parts(setup: RoundSetup, question: HardwareQuestion, degree: int, *, drafts
 
 
 def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes], pairs: Sequence[_Times]) -> LoadPlan:
-    """Speed-ups are over the fastest plain decoding, of any degree, under the same assumption."""
+    """Return a plan for one load. Speed-ups are relative to the fastest plain decoding, of any degree, under the same
+    assumption.
+    """
     launch = PartTime(*[chips.LAUNCH.value] * 3)
     alone = {degree: parts.at(0, size).plus(launch) for degree, parts in plain.items()}
     base = [min(getattr(time, name) for time in alone.values()) for name in PartTime.__slots__]

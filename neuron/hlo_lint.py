@@ -1,9 +1,9 @@
-"""What the Neuron compiler is documented to refuse, or to compute differently, looked for in HLO.
+"""Searches HLO for operations that the Neuron compiler is documented to reject, or to compute differently.
 
 Each rule names its source: codes are those of the compiler's error pages; "operator list" is the list of supported
 operators in its release notes; "known issues" are those of the JAX front end, which shares the compiler. The absence of
-findings proves the absence of known problems only. What is allowed although no list names it is in `ALLOWED`, each
-with the reason.
+findings proves the absence of known problems only. Allowed operators that no list names are in `ALLOWED`, each with the
+reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ELEMENT = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a module.
+    """One instruction line of a module.
 
     type      as printed: ``f32[4,8]{1,0}``, or several in parentheses
-    inside    what stands between the parentheses: operands with their types, or a constant's value
-    suffix    attributes behind the parentheses
+    inside    text between the parentheses: operands with their types, or a constant's value
+    suffix    attributes after the parentheses
     """
 
     computation: str
@@ -50,7 +50,7 @@ class Instruction:
         return tuple(_NAMED.findall(self.inside))
 
     def attribute(self, name: str) -> str:
-        """The value of an attribute without its sign of a name, or nothing."""
+        """Return the value of an attribute without its name's prefix sign, or ""."""
         match = re.search(rf"\b{name}=\"?%?([\w.\-$]+)", self.suffix)
         return match.group(1) if match else ""
 
@@ -65,20 +65,20 @@ class Module:
     instructions: tuple[Instruction, ...]
 
     def of(self, *opcodes: str) -> Iterator[Instruction]:
-        """Those of some opcodes."""
+        """Yield the instructions with some opcodes."""
         return (line for line in self.instructions if line.opcode in opcodes)
 
     def named(self, computation: str, name: str) -> Instruction | None:
-        """An instruction of a computation."""
+        """Return an instruction of a computation."""
         return next((x for x in self.instructions if x.computation == computation and x.name == name), None)
 
     def root(self, computation: str) -> Instruction | None:
-        """What a computation results in."""
+        """Return a computation's result."""
         return next((x for x in self.instructions if x.computation == computation and x.is_root), None)
 
 
 def parse(text: str) -> Module:
-    """Read a module."""
+    """Parse a module."""
     instructions: list[Instruction] = []
     computation = ""
     for line in text.splitlines():
@@ -93,7 +93,7 @@ def parse(text: str) -> Module:
 
 
 def _split(rest: str) -> tuple[str, str]:
-    """What is inside the opcode's parentheses, and what follows them."""
+    """Return the text inside the opcode's parentheses, and the text after them."""
     depth = 1
     for place, sign in enumerate(rest):
         depth += (sign == "(") - (sign == ")")
@@ -112,7 +112,7 @@ _TUPLE = 13
 
 
 def module_of(proto: Any) -> Module:
-    """A module of which each instruction says what its line would say in text, without layouts and finite values.
+    """Convert a module to instructions with the content of their text lines, without layouts and finite values.
 
     The message is read by the names of its fields, which XLA publishes (xla/service/hlo.proto, xla/xla_data.proto),
     so that no generated classes are needed.
@@ -137,7 +137,7 @@ def module_of(proto: Any) -> Module:
 
 
 def _shape(shape: Any) -> str:
-    """``f32[4,<=8]``, or several in parentheses."""
+    """Return a shape as text: ``f32[4,<=8]``, or several in parentheses."""
     if shape.element_type == _TUPLE:
         return f"({', '.join(_shape(part) for part in shape.tuple_shapes)})"
     moving = [*shape.is_dynamic_dimension, *[False] * len(shape.dimensions)]
@@ -146,7 +146,7 @@ def _shape(shape: Any) -> str:
 
 
 def _constant(literal: Any) -> str:
-    """``inf``, ``nan`` or nothing: what rules ask of a constant. Numbers of 16 bits are bytes, the low one first."""
+    """Return ``inf``, ``nan`` or "", as the rules require. 16-bit numbers are bytes, the low one first."""
     halves = ((literal.f16s, 0x7C00, 0x03FF), (literal.bf16s, 0x7F80, 0x007F))
     words = [
         (int.from_bytes(data[place : place + 2], "little"), exponent, fraction)
@@ -180,14 +180,14 @@ ALLOWED = {
     "dynamic-slice": "named in the same notes",
     "reduce-scatter": "EVRF063 refuses it for integers, so floats are taken",
 }
-"""Operators outside the list and why they are taken all the same."""
+"""Operators outside the list, with the reasons for accepting them."""
 
 CUSTOM_CALLS = re.compile(
     r"AwsNeuron(Erf|Gelu|GeluApprxTanh|GeluBackward|Silu|SiluBackward|RmsNorm|Softmax|SoftmaxBackward|CollectiveMatmul|"
     r"IntMatmult|ArgMax|ArgMin|TopK|DropoutMaskV1|CustomNativeKernel|CustomOp|DevicePrint|LNCShardingConstraint|"
     r"TransferWithStaticRing|ModuleMarker\w+)|ResizeNearest|ResizeBilinear|ResizeNearestGrad|NeuronBoundaryMarker-\w+"
 )
-"""Targets that the compiler knows (EHCA005)."""
+"""Targets supported by the compiler (EHCA005)."""
 
 MAX_INSTRUCTIONS = 40_000
 """A graph's budget: unrolled drafts are what makes graphs long (EVRF007, EXTP004)."""
@@ -210,11 +210,11 @@ Rule = Callable[[Module], Iterator[Instruction]]
 
 
 UNDECIDED = frozenset({"unlisted"})
-"""Rules that no document states as a refusal: what breaks one may compile."""
+"""Rules that no document states as a rejection: violations may compile."""
 
 
 def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
-    """Every finding in a module's text, which has a budget of instructions."""
+    """Return every finding in a module's text, which has a budget of instructions."""
     module = parse(text)
     findings = lint_module(module)
     if len(module.instructions) > budget:
@@ -223,7 +223,7 @@ def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
 
 
 def lint_module(module: Module) -> list[Finding]:
-    """Every finding in a module of any length."""
+    """Return every finding in a module of any length."""
     return [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
 
 
@@ -258,8 +258,8 @@ def _integer_dot(module: Module) -> Iterator[Instruction]:
 
 
 def _widened_dot(module: Module) -> Iterator[Instruction]:
-    """Arithmetic, no document: a product of a parameter that each step widens to float32 reads it twice, writes it once
-    at twice its size, and runs at a quarter of the rate (92 against 23 TFLOPS on NeuronCore-v2).
+    """Arithmetic, no document: a matmul with a parameter that each step widens to float32 reads it twice, writes it
+    once at twice its size, and runs at a quarter of the rate (92 against 23 TFLOPS on NeuronCore-v2).
     """
     named = {(line.computation, line.name): line for line in module.instructions}
     moves = {"broadcast", "copy", "gather", "reshape", "scatter", "slice", "transpose", "convert"}
@@ -282,7 +282,7 @@ def _integer_collective(module: Module) -> Iterator[Instruction]:
 
 
 def _integer_scatter(module: Module) -> Iterator[Instruction]:
-    """EVRF016, EVRF060: scatter that computes with integers; overwriting is no computation."""
+    """EVRF016, EVRF060: scatter that computes with integers; overwriting is allowed."""
     for line in module.of("scatter"):
         root = module.root(line.attribute("to_apply"))
         if not _floating(line) and (root is None or root.opcode != "parameter"):
@@ -336,7 +336,7 @@ def _shift(module: Module) -> Iterator[Instruction]:
 
 
 def _unlisted(module: Module) -> Iterator[Instruction]:
-    """EVRF001, EUOC002: an operator that nothing published names."""
+    """EVRF001, EUOC002: an operator that no published list names."""
     own = {"sort", "topk", "while", "conditional", "reduce-window", "infeed", "outfeed", "send", "recv"}
     known = LISTED | set(ALLOWED) | own
     return (line for line in module.instructions if line.opcode not in known and not line.opcode.startswith("rng"))

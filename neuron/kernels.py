@@ -1,10 +1,9 @@
-"""The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
+"""The kernels of a decoder in operations of ahead-of-time graph compilers: XLA, and through it Neuron.
 
-The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, but that both sides of a product have the
-type of the weights or of the cache (sums, norms, softmax and logits are float32), and without its freedoms: nothing
-looks at a value, caches are written by one scatter of whole rows and read without a copy where the lines of a call are
-all slots in order, ids are int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is
-the native kernels' part.
+The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, except that both operands of a matmul
+have the type of the weights or of the cache (sums, norms, softmax and logits are float32), and with more restrictions:
+no value is inspected, caches are written by one scatter of whole rows and read without a copy if the batch is all slots
+in order, ids are int32, and every flat row number is exact in float32. The native kernels are the fast ones on a CPU.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from paceline.neuron.prompt_attention import Chunk, PromptAttention
 class TraceableKernels(PlainOperations):
     """Plain operations of static shape.
 
-    ``prompts`` says which chunks of prompts are attended to by a kernel of the device's library; None: it has none.
+    ``prompts`` selects the chunks of prompts for an attention kernel of the device's library; None: it has none.
     """
 
     batch_invariant = False  # a compiler may order a row's sums by the number of rows
     skips_padding = False
-    sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
+    sampling_kinds = True  # values are not inspected, so properties common to all rows must be known beforehand
     layers = None
-    mixture = None  # every expert computes every row: which are chosen is a value
+    mixture = None  # every expert computes every row: the active ones depend on values
 
     def __init__(self, prompts: PromptAttention | None = None) -> None:
         self._prompts = prompts
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
-        """As `Kernels.linear`; padding is computed like everything else.
+        """Multiply x by a weight, as `Kernels.linear`; padding is computed too.
 
-        Numbers of 8 bits are exact in bfloat16, in which they are multiplied; their scales apply to the sums.
+        8-bit numbers are exact in bfloat16, in which they are multiplied; scales are applied to the sums.
         """
         if isinstance(weight, PackedMatrix):
             if weight.scales is None:
@@ -64,7 +63,7 @@ class TraceableKernels(PlainOperations):
         *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
-        """As `Kernels.attend`.
+        """Write keys and values, then attend, as `Kernels.attend`.
 
         Raises:
             ConfigurationError: the cache has more rows than can be numbered exactly.
@@ -77,7 +76,7 @@ class TraceableKernels(PlainOperations):
             chunk = Chunk(window, place.bucket - window, heads, groups, width, cache[0].dtype)
             if self._prompts.takes(chunk, rule):
                 return read_prompt(qkv, cache, place, before=chunk.before, window=rule.window)
-        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        # Nodes of a tree may be after the bucket: more nodes are tried than can be accepted.
         extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
         for part, new in zip(cache, (k, v), strict=True):
             store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
@@ -97,7 +96,7 @@ class TraceableKernels(PlainOperations):
         return mixed.reshape(lines, window, heads * width)
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
-        """As `Kernels.compact_path`."""
+        """Move the rows of an accepted path, as `Kernels.compact_path`."""
         to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
         source = torch.where(path < 0, to, row.unsqueeze(1) + path)
         for part in cache:
@@ -114,7 +113,7 @@ class TraceableKernels(PlainOperations):
         stream: int = noise.TARGET,
         part: VocabPart | None = None,
     ) -> Tensor:
-        """As `Kernels.sample_tokens`; what it computes follows from the kind of sampling."""
+        """Sample a token per position, as `Kernels.sample_tokens`; the sampling mode determines the operations."""
         part = part or VocabPart.whole(logits)
         return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
 
@@ -127,23 +126,23 @@ class TraceableKernels(PlainOperations):
         count: int,
         part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Kernels.rank_tokens`."""
+        """Rank the best tokens, as `Kernels.rank_tokens`."""
         part = part or VocabPart.whole(logits)
         return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """As `Kernels.probabilities`."""
+        """Return the distribution, as `Kernels.probabilities`."""
         return graph_sampling.probabilities(logits, sampling)
 
     def cuts(self, sampling: SamplingTensors) -> bool:
-        """As `Kernels.cuts`."""
+        """Return whether a filter may be on, as `Kernels.cuts`."""
         return True
 
 
 def read(cache: Tensor, slots: Tensor, extent: int, *, in_order: bool = False) -> Tensor:
-    """The first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
+    """Return the first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
     near = cache[:, :, :extent]
-    # The first slots, in order, or all of them: nothing needs to be moved.
+    # The first slots, in order, or all of them: no copy is needed.
     if len(slots) == len(cache):
         return near
     return near[: len(slots)] if in_order else near.index_select(0, slots)
@@ -157,9 +156,9 @@ def read_prompt(
     before: int,
     window: int,
 ) -> Tensor:
-    """As `Kernels.attend` for one line that is a prompt's chunk, which is behind at most ``before`` rows.
+    """Attend for one batch row that is a prompt's chunk after at most ``before`` rows, as `Kernels.attend`.
 
-    Keys and values are those of the cache's type; what is there already is read without waiting for them.
+    Keys and values are those of the cache's type; cached rows are read without waiting for them.
     """
     q, *new = qkv
     _, length, heads, width = q.shape
@@ -174,10 +173,10 @@ def read_prompt(
 
 
 def visible(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
-    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    """Mark which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
     if place.tree is None:
         return columns <= rows.unsqueeze(-1)
-    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], cache row of each row of the window
     inside = torch.matmul(place.tree.seen, here) > 0
     return (columns < place.row.unsqueeze(1)).unsqueeze(1) | inside

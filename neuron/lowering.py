@@ -1,8 +1,9 @@
-"""A step as a pure graph: state and inputs in, new state and outputs out, in operations that compilers take.
+"""Lowering of a step to a pure graph: state and inputs in, new state and outputs out, in operations that compilers
+support.
 
-This is what stands between a step (a module that writes into its caches) and a compiler of whole graphs. PyTorch's
-exporter makes it functional; `rewrites` replaces what would lower to 64-bit indices, quadratic scans or worse. Not
-here: any compiler, and any device: a lowered step runs on whatever device its tensors are on.
+It converts a step (a module that writes into its caches) for compilers of whole graphs. PyTorch's exporter makes it
+functional; `rewrites` replaces operations that would lower to 64-bit indices, quadratic scans or worse. A lowered step
+runs on the device of its tensors, with any compiler.
 
 Each entry of `rewrites` replaces one operation while a step is lowered. The results are the same bits wherever this
 package uses them, but for the functions in the last row but one: selections move values without computing, running sums
@@ -41,13 +42,13 @@ from paceline.neuron import graph_product, prompt_attention
 
 _BLOCK = 128  # side of the triangle; also the width of a matrix engine
 _POWERS = (64, 32, 16, 8, 4, 2, 1)
-_MANTISSA = 23  # bits of a float32 behind the point
+_MANTISSA = 23  # bits of a float32 after the binary point
 _BIAS = 127
 _SIGN = -(1 << 31)
 
 
 def rewrites() -> dict[Any, Callable[..., Any]]:
-    """What replaces what, for `torch.export.ExportedProgram.run_decompositions`."""
+    """Return the replacements, for `torch.export.ExportedProgram.run_decompositions`."""
     aten = torch.ops.aten
     replacements: dict[Any, Callable[..., Any]] = {
         aten.gather.default: gather,
@@ -71,7 +72,9 @@ def rewrites() -> dict[Any, Callable[..., Any]]:
 
 
 def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
-    """`torch.gather` by comparison, for short dimensions: exact, since all but one term of each sum are zero."""
+    """Replace `torch.gather` by comparison, for short dimensions: exact, since all but one term of each sum are
+    zero.
+    """
     dim = dim % x.dim()
     moved = x.movedim(dim, -1).unsqueeze(-2)  # [..., 1, size]
     at = index.movedim(dim, -1).unsqueeze(-1).to(torch.int32)  # [..., n, 1]
@@ -83,7 +86,7 @@ def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
 
 
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Rows of the first dimension. Indices are not negative anywhere in this package."""
+    """Select rows of the first dimension. Indices are never negative in this package."""
     (rows,) = indices
     if rows is None or rows.dtype == torch.bool:
         raise BackendError("a graph may index by one tensor of row numbers only")
@@ -91,7 +94,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Running sum in float32, block by block: exact for counts below 2**24."""
+    """Compute a running sum in float32, block by block: exact for counts below 2**24."""
     return _running(x.to(torch.float32).movedim(dim, -1)).movedim(-1, dim).to(dtype or x.dtype)
 
 
@@ -110,13 +113,13 @@ def _running(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Mean over dimensions that are not empty."""
+    """Compute the mean over dimensions that are not empty."""
     size = math.prod(x.shape[axis] for axis in dim)
     return x.sum(list(dim), keepdim, dtype=dtype) / torch.full((), float(size), dtype=dtype or x.dtype, device=x.device)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """Of Hendrycks and Gimpel (arXiv 1606.08415), by the error function or by their approximation of it."""
+    """Compute GELU (Hendrycks and Gimpel, arXiv 1606.08415), by the error function or by their approximation of it."""
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
         return 0.5 * x * (1.0 + torch.tanh(inner))
@@ -124,7 +127,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def erf(x: Tensor) -> Tensor:
-    """The error function to within 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26)."""
+    """Compute the error function to within 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions,
+    7.1.26).
+    """
     size = x.abs()
     t = torch.ones_like(x) / (1.0 + 0.3275911 * size)
     total = torch.zeros_like(x)
@@ -135,25 +140,25 @@ def erf(x: Tensor) -> Tensor:
 
 
 def relu(x: Tensor) -> Tensor:
-    """The larger of x and zero."""
+    """Return the larger of x and zero."""
     return torch.maximum(x, torch.zeros_like(x))
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """exp(x) over its sum; the largest is taken off before, so that no power is beyond the type's range."""
+    """Compute exp(x) over its sum; the largest is subtracted first, so that no power is beyond the type's range."""
     wide = x if dtype is None else x.to(dtype)
     powers = torch.exp(wide - wide.amax(dim, keepdim=True))
     return powers / powers.sum(dim, keepdim=True)
 
 
 def shift_right(x: Tensor, by: int) -> Tensor:
-    """Arithmetic shift of int32."""
+    """Compute an arithmetic shift of int32."""
     amount = torch.full((), by, dtype=x.dtype, device=x.device)
     return torch.bitwise_right_shift(x, amount)
 
 
 def view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bit pattern of finite float32 numbers as int32; subnormal ones count as zero, which has no sign.
+    """Return the bit pattern of finite float32 numbers as int32; subnormal ones count as zero, which has no sign.
 
     Every step multiplies by a power of two or compares, so nothing is rounded. The pieces are joined bit by bit: no
     sum needs more than 24 bits.
@@ -177,7 +182,7 @@ def view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_copy(x: Tensor, *, dtype: torch.dtype | None = None, **_rest: object) -> Tensor:
-    """A conversion; to 64 bits means to 32."""
+    """Convert a tensor; 64-bit types become 32-bit."""
     kind = torch.int32 if dtype == torch.int64 else dtype or x.dtype
     return torch.ops.prims.convert_element_type(x, kind)  # type: ignore[no-any-return]
 
@@ -201,18 +206,18 @@ def _typed(compare: Any) -> Callable[..., Tensor]:
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""As `paceline.neuron.graph_product.operator`."""
+"""Type of `paceline.neuron.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""As `paceline.decoder.parallel.vocab_part.topk`."""
+"""Type of `paceline.decoder.parallel.vocab_part.topk`."""
 Attention = Callable[..., Tensor]
-"""As `paceline.neuron.prompt_attention.operator`."""
+"""Type of `paceline.neuron.prompt_attention.operator`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A functional graph and what its inputs and outputs are.
+    """A functional graph and the roles of its inputs and outputs.
 
-    program   the exported graph; takes ``state`` then the inputs, gives ``changed`` then the outputs
+    program   the exported graph; takes ``state`` then the inputs, returns ``changed`` then the outputs
     state     names of weights, caches and constants, in the graph's order
     changed   names of those that the step changes, in the order of the graph's first outputs
     """
@@ -236,11 +241,10 @@ class Lowered:
         product: Product | None = None,
         attention: Attention | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Execute on the device of the inputs. -> new values of what changed, outputs.
+        """Execute on the device of the inputs. -> new values of changed state, outputs
 
-        ``ranks`` are what the step's collectives become there, and ``topk``, ``product`` and ``attention`` what
-        `vocab_part.topk`, `graph_product` and `prompt_attention` become; without them PyTorch's
-        own are called.
+        ``ranks`` replaces the step's collectives, and ``topk``, ``product`` and ``attention`` replace
+        `vocab_part.topk`, `graph_product` and `prompt_attention`; without them PyTorch's own are called.
         """
         tensors = [state[name] for name in self.state]
         given = {
@@ -254,7 +258,7 @@ class Lowered:
         return changed, list(flat[len(self.changed) :])
 
     def blank(self) -> list[Tensor]:
-        """Zeros in the place of every output, on the CPU."""
+        """Return zeros in place of every output, on the CPU."""
         nodes = list(self.graph.graph.nodes)[-1].args[0][len(self.changed) :]
         return [torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in nodes]
 
@@ -285,7 +289,7 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
 
 
 def state_of(module: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
-    """The tensors that ``lowered.state`` names: the module's own, and constants that tracing made."""
+    """Return the tensors that ``lowered.state`` names: the module's own, and constants that tracing made."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named |= dict(module.named_buffers(remove_duplicate=False))
     constants = constants_of(lowered)
@@ -293,19 +297,19 @@ def state_of(module: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
 
 
 def constants_of(lowered: Lowered) -> dict[str, Tensor]:
-    """Tensors that tracing made, by their names in ``lowered.state``."""
+    """Return tensors that tracing made, by their names in ``lowered.state``."""
     specs = lowered.program.graph_signature.input_specs
     names = [str(spec.target) for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
     return {name: torch.as_tensor(lowered.program.constants[name]) for name in names}
 
 
 def _shares_buffers(module: nn.Module) -> bool:
-    """Whether one buffer is reached by two paths. Changed through both, it is more than the exporter can follow."""
+    """Return whether one buffer is reached by two paths. The exporter cannot follow changes through both."""
     return len(list(module.named_buffers(remove_duplicate=False))) > len(list(module.named_buffers()))
 
 
 def operator(target: object) -> str:
-    """The bare name of what a node calls."""
+    """Return the bare name of a node's operator."""
     return getattr(target, "__name__", str(target)).split(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What of this machine's Neuron chips and SDK can be seen without running anything on a chip, for `paceline doctor`."""
+"""Facts about this machine's Neuron chips and SDK, found without running anything on a chip, for `paceline doctor`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.placement.planning import instances
 
 Level = Literal["good", "note", "bad"]
 Seen = tuple[str, Level, str]
-"""A subject, how it is, and what was seen, as `paceline.diagnostics.doctor.Line`."""
+"""A subject, its level, and the finding, as `paceline.diagnostics.doctor.Line`."""
 
 _SECONDS = 20
 
 
 def examine() -> list[Seen]:
-    """All that was looked at, in the order to read it."""
+    """Return all findings, in reading order."""
     return [*_chips(), *_sdk()]
 
 

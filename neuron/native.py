@@ -1,14 +1,14 @@
 """TorchNeuron: AWS Trainium as a PyTorch device, whose compiler is reached through `torch.compile(backend="neuron")`.
 
-A step is lowered to a pure graph, as for every compiler of graphs; what it changes is then written back into the
-device's tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of
-Neuron SDK 2.33 (October 2026, a public beta); it has run on a stand-in for that compiler only, never on a chip. Not
-here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.neuron.backend`).
+A step is lowered to a pure graph, as for every compiler of graphs; changed state is then written back into the device's
+tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of Neuron
+SDK 2.33 (October 2026, a public beta); it has run on a fake of that compiler only, never on a chip. Inferentia2 and
+Trainium1, which TorchNeuron does not support, use `paceline.neuron.backend`.
 
-Of a divided model each core is a process, with its part of the weights and the caches. Every rank makes the same steps,
-whose sums and gathers are PyTorch's functional collectives (no DTensor), and compiles them by itself; the group is
-PyTorch's default one, of TorchNeuron's backend ``neuron``. Written against AWS's guide "How to use torch.distributed on
-Neuron" (SDK 2.33, October 2026); it has run with gloo in the place of that backend, never on a chip.
+In a sharded model each core has a process, with its shard of the weights and the caches. Every rank makes the same
+steps, with PyTorch's functional collectives (no DTensor), and compiles them separately; the group is PyTorch's default
+one, of TorchNeuron's backend ``neuron``. Written against AWS's guide "How to use torch.distributed on Neuron" (SDK
+2.33, October 2026); it has run with gloo in place of that backend, never on a chip.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ Compiler = str | Callable[..., Any]
 class Runtime:
     """The device and its compiler.
 
-    device    where weights, caches, inputs and outputs of graphs are
-    compiler  what `torch.compile` calls
+    device    device of weights, caches, inputs and outputs of graphs
+    compiler  backend of `torch.compile`
     versions  of `PACKAGES`, in their order
     """
 
@@ -73,22 +73,22 @@ class Runtime:
 
     @property
     def described(self) -> str:
-        """The instance and the packages, for people."""
+        """The instance and the packages, for messages."""
         packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
         return f"{instance_family() or 'this machine'} with {packages}"
 
     def facts(self) -> dict[str, object]:
-        """What a compiled graph depends on."""
+        """Facts on which a compiled graph depends."""
         return {"backend": self.backend, **dict(zip(PACKAGES, self.versions, strict=True))}
 
     def flags(self, *, prompt: bool) -> str:
-        """Compiler flags of a graph: TorchNeuron's own defaults."""
+        """Return the compiler flags of a graph: TorchNeuron's own defaults."""
         return ""
 
 
 @lru_cache(maxsize=1)
 def runtime() -> Runtime:
-    """The one of this process.
+    """Return this process's runtime.
 
     Raises:
         BackendError: TorchNeuron is missing, is the older package of the same name, or sees no core.
@@ -101,9 +101,9 @@ def runtime() -> Runtime:
             "without a chip"
         )
     try:
-        importlib.import_module("torch_neuronx")  # which PyTorch has done already, unless it was told not to
+        importlib.import_module("torch_neuronx")  # already done by PyTorch, unless disabled
         versions = tuple(metadata.version(name) for name in PACKAGES)
-    except ImportError as error:  # a missing package's version is one
+    except ImportError as error:  # a missing package's version raises one
         raise BackendError(
             f"backend='neuron-native' needs TorchNeuron, which cannot be imported ({error}); {SETUP}"
         ) from error
@@ -118,7 +118,7 @@ def runtime() -> Runtime:
 
 
 class NeuronNativeBackend(ChecksNoise, LocalBackend):
-    """Graphs on the first NeuronCore that this process sees. TorchNeuron keeps what it compiled in its own cache."""
+    """Graphs on the first NeuronCore that this process sees. TorchNeuron keeps compiled graphs in its own cache."""
 
     name = "neuron-native"
     device_state = True
@@ -130,7 +130,7 @@ class NeuronNativeBackend(ChecksNoise, LocalBackend):
         self.kernels: Kernels = TraceableKernels(self._prompts)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        """Trace. The compiler runs at the step's first call, which is the only one that it runs at.
+        """Trace. The compiler runs only at the step's first call.
 
         Raises:
             BackendError: the graph breaks a rule of the compiler.
@@ -143,10 +143,11 @@ class NeuronNativeBackend(ChecksNoise, LocalBackend):
 
 
 def prompt_form() -> PromptAttention:
-    """How prompts are attended to: by the NKI Library's kernel, which TorchNeuron calls on every chip that it supports.
+    """Return the form of attention over prompts: the NKI Library's kernel, which TorchNeuron supports on all of its
+    chips.
 
     Raises:
-        ConfigurationError: a variable that decides it holds something else than it may.
+        ConfigurationError: a variable that selects it has an unknown value.
     """
     if not environment.neuron_prompt_kernel():
         return PromptAttention("PACELINE_NEURON_PROMPTS=plain")
@@ -154,12 +155,12 @@ def prompt_form() -> PromptAttention:
 
 
 def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce: Callable[[str], None]) -> Step:
-    """One graph on a device, traced now and compiled at its first call.
+    """Trace one graph for a device; it is compiled at its first call.
 
-    ``prompts``: of the kernels that the graph's module has.
+    ``prompts``: setting of the kernels in the graph's module.
 
     Raises:
-        BackendError: it breaks a rule of the compiler, or what it calls is not installed.
+        BackendError: it breaks a rule of the compiler, or a library that it calls is not installed.
     """
     lowered = lower(graph.name, graph.module, graph.example)
     if news := prompts.news():
@@ -170,18 +171,20 @@ def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce:
 
 
 def state_on(home: Runtime, state: Tensor) -> Tensor:
-    """A copy of what a state of graphs on a device holds now."""
+    """Return a copy of the current value of a state on a device."""
     return _copies().of(state, home.device).cpu().clone()
 
 
 class Copies:
-    """The device's copies of weights and caches: one of each, whichever graph and decoder asks, as long as it lives."""
+    """The device's copies of weights and caches: one each for all graphs and decoders, as long as the original
+    lives.
+    """
 
     def __init__(self) -> None:
         self._found = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The copy of a tensor of the host. Graphs write into copies of states; the host's tensor stays as it was."""
+        """Return the copy of a host tensor. Graphs write into copies of states; the host's tensor is unchanged."""
         if tensor not in self._found:
             self._found[tensor] = tensor.detach().to(device, copy=True)
         copy: Tensor = self._found[tensor]
@@ -198,9 +201,10 @@ class _Compiled:
 
     def __init__(self, graph: Graph, lowered: Lowered, home: Runtime, *, cores: int) -> None:
         self._name, self._device = graph.name, home.device
-        # Weak where a weight's life is the decoder's own: the copies are kept here.
+        # Weak references if the decoder owns the weight: the copies are kept alive by this object.
         self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
-        # A graph module has code of its own, so that each key is compiled once and none counts as another's recompile.
+        # Each graph module has separate code, so that each key is compiled once and does not count as another's
+        # recompile.
         step = in_place(lowered, home.device, cores=cores)
         self._call: Callable[..., Any] = torch.compile(step, backend=home.compiler, fullgraph=True, dynamic=False)
         self._ready = False
@@ -214,21 +218,21 @@ class _Compiled:
     def _first(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
             outputs: Sequence[Tensor] = self._call(*self._state, *inputs)
-        except Exception as error:  # of Dynamo, of AOTAutograd, of the compiler or of the runtime
+        except Exception as error:  # from Dynamo, AOTAutograd, the compiler or the runtime
             raise BackendError(f"compiling {self._name} for Neuron failed: {type(error).__name__}: {error}") from error
         self._ready = True
         return outputs
 
 
 def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.GraphModule:
-    """A lowered step that takes its state and its inputs, writes into the state, and gives its outputs.
+    """Return a lowered step that takes its state and its inputs, writes into the state, and returns its outputs.
 
-    Products and top-k become PyTorch's own, attention over a prompt the NKI Library's, what torch-mlir has no lowering
-    for is rewritten, and what a step makes from nothing is made on the device. ``cores``: physical ones of a logical
-    core.
+    Matmuls and top-k become PyTorch's own, and attention over a prompt the NKI Library's. Operators without a
+    torch-mlir lowering are rewritten, and tensors that a step creates are created on the device. ``cores``: physical
+    cores per logical core.
 
     Raises:
-        BackendError: the graph calls the NKI Library, which is not there.
+        BackendError: the graph calls the NKI Library, which is not installed.
     """
     graph = fx.Graph()
     results = graph.graph_copy(lowered.graph.graph, {})
@@ -253,15 +257,15 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """As `graph_product.operator`. The engine sums in float32; the sums are rounded to 16 bits on their way out.
+    """Compute `graph_product.operator`. The engine sums in float32; the sums are then rounded to 16 bits.
 
-    PyTorch's products that keep float32 sums of 16-bit numbers have no lowering in torch-mlir.
+    PyTorch's matmuls that keep float32 sums of 16-bit numbers have no lowering in torch-mlir.
     """
     return torch.matmul(x, y.transpose(-2, -1)).float()
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `vocab_part.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
+    """Compute `vocab_part.topk`; TorchNeuron has a separate call for the largest of a last dimension."""
     values, places = torch.topk(x, count, dim=-1)
     return values, places.to(torch.int32)
 
@@ -271,7 +275,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
-    """An operation with a number as one with a tensor of that number."""
+    """Convert an operation with a number to one with a tensor of that number."""
 
     def operate(x: Tensor, number: int) -> Tensor:
         result: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
@@ -281,9 +285,9 @@ def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
 
 
 class NativeMember:
-    """A rank on a NeuronCore: the one whose number TorchNeuron finds in LOCAL_RANK. See `Member` for the methods."""
+    """A rank on a NeuronCore: the core number that TorchNeuron reads from LOCAL_RANK. See `Member` for the methods."""
 
-    keeps_meeting = True  # nothing says when the last core has read what the others left there
+    keeps_meeting = True  # no event shows that the last core has read the others' files
 
     def __init__(self, rank: int, degree: int, name: str) -> None:
         self.announce: Callable[[str], None] = _quiet  # on rank 0 the backend's: every rank makes the same graphs
@@ -300,7 +304,7 @@ class NativeMember:
         """Make this process rank 0, before TorchNeuron is used in it.
 
         Raises:
-            ConfigurationError: it cannot be, because of another decoder or of who started it.
+            ConfigurationError: another decoder or the launcher of the process prevents it.
         """
         if torch.distributed.is_initialized():
             raise ConfigurationError(
@@ -315,7 +319,7 @@ class NativeMember:
         environment.become_rank(self.variables(0))
 
     def find(self) -> Runtime:
-        """The device and its compiler."""
+        """Return the device and its compiler."""
         return runtime()
 
     def variables(self, rank: int) -> dict[str, str]:
@@ -330,7 +334,7 @@ class NativeMember:
         self.group = DeviceGroup(self.group.degree, distributed.group.WORLD.group_name)
 
     def leave(self) -> None:
-        with suppress(AssertionError, RuntimeError, ValueError):  # it was never there, or other ranks are gone
+        with suppress(AssertionError, RuntimeError, ValueError):  # it was never created, or other ranks have ended
             torch.distributed.destroy_process_group()
 
     def compile(self, graph: Graph) -> Step:
@@ -338,7 +342,7 @@ class NativeMember:
 
 
 class NeuronNativeRanks(ChecksNoise, RankedBackend):
-    """As `NeuronNativeBackend`, on as many cores as the model is divided over; rank 0 is this process."""
+    """`NeuronNativeBackend` on one core per rank of a sharded model; rank 0 is this process."""
 
     name = "neuron-native"
     kind = "paceline.neuron.native:NativeMember"
@@ -358,12 +362,12 @@ class NeuronNativeRanks(ChecksNoise, RankedBackend):
         return super().compile(graph, announce)
 
     def read_state(self, state: Tensor) -> Tensor:
-        """What rank 0 has in it: states that are read are the same on all ranks."""
+        """Return rank 0's value of a state: states that are read are the same on all ranks."""
         return state_on(self.stack, state)
 
 
 def _quiet(_said: str) -> None:
-    """Tells nobody."""
+    """Ignore a message."""
 
 
 def _free_port() -> int:

@@ -1,9 +1,8 @@
-"""The record that the check of the noise has passed here: without one, requests that sample are refused on Neuron.
+"""Record that the noise check has passed on this machine: without it, sampling requests are rejected on Neuron.
 
-The noise is made of integers (`paceline.core.noise`). Where a device computes them otherwise than it should, texts are
-drawn from a wrong distribution although every logit is right, and nothing else shows it. So `paceline selftest`
-compares them bit by bit, and leaves a record in the cache folder, below a hash of everything the outcome may depend
-on. Not here: the check itself.
+The noise is made of integers (`paceline.core.noise`). If a device computes them differently, sequences are sampled from
+a wrong distribution although every logit is right, and no other test detects it. So `paceline selftest` compares them
+bitwise, and stores a record in the cache folder, under a hash of everything on which the outcome may depend.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.neuron import sdk as neuron_sdk
 
 DRIVER = Path("/sys/module/neuron/version")
-_RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")  # where aws-neuronx-runtime-lib has it
+_RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")  # path of the package aws-neuronx-runtime-lib
 _REMEDY = "make room, or set PACELINE_CACHE to a folder of yours"
 
 
 class Stack(Protocol):
-    """The software that graphs are compiled with and run by."""
+    """The software that compiles and runs graphs."""
 
     @property
     def backend(self) -> str:
@@ -33,22 +32,22 @@ class Stack(Protocol):
 
     @property
     def described(self) -> str:
-        """The chip and the packages, for people."""
+        """The chip and the packages, for messages."""
 
     def facts(self) -> dict[str, object]:
-        """What a compiled graph depends on."""
+        """Facts on which a compiled graph depends."""
 
     def flags(self, *, prompt: bool) -> str:
-        """Compiler flags of a graph."""
+        """Return the compiler flags of a graph."""
 
 
 def passed(sdk: Stack) -> bool:
-    """Whether the check has passed with this instance type, driver, runtime, SDK and version of Paceline."""
+    """Return whether the check has passed with this instance type, driver, runtime, SDK and version of Paceline."""
     return cache.find(_root(), facts(sdk)) is not None
 
 
 def refusal(sdk: Stack) -> str | None:
-    """Why requests that sample are refused, with what to do; None where the check has passed."""
+    """Return why sampling requests are rejected, with a remedy; None if the check has passed."""
     if passed(sdk):
         return None
     return (
@@ -59,7 +58,7 @@ def refusal(sdk: Stack) -> str | None:
 
 
 def write(sdk: Stack, *, outcome: bool) -> None:
-    """Keep the outcome of a check: a record where it has passed, none where it has not.
+    """Store the outcome of a check: a record if it has passed, none if it has not.
 
     Raises:
         StorageError: the cache folder cannot be written.
@@ -74,7 +73,7 @@ def write(sdk: Stack, *, outcome: bool) -> None:
 
 
 class ChecksNoise:
-    """As `paceline.decoder.backends.base.ChecksNoise`, for a backend on this ``stack``."""
+    """Implementation of `paceline.decoder.backends.base.ChecksNoise` for a backend on this ``stack``."""
 
     stack: Stack
 
@@ -86,7 +85,7 @@ class ChecksNoise:
 
 
 def facts(sdk: Stack) -> dict[str, object]:
-    """What the outcome of the check may depend on."""
+    """Facts that invalidate a recorded noise check: driver, runtime, SDK, compiler flags."""
     return {
         "noise check": "passed",
         "instance": neuron_sdk.instance_family(),
@@ -104,7 +103,7 @@ def _root() -> Path:
 
 
 def _first_line(path: Path) -> str:
-    """Nothing where there is no such file, as on a machine that only compiles."""
+    """Return the first line of a file; "" if it does not exist, as on a machine that only compiles."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -112,7 +111,9 @@ def _first_line(path: Path) -> str:
 
 
 def _library(path: Path) -> str:
-    """Version of a shared library, by the name of the file behind the link and its size; nothing if it is not there."""
+    """Return the version of a shared library, by the name of the link's target and its size; "" if it does not
+    exist.
+    """
     try:
         return f"{path.resolve().name} {path.stat().st_size}"
     except OSError:

@@ -1,13 +1,12 @@
-"""Attention over a prompt's chunk as one operator, for which the NKI Library has a kernel, ``attention_cte``.
+"""Attention over a prompt's chunk as one operator, with a kernel in the NKI Library, ``attention_cte``.
 
-Such a kernel keeps the scores of a chunk in the core's own memory, where the plain form writes them out and reads them
-again, and it reads the rows before the chunk without waiting for the chunk's own to be written. Which chunks it takes
-is in `refusal`; windows of rounds are too short for it.
+Such a kernel keeps the scores of a chunk in the core's own memory, while the plain form writes them out and reads them
+again, and it reads the rows before the chunk without waiting for the chunk's own rows. `refusal` lists the chunks that
+it does not support; windows of rounds are too short for it.
 
-How each of the two ways into PyTorch calls it is below. Arguments are those of its page (nki/library/api/attention-cte,
-2026-06-11) and of NxD Inference's call with a prefix (`perform_prefix_prefill`, release 2.29): heads are its batch,
-key-value heads are not repeated, queries are scaled before. It has run on a stand-in that computes what the page says,
-never on a chip.
+Its two PyTorch interfaces have separate calls. Arguments follow its page (nki/library/api/attention-cte, 2026-06-11)
+and of NxD Inference's call with a prefix (`perform_prefix_prefill`, release 2.29): heads are its batch, key-value heads
+are not repeated, queries are already scaled. It has run on a fake that follows the page, never on a chip.
 """
 
 from __future__ import annotations
@@ -30,23 +29,25 @@ NAME = "prompt_attention"
 """The operator's bare name."""
 
 KERNEL = "attention_cte"
-"""Of the NKI Library (aws-neuron/nki-library, ``nkilib.core.attention.attention_cte``)."""
+"""Kernel of the NKI Library (aws-neuron/nki-library, ``nkilib.core.attention.attention_cte``)."""
 
 MAX_WIDTH, MAX_HEADS, MAX_ROWS = 128, 512, 131_072
-"""Head width, query heads and rows that it takes: its source of 2026-04-13 (`_MAX_HEAD_DIM`, `_MAX_BS`, `_MAX_SEQLEN`);
-the first is on its page too (nki/library/api/attention-cte, 2026-06-11)."""
+"""Largest head width, query heads and rows that it supports: its source of 2026-04-13 (`_MAX_HEAD_DIM`, `_MAX_BS`,
+`_MAX_SEQLEN`); the first is on its page too (nki/library/api/attention-cte, 2026-06-11).
+"""
 
 LONG, STEPS, ALONE = 1024, (256, 512), 4096
-"""Chunks that it is worth: with two physical cores in a logical one, multiples of 256, and of 512 from 1,024 on; with
-one, 4,096 rows at least (NxD Inference's `get_flash_attention_strategy`, release 2.29)."""
+"""Chunk sizes for which it pays: with two physical cores in a logical one, multiples of 256, and of 512 from 1,024 on;
+with one, 4,096 rows at least (NxD Inference's `get_flash_attention_strategy`, release 2.29).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a graph reads at once.
+    """A prompt chunk that a graph computes in one call.
 
-    rows    of the chunk
-    before  cache rows before it that the graph looks at
+    rows    number of rows of the chunk
+    before  cache rows before it that the graph reads
     heads, groups, width  query heads, key-value heads, numbers of a head
     dtype   of the cache
     """
@@ -60,11 +61,11 @@ class Chunk:
 
 
 class PromptAttention:
-    """Which chunks are attended to by the library's kernel, and what was chosen.
+    """Selection of chunks for the library's attention kernel, and the last decision.
 
-    missing  why there is none here; nothing where there is one
-    cores    physical cores of a logical one, over which it divides heads
-    chosen   for the chunk that was traced last, for people; nothing before any was
+    missing  why the kernel is unavailable; "" if it is available
+    cores    physical cores per logical core, over which it shards heads
+    chosen   decision for the last traced chunk, for messages; "" before the first
     """
 
     def __init__(self, missing: str = "", *, cores: int = 1) -> None:
@@ -72,20 +73,20 @@ class PromptAttention:
         self._told: set[str] = set()
 
     def takes(self, chunk: Chunk, rule: AttentionRule) -> bool:
-        """Whether a chunk goes to the kernel."""
+        """Return whether the kernel computes a chunk."""
         why = self.missing or refusal(chunk, rule, cores=self.cores)
         self.chosen = f"plain attention over prompts: {why}" if why else f"attention over prompts by {KERNEL}"
         return not why
 
     def news(self) -> str:
-        """What was chosen last, the first time; nothing if it was told already."""
+        """Return the last decision once; "" if it was already returned."""
         new = "" if self.chosen in self._told else self.chosen
         self._told.add(self.chosen)
         return new
 
 
 def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
-    """Why the kernel does not take a chunk, or is not worth it; nothing if it is taken."""
+    """Return why the kernel does not support a chunk, or does not pay; "" if it is used."""
     long = chunk.rows >= ALONE if cores == 1 else chunk.rows % STEPS[chunk.rows >= LONG] == 0
     for fails, why in (
         (rule.cap > 0, "the kernel has no soft cap of scores"),
@@ -103,11 +104,11 @@ def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
 
 
 def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tensor:
-    """Every row attends to the first ``used`` prior rows, and to the rows of the chunk up to its own.
+    """Attend from every row to the first ``used`` prior rows, and to the rows of the chunk up to its own.
 
     chunk   query [H, T, D], already scaled, and the chunk's keys and values, [G, T, D] each, all of one type
     prior   keys and values before them, [G, R, D] each of that type, and used [1] int32; empty if there are none
-    window  as `AttentionRule.window`
+    window  see `AttentionRule.window`
     -> [H, T, D] of that type. Query head h reads key-value head h // (H / G).
     """
     mixed: Tensor = operator()(chunk, prior, window)
@@ -116,16 +117,16 @@ def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tens
 
 @lru_cache(maxsize=1)
 def operator() -> Any:
-    """The operator ``paceline_graph::prompt_attention``."""
+    """Return the operator ``paceline_graph::prompt_attention``."""
     return graph_operator(NAME, "(Tensor[] chunk, Tensor[] prior, int window) -> Tensor", plain=plain, shapes=_shape)
 
 
 def plain(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
-    """The operator in PyTorch, in float32."""
+    """Compute the operator in PyTorch, in float32."""
     q, keys, values = chunk
     before, rows, share = 0, q.shape[1], q.shape[0] // keys.shape[0]
     column = torch.arange(rows, dtype=torch.int32, device=q.device)
-    # Where a column lies in the text, counted from the chunk's first row, and whether there is anything.
+    # Sequence position of a column, counted from the chunk's first row, and whether it is filled.
     place, filled = column, torch.ones_like(column, dtype=torch.bool)
     if prior:
         before, keys, values = prior[0].shape[1], torch.cat((prior[0], keys), 1), torch.cat((prior[1], values), 1)
@@ -143,14 +144,14 @@ def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:
 
 
 _MODULE = f"nkilib.core.attention.{KERNEL}"
-_SCALE = 1.0  # must be, where there are prior rows
+_SCALE = 1.0  # required with prior rows
 
 Call = Callable[..., Tensor]
-"""As `operator`."""
+"""Type of `operator`."""
 
 
 def through_xla(cores: int) -> Call:
-    """Called with tensors of torch_xla while a graph is traced. ``cores``: physical ones of a logical core.
+    """Return the call for tensors of torch_xla while a graph is traced. ``cores``: physical cores per logical core.
 
     Raises:
         BackendError: at the first call, if the NKI Library cannot be imported.
@@ -165,8 +166,8 @@ def through_xla(cores: int) -> Call:
 
 @lru_cache(maxsize=1)
 def native(cores: int) -> Call:
-    """Two custom operators of TorchNeuron, one for chunks with rows before them and one without; called inside of
-    `torch.compile` ("How to work with NKI kernels from torch-neuronx", SDK 2.33, 2026-10-15).
+    """Return the call of two TorchNeuron custom operators, one for chunks with prior rows and one without; for use
+    inside `torch.compile` ("How to work with NKI kernels from torch-neuronx", SDK 2.33, 2026-10-15).
 
     Raises:
         BackendError: the NKI Library or TorchNeuron's `nki_op` cannot be imported.
@@ -187,7 +188,7 @@ def native(cores: int) -> Call:
 
 
 def _behind(kernel: Any) -> Call:
-    """The operator for a chunk with rows before it. Its types are named in full: its schema is read from them."""
+    """Wrap the kernel for a chunk with prior rows. Types are named in full: its schema is read from them."""
 
     def forward(
         q: torch.Tensor,
@@ -204,7 +205,7 @@ def _behind(kernel: Any) -> Call:
 
 
 def _first(kernel: Any) -> Call:
-    """The same for a chunk without."""
+    """Wrap the kernel for a prompt's first chunk (no prior rows)."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
         return _launch(kernel, [q, k, v], [], window=window)
@@ -213,7 +214,7 @@ def _first(kernel: Any) -> Call:
 
 
 def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: int) -> Tensor:
-    """Tensors as `attend` has them, laid as the kernel's flags say."""
+    """Run the kernel on `attend`'s tensors, arranged as the kernel's flags specify."""
     flags = {"causal_mask": True, "sliding_window": window, "tp_q": True, "tp_k": True, "tp_out": False}
     before = dict(zip(("k_prior", "v_prior", "prior_used_len"), prior, strict=True)) if prior else {}
     mixed: Tensor = kernel(*chunk, _SCALE, **flags, **before)
@@ -221,7 +222,7 @@ def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: in
 
 
 def _on_grid(kernel: Any, cores: int) -> Any:
-    """A kernel over the physical cores of a logical one."""
+    """Return a kernel over the physical cores of a logical core."""
     return kernel if cores == 1 else kernel[cores]
 
 

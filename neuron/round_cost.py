@@ -1,7 +1,7 @@
-"""What a round of speculation costs on Neuron at real size, from the graphs it would compile: no weights, no chip.
+"""Cost of a round of speculation on Neuron at real size, from the graphs it would compile: no weights, no chip.
 
-A round of a pair is counted with one and with two layers of each model, which gives what a layer costs and what is
-left. Times are arithmetic from published figures (`paceline.neuron.chips`); none was measured.
+A round of a pair is counted with one and with two layers of each model, which gives the cost of a layer and the rest.
+Times are arithmetic from published figures (`paceline.neuron.chips`); none was measured.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ REST = "embedding, head and sampler"
 
 
 def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
-    """Figures of a round, as plain values: milliseconds by part and resource, and which limits are passed.
+    """Return figures of a round, as plain values: milliseconds by part and resource, and the exceeded limits.
 
     Raises:
-        ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
+        ConfigurationError: the models cannot be sharded in this way, or the figures of this chip are not known.
     """
     _check_instance(setup.degree, instance)
     parts = _parts(setup)
@@ -89,7 +89,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
 
 
 def _check_instance(degree: int, instance: Instance) -> None:
-    """Raise ConfigurationError unless the chip's figures are known and models can be divided like that on it."""
+    """Raise ConfigurationError unless the chip's figures are known and models can be sharded to ``degree`` on it."""
     if chips.chip_of(instance.name) not in chips.CORE_V2:
         known = ", ".join(chip.value for chip in chips.CORE_V2)
         raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
@@ -114,13 +114,13 @@ _FIGURES = (
 
 
 def expected_seconds(work: Work, instance: Instance) -> float:
-    """Of one call: engines one after the other, collectives, and the host."""
+    """Return the seconds of one call: engines one after the other, collectives, and the host."""
     busy = sum(_times_of(work, instance).values())
     return busy + sum(work.collectives.values()) * chips.COLLECTIVE.value + chips.LAUNCH.value
 
 
 def expected_here() -> Callable[[Graph, int], float] | None:
-    """`expected_seconds` of a graph on this machine; None where it has no chip whose engines have figures."""
+    """Return `expected_seconds` of a graph on this machine; None if its chip has no figures."""
     here = INSTANCES.get(instance_family())
     if here is None or chips.chip_of(here.name) not in chips.CORE_V2:
         return None
@@ -132,7 +132,7 @@ def expected_here() -> Callable[[Graph, int], float] | None:
 
 
 def _times_of(work: Work, instance: Instance) -> dict[str, float]:
-    """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
+    """Return seconds by resource, each separately; a widened weight is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
     return {
         "memory": (work.read + 4 * work.widened) / instance.bandwidth / chips.BANDWIDTH_SHARE.value,
@@ -155,14 +155,16 @@ def _over(work: Work, memory: int, instance: Instance) -> list[str]:
 
 
 def _collectives(work: Work) -> list[dict[str, object]]:
-    """By name and size, the most frequent first."""
+    """Return collectives by name and size, the most frequent first."""
     return [
         {"name": name, "bytes": size, "count": int(count)} for (name, size), count in work.collectives.most_common()
     ]
 
 
 def _parts(setup: RoundSetup) -> dict[str, Work]:
-    """A round by what does it. Layers of one model are alike, so that one and two of them tell what each costs."""
+    """Split a round's work by part. Layers of one model are alike, so that one and two of them give the cost of
+    each.
+    """
     base, head = _works(setup, 1, 1)
     target = _works(setup, 2, 1)[0].plus(base, -1)  # of one layer
     nothing = base.plus(base, -1)
@@ -178,7 +180,7 @@ def _parts(setup: RoundSetup) -> dict[str, Work]:
 
 
 def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Work, Work]:
-    """Of a whole round of models of so many layers, and of its drafting alone."""
+    """Return the work of a whole round of models with these numbers of layers, and of its drafting only."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, given = fused_round(setup, target_layers, draft_layers)
         features = () if step.carry is None else (step.carry.features,)
@@ -187,7 +189,7 @@ def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Wo
 
 
 def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
-    """The work of a step of such a round on one core."""
+    """Count the work of a step of such a round on one core."""
     return _counted(step, inputs, -(-setup.target.vocab_size // setup.degree))
 
 
@@ -196,7 +198,7 @@ def _counted(step: nn.Module, inputs: Sequence[Tensor], width: int) -> Work:
 
 
 def to_json(found: Mapping[str, object]) -> str:
-    """One line."""
+    """Return one line of JSON."""
     return json.dumps(found)
 
 
@@ -204,8 +206,8 @@ def to_json(found: Mapping[str, object]) -> str:
 class PartTime:
     """Seconds of one part of a round on the device, without the host's launch.
 
-    ideal     memory or tensor engine alone, at the full bandwidth, and no collective
-    expected  all engines one after the other, with collectives as they are assumed
+    ideal     memory or tensor engine only, at the full bandwidth, and no collective
+    expected  all engines one after the other, with the assumed collectives
     worst     the same with the slowest collectives that published figures allow
     """
 
@@ -214,7 +216,7 @@ class PartTime:
     worst: float
 
     def plus(self, other: PartTime, times: float = 1.0) -> PartTime:
-        """Both, the other one so many times."""
+        """Add ``times`` times another part."""
         return PartTime(
             self.ideal + times * other.ideal,
             self.expected + times * other.expected,
@@ -223,10 +225,10 @@ class PartTime:
 
 
 class PartTimes:
-    """Times of one part of a round at one degree: drafting, or verification, by itself.
+    """Times of one part of a round at one degree: drafting only, or verification only.
 
-    For any depth and number of slots: linear between and beyond the corners, so that a grid needs these alone. A part
-    is counted with one and with two layers, as a round is.
+    For any depth and number of slots: linear between and beyond the corners, so that a grid needs only these. A part is
+    counted with one and with two layers, like a round.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class PartTimes:
         }
 
     def at(self, k: int, slots: int) -> PartTime:
-        """At a depth and a number of slots."""
+        """Return the time at a depth and a number of slots."""
         low, high = self._depths
         x, most = (k - low) / (high - low), self._slots[-1]
         y = (slots - 1) / (most - 1) if most > 1 else 0.0
@@ -253,7 +255,7 @@ class PartTimes:
 
 
 def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
-    """Whether weights and caches of these models fit on each core."""
+    """Return whether weights and caches of these models fit on each core."""
     needed = model_memory(setup.target, setup) if target else 0
     return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
 

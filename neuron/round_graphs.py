@@ -1,6 +1,6 @@
-"""The graphs of a speculative pair on an accelerator, from configurations alone: weights are shapes without numbers.
+"""The graphs of a speculative pair on an accelerator, from configurations only: weights are shapes without numbers.
 
-What `paceline cost` counts and `paceline export-hlo` writes. Not here: counting, and compilers.
+`paceline cost` counts them and `paceline export-hlo` writes them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Padding = dict[str, tuple[int, int]]
 
 
 class RoundDraft(Protocol):
-    """What drafts.
+    """Source of a round's drafts.
 
-    layers    how many equal layers it has that are worth counting one by one; 1 for a head
-    features  what it reads of the target; None = tokens alone
+    layers    number of equal layers to count one by one; 1 for a head
+    features  hidden states that it reads; None = tokens only
     """
 
     @property
@@ -50,18 +50,18 @@ class RoundDraft(Protocol):
     def features(self) -> FeatureSpec | None: ...
 
     def step(self, target: ModelWithCache, setup: RoundSetup, layers: int) -> nn.Module:
-        """The step that drafts ``setup.k`` tokens, of so many layers."""
+        """Return the step that drafts ``setup.k`` tokens, with ``layers`` layers."""
 
     def memory(self, setup: RoundSetup) -> int:
-        """Bytes of weights and caches on one core, in 16 bits."""
+        """Return the bytes of weights and caches on one core, in 16 bits."""
 
     def padding(self, degree: int) -> Padding:
-        """As `paceline.decoder.parallel.sharding.padding`."""
+        """Return the padding, as `paceline.decoder.parallel.sharding.padding`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """A draft model, divided over as many cores as the target."""
+    """A draft model, sharded over the target's cores."""
 
     config: ModelConfig
 
@@ -89,7 +89,8 @@ class ModelDraft:
 class EagleDraft:
     """An EAGLE head that drafts chains.
 
-    divided  over the target's cores, or whole on every one but for what it borrows; None: what a generator does
+    divided  whether it is sharded over the target's cores, or replicated except for shared weights; None: as in a
+             generator
     """
 
     config: EagleConfig
@@ -133,7 +134,8 @@ class EagleDraft:
 
 @dataclass(frozen=True, slots=True)
 class RoundSetup:
-    """A fused pair: ``k`` drafted tokens a round over ``slots`` texts of up to ``rows`` tokens, on ``degree`` cores.
+    """A fused pair: ``k`` drafted tokens per round over ``slots`` sequences of up to ``rows`` tokens, on ``degree``
+    cores.
 
     ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them.
     """
@@ -149,16 +151,16 @@ class RoundSetup:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Of a ``config.json``, or of a folder with one and nothing else."""
+    """Read the configuration of a ``config.json``, or of a folder with only that file."""
     return ModelConfig.from_file(_file(path))
 
 
 def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
-    """A draft model, or an EAGLE head, by what its ``config.json`` says. Weights that are not there say nothing: a head
-    without a vocabulary of its own counts as version 1.
+    """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not required: a head without its own
+    vocabulary counts as version 1.
 
     Raises:
-        CheckpointError: it is no configuration of either.
+        CheckpointError: it is not a configuration of either.
         PairingError: the head is for another target.
     """
     fields = Fields(read_json_object(_file(path)), str(_file(path)))
@@ -179,7 +181,7 @@ def _file(path: Path) -> Path:
 
 
 def fused_round(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[FusedStep, tuple[Tensor, ...]]:
-    """A whole round of models of so many layers, and inputs for it; to be called where tensors are fake."""
+    """Return a whole round of models with these numbers of layers, and its inputs; call it in a fake tensor mode."""
     target = body_of(setup.target, target_layers, setup)
     drafts = setup.draft.step(target, setup, draft_layers)
     reads = setup.draft.features
@@ -193,7 +195,7 @@ def fused_round(setup: RoundSetup, target_layers: int, draft_layers: int) -> tup
 
 
 def round_inputs(setup: RoundSetup) -> tuple[Tensor, ...]:
-    """Tokens, count, first row and limit of a commit, sampling parameters and seeds."""
+    """Return tokens, count, first row and limit of a commit, sampling parameters and seeds."""
     lines = setup.lines or setup.slots
     one = torch.ones(lines, dtype=torch.int32)
     tokens = torch.ones(lines, setup.k + 1, dtype=torch.int32)
@@ -201,7 +203,7 @@ def round_inputs(setup: RoundSetup) -> tuple[Tensor, ...]:
 
 
 def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:
-    """Rank 0's part of a model of so many layers, in 16 bits."""
+    """Return rank 0's shard of a model with ``layers`` layers, in 16 bits."""
     config = replace(config, num_layers=layers)
     layout = sharding.layout(config, setup.degree)
     options = DecoderOptions(LoadOptions(batch_size=setup.slots), (setup.rows,), (min(128, setup.rows),), layout)
@@ -219,7 +221,7 @@ def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCac
 
 
 def model_memory(config: ModelConfig, setup: RoundSetup) -> int:
-    """Bytes of a model's weights and caches on one core, in 16 bits."""
+    """Return the bytes of a model's weights and caches on one core, in 16 bits."""
     shard = Shard(config, sharding.layout(config, setup.degree))
     return _memory(shard, registry.family(config.model_type).tensors(config), setup)
 

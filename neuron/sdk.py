@@ -1,7 +1,7 @@
-"""Which Neuron chip, which SDK and whether they go together: decided by a table, never by whether an import succeeds.
+"""Neuron chip and SDK of this machine, and their compatibility: decided by a table, never by a successful import.
 
-Nothing of the SDK is imported here: versions are read from the installed packages' metadata. Not here: the table
-(`paceline.neuron.chips`).
+The SDK is not imported: versions are read from the installed packages' metadata. The table is in
+`paceline.neuron.chips`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ PACKAGES = {
     "neuronx-distributed": "neuronx_distributed",
     "libneuronxla": "libneuronxla",
 }
-"""Packages of the SDK and the module that each of them installs; the compiler's has a name of its own."""
+"""Packages of the SDK and the module that each of them installs; the compiler's has a different name."""
 
 _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
 
 _OVERLAP = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
 _E4M3 = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-"""Without it the compiler refuses PyTorch's e4m3 for every chip of `Chip` (its error NCC_EVRF051). It takes the bytes
-as they are for those of the chip's own e4m3. That is unsafe above `E4M3_LARGEST` alone, which `check_formats` refuses.
+"""Without it the compiler rejects PyTorch's e4m3 for every chip of `Chip` (its error NCC_EVRF051). It reinterprets the
+bytes as the chip's own e4m3. That is unsafe only above `E4M3_LARGEST`, which `check_formats` rejects.
 """
 
 SETUP = (
@@ -44,12 +44,12 @@ SETUP = (
 
 @dataclass(frozen=True, slots=True)
 class Sdk:
-    """The SDK found here.
+    """The SDK of this machine.
 
-    chip      what graphs are compiled for
+    chip      chip for which graphs are compiled
     minor     its line: 28 is SDK 2.28
     versions  of `PACKAGES`, in their order
-    logical   physical cores of a logical core
+    logical   physical cores per logical core
     """
 
     chip: Chip
@@ -64,7 +64,7 @@ class Sdk:
 
     @property
     def described(self) -> str:
-        """The chip and the packages, for people."""
+        """The chip and the packages, for messages."""
         packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
         return f"{instance_family() or self.chip.value} with {packages}"
 
@@ -73,15 +73,16 @@ class Sdk:
         return CAPABILITIES[self.chip]
 
     def facts(self) -> dict[str, object]:
-        """What a compiled graph depends on."""
+        """Facts on which a compiled graph depends."""
         named = dict(zip(PACKAGES, self.versions, strict=True))
         return {**named, "target": self.chip.value, "logical cores": self.logical}
 
     def flags(self, *, prompt: bool, e4m3: bool = False) -> str:
-        """Compiler flags of a graph: one that reads a prompt, or one of a round; ``e4m3``: whether it holds fp8_e4m3.
+        """Return the compiler flags of a graph, for prefill (``prompt``) or a round; ``e4m3``: whether it holds
+        fp8_e4m3.
 
-        Rounds are worth the longer optimisation; prompts are long graphs. That collectives run beside products, and how
-        prompts are cut into modules, are the choices of NxD Inference (its model wrapper, April 2026).
+        Rounds are worth the longer optimisation; prompts are long graphs. Overlap of collectives with matmuls, and the
+        split of prompts into modules, follow NxD Inference (its model wrapper, April 2026).
         """
         flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none", _OVERLAP]
         flags += ["-O1", "--modular-flow-mac-threshold=10"] if prompt else ["-O2"]
@@ -94,10 +95,10 @@ class Sdk:
         return " ".join(flags)
 
     def prompts(self) -> PromptAttention:
-        """How prompts are attended to here.
+        """Selection of prompt chunks for the attention kernel on this machine.
 
         Raises:
-            ConfigurationError: the variable that decides it holds something else than it may.
+            ConfigurationError: the variable that selects it has an unknown value.
         """
         first = self.capability.attention
         if not environment.neuron_prompt_kernel():
@@ -107,7 +108,7 @@ class Sdk:
         return PromptAttention(cores=self.logical)
 
     def check_degree(self, degree: int) -> None:
-        """Raise BackendError unless the chip takes this tensor-parallel degree."""
+        """Raise BackendError unless the chip supports this tensor-parallel degree."""
         if degree not in self.capability.degrees:
             degrees = ", ".join(map(str, self.capability.degrees))
             raise BackendError(f"tensor parallelism of {degree} is not possible on {self.chip.value}; use {degrees}")
@@ -117,10 +118,10 @@ Versions = Callable[[str], str]
 
 
 def find(version: Versions = metadata.version) -> Sdk:
-    """The chip and the SDK of this machine.
+    """Return the chip and the SDK of this machine.
 
     Raises:
-        BackendError: a package is missing or a placeholder, the chip is unknown, or the two do not go together.
+        BackendError: a package is missing or a placeholder, the chip is unknown, or the two are incompatible.
     """
     versions = tuple(_version(name, module, version) for name, module in PACKAGES.items())
     minor = _line(versions[0])
@@ -140,10 +141,10 @@ def find(version: Versions = metadata.version) -> Sdk:
 
 
 def this_chip() -> Chip:
-    """The chip graphs are compiled for: the one named by the environment, or this machine's.
+    """Return the chip for which graphs are compiled: the one named by the environment, or this machine's.
 
     Raises:
-        BackendError: there is none, or one without a way to it.
+        BackendError: no chip is found, or it is not supported.
     """
     named = environment.neuron_target() or instance_family()
     if chip := chip_of(named):
@@ -162,7 +163,7 @@ def this_chip() -> Chip:
 
 
 def instance_family() -> str:
-    """What the machine calls itself, as "inf2.48xlarge"; nothing if it does not."""
+    """Return the machine's instance type, as "inf2.48xlarge"; "" if unknown."""
     try:
         return _BOARD.read_text(encoding="utf-8").strip()
     except OSError:
@@ -174,7 +175,7 @@ def _version(package: str, module: str, version: Versions) -> str:
         installed = version(package)
     except metadata.PackageNotFoundError as error:
         raise BackendError(f"backend='neuron' needs {package}, which is not installed; {SETUP}") from error
-    # The public index has empty packages of the same names, so that nobody else takes them.
+    # The public index has empty packages of the same names, which reserve the names.
     if (
         importlib.util.find_spec(module) is None
         or not re.match(r"[0-2]\.\d+\.\d", installed)

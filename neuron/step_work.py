@@ -1,9 +1,9 @@
-"""What a step asks of an accelerator's engines: bytes, operations by engine and type, gathers, collectives.
+"""Work of a step on an accelerator's engines: bytes, operations by engine and type, gathers, collectives.
 
-The step runs on shapes alone (fake tensors), each operation rewritten as it is while a step is lowered, so that a model
-of any size is counted in seconds. So are passes over rows of the vocabulary: a device's vector engine goes over a row
-once for every operation, whatever the operation is, so that they are what a sampler costs where the vocabulary is
-large; compilers fold operations on constants alone. Not here: how fast engines are (`paceline.neuron.chips`).
+The step runs on shapes only (fake tensors), with the rewrites of lowering, so that a model of any size is counted in
+seconds. Passes over rows of the vocabulary are counted too: a device's vector engine passes over a row once per
+operation, so they are the cost of a sampler with a large vocabulary; compilers fold operations on constants. Speeds of
+engines are in `paceline.neuron.chips`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FREE = frozenset(
         "arange",
         "clone",
         "detach",
-        "device",  # asks a tensor where it is
+        "device",  # reads a tensor's device
         "expand",
         "full",
         "full_like",
@@ -58,18 +58,18 @@ PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "pr
 _GATHERS = frozenset({"gather", "index", "index_select"})
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
 KERNELS = frozenset({prompt_attention.NAME})
-"""Of a device's library: no passes over rows of logits."""
+"""Kernels of a device's library: they make no passes over rows of logits."""
 
 
 @dataclass(slots=True)
 class RowCost:
-    """Of a graph, in rows of ``width`` numbers: those of the vocabulary, or of the part of it that a rank has.
+    """Work of a graph on rows of ``width`` numbers: those of the vocabulary, or of a rank's part of it.
 
-    passes      elementwise operations, each counted as often as rows that it goes over
-    reductions  the same of sums, maxima and minima
-    topk        the same of top-k
-    gathered    most single numbers that one operation gathers by their places, in all rows together
-    sent        most numbers of a row that one collective sends: the longest side of what it is given
+    passes      elementwise operations, each counted once per row
+    reductions  sums, maxima and minima, counted in the same way
+    topk        top-k, counted in the same way
+    gathered    most single numbers that one operation gathers by index, in all rows together
+    sent        most numbers of a row that one collective sends: the longest side of its input
     """
 
     width: int
@@ -80,7 +80,9 @@ class RowCost:
     sent: int = 0
 
     def add(self, name: str, inputs: object, outputs: object) -> None:
-        """Count an operation of that name with these arguments and results. Whole rows of a table are no gather."""
+        """Count an operation of that name with these arguments and results. Whole rows of a table do not count as
+        gathered.
+        """
         taken, out = list(tensors(inputs)), max((x.numel() for x in tensors(outputs)), default=0)
         size = max((x.numel() for x in taken), default=0)
         if name in _GATHERS:
@@ -100,7 +102,7 @@ class RowCost:
 
 
 def _is_of_rows(table: Tensor, arguments: object) -> bool:
-    """Whether an `index_select` moves runs of numbers that lie side by side."""
+    """Return whether an `index_select` moves runs of adjacent numbers."""
     assert isinstance(arguments, Sequence)
     return table.shape[arguments[1] % table.dim() + 1 :].numel() > 1
 
@@ -121,16 +123,16 @@ _COPIES = frozenset({"_to_copy", "convert_element_type"})
 class Work:
     """Counts of one call of a step, on one rank.
 
-    read         bytes of weights, caches and tables that products and look-ups read
-    widened      bytes of weights and caches that are made float32 before a product
-    products     operations (two for a multiplication with its addition) by the type that is multiplied
-    vector       elements that elementwise operations and reductions go over
-    scalar       the same of exponentials, logarithms and roots
-    gathered     single numbers gathered by their places, in all; ``largest`` in one operation
-    collectives  how many, by name and bytes of what a rank gives
-    operations   how many there are, whatever their size
+    read         bytes of weights, caches and tables that matmuls and look-ups read
+    widened      bytes of weights and caches that are converted to float32 before a matmul
+    products     operations (two for a multiplication with its addition) by the type of the operands
+    vector       elements of elementwise operations and reductions
+    scalar       elements of exponentials, logarithms and roots
+    gathered     single numbers gathered by index, in total; ``largest`` in one operation
+    collectives  number, by name and bytes of a rank's input
+    operations   number of operations of any size
     tiles        instructions: one for every 128 x 512 elements of an operation
-    rows         what is done to rows of the vocabulary
+    rows         work on rows of the vocabulary
     """
 
     rows: RowCost
@@ -146,7 +148,7 @@ class Work:
     collectives: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def plus(self, other: Work, times: float = 1) -> Work:
-        """Both, the other one so many times (or less, if negative)."""
+        """Add ``times`` times other work (subtract it if negative)."""
         work = Work(RowCost(self.rows.width))
         for one in fields(Work):
             ours, theirs = getattr(self, one.name), getattr(other, one.name)
@@ -165,7 +167,7 @@ class Work:
 
 
 def step_work(step: nn.Module, example: Sequence[Tensor], width: int, *, tile: int) -> Work:
-    """Count a step whose weights may be fake; ``width``: ids of a rank's part of the vocabulary."""
+    """Count the work of a step whose weights may be fake; ``width``: ids of a rank's part of the vocabulary."""
     counting = _Counting(width, tile)
     fake = next((x.fake_mode for x in step.parameters() if hasattr(x, "fake_mode")), None)
     with torch.no_grad(), fake or FakeTensorMode(allow_non_fake_inputs=True) as mode, counting:
@@ -190,7 +192,7 @@ class _Counting(TorchDispatchMode):
             self._noted[x] = True
 
     def note_state(self, values: object) -> None:
-        """Weights and caches: what products read from memory."""
+        """Register weights and caches: the tensors that matmuls read from memory."""
         self.note(values)
         for x in tensors(values):
             self._state[x] = True
@@ -217,7 +219,7 @@ class _Counting(TorchDispatchMode):
             if taken and taken[0] in self._state:  # a view of a state is the state
                 self._mark(out)
             return
-        if name.startswith("index_put"):  # what is written, not all that lies around it
+        if name.startswith("index_put"):  # count the written numbers only, not the whole tensor
             size = taken[-1].numel()
         work.operations += 1
         work.tiles += -(-size // self._tile)
@@ -254,9 +256,10 @@ class _Counting(TorchDispatchMode):
         self.work.tiles += -(-sides[1].numel() // (128 * 128))  # the engine holds 128 x 128 numbers of a matrix
 
     def _prompt(self, taken: list[Tensor]) -> None:
-        """Attention over a prompt by a kernel: two products and a softmax, whose scores are never written to memory.
+        """Count attention over a prompt by a kernel: two matmuls and a softmax, whose scores are never written to
+        memory.
 
-        Scores of rows that are masked are counted: which prior rows are used is not known before.
+        Scores of masked rows are counted: the number of used prior rows is not known in advance.
         """
         query, keys = taken[0], taken[1:5:2]  # of the chunk, and of the rows before it if there are any
         columns = sum(x.shape[1] for x in keys)

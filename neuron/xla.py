@@ -1,8 +1,8 @@
 """XLA: every step is lowered by torch_xla to one HLO module, compiled once and executed on the PJRT device.
 
-torch_xla is also what the Neuron SDK (up to PyTorch 2.9) traces with, so what lowers here is what the Neuron compiler
-is given. On ``PJRT_DEVICE=CPU`` it shows that the graphs are right; it is no fast way to decode on a CPU. It needs an
-environment of its own, with the versions that the Neuron SDK pins: `make test-xla` builds it.
+The Neuron SDK (up to PyTorch 2.9) traces with torch_xla too, so its compiler gets the same modules. ``PJRT_DEVICE=CPU``
+tests that the graphs are right; it is not a fast way to decode on a CPU. It requires a separate environment, with the
+versions that the Neuron SDK pins: `make test-xla` builds it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class XlaBackend(LocalBackend):
 class Device:
     """The process's one PJRT device, and the copies of weights and caches on it.
 
-    A tensor of the host (weight or cache) has one copy, whichever graph and whichever decoder asks for it, as long as
-    it lives.
+    A tensor of the host (weight or cache) has one copy for all graphs and decoders, as long as the tensor lives.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class Device:
         self._copies = WeakTensorKeyDictionary()
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """The device's copy."""
+        """Return the device's copy."""
         if tensor not in self._copies:
             self._copies[tensor] = tensor.detach().to(self.torch)
             self.library.sync()
@@ -72,27 +71,29 @@ class Device:
         self._copies[tensor] = value
 
     def fallbacks(self) -> set[str]:
-        """Operations that torch_xla ran outside any graph since the last `reset_counters`: none is acceptable."""
+        """Return operations that torch_xla ran outside any graph since the last `reset_counters`: none is
+        acceptable.
+        """
         metrics = importlib.import_module("torch_xla.debug.metrics")
         return {name for name in metrics.counter_names() if name.startswith("aten::")}
 
     def reset_counters(self) -> None:
-        """Forget what was counted."""
+        """Reset the counters of fallbacks."""
         importlib.import_module("torch_xla.debug.metrics").clear_all()
 
 
 @lru_cache(maxsize=1)
 def device() -> Device:
-    """The one of this process: PJRT has one client.
+    """Return this process's device: PJRT has one client.
 
     Raises:
-        BackendError: torch_xla is missing or does not fit.
+        BackendError: torch_xla is missing or incompatible.
     """
     return Device()
 
 
 class _Executable:
-    """One compiled module: traced once, then run by its hash on whatever the state and the inputs are."""
+    """One compiled module: traced once, then run by its hash on the current state and inputs."""
 
     def __init__(self, graph: Graph, home: Device) -> None:
         self._home, self._name = home, graph.name
@@ -101,7 +102,7 @@ class _Executable:
         self._hash, self._sources = self._compile(graph.example)
 
     def _compile(self, example: tuple[Tensor, ...]) -> tuple[object, list[str | int | Tensor]]:
-        """-> what runs it, and where each parameter of the module comes from: a state, an input, or a constant."""
+        """Compile the module -> its executable, and the source of each parameter: a state, an input, or a constant."""
         bridge = self._home.bridge
         state = {name: self._home.copy_of(tensor) for name, tensor in self._host.items()}
         inputs = [x.to(self._home.torch) for x in example]
@@ -132,9 +133,9 @@ class _Executable:
 
 
 def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
-    """The HLO of a step as text, before any optimisation: what the Neuron compiler would be given.
+    """Return the HLO of a step as text, before any optimisation: the input of the Neuron compiler.
 
-    ``ranks`` are what its collectives become, where it is the step of a divided model.
+    ``ranks`` replaces its collectives, if it is the step of a sharded model.
 
     Raises:
         BackendError: an operation has no lowering, so the step is not one graph.
@@ -151,9 +152,9 @@ def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
 
 
 def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
-    """A lowered step as the protobuf of its HLO module, before any optimisation; its state and inputs are zeros here.
+    """Return a lowered step as the protobuf of its HLO module, before any optimisation; its state and inputs are zeros.
 
-    ``degree``: replicas among which its collectives go.
+    ``degree``: number of replicas in its collectives.
 
     Raises:
         BackendError: torch_xla is missing, or an operation has no lowering.
@@ -172,7 +173,7 @@ def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
 
 
 class ReplicaGroup:
-    """XLA's collectives among replicas, to be written and not run: as torch_xla lowers NxD's mappings."""
+    """XLA's collectives among replicas, for export only: as torch_xla lowers NxD's mappings."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -197,10 +198,10 @@ def traced(
     ranks: Collectives | None = None,
     topk: TopK | None = None,
 ) -> list[Tensor]:
-    """Changed state and outputs as lazy tensors, not yet computed.
+    """Return changed state and outputs as lazy tensors, not yet computed.
 
     Raises:
-        BackendError: torch_xla ran a part of the step by itself.
+        BackendError: torch_xla ran a part of the step outside the graph.
     """
     home.library.sync()
     home.reset_counters()
@@ -214,7 +215,7 @@ def traced(
 
 
 def _custom_topk(home: Device, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The call that stands for top-k in what the Neuron compiler is given: its own, which nothing here could run."""
+    """Call the Neuron compiler's own top-k in its input module; it cannot run on a CPU."""
     shape = [*x.shape[:-1], count]
     outputs = home.bridge._xla_custom_call(
         [x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {}

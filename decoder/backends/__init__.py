@@ -1,1 +1,1 @@
-"""What turns a step (a module of fixed shapes) into something that runs: one file per backend."""
+"""Backends: each turns a step (a module of fixed shapes) into a callable; one file per backend."""

@@ -1,4 +1,6 @@
-"""The contract of a backend, and what it compiles. Which there are: `paceline.decoder.backends.registry`."""
+"""The contract of a backend, and the graph that it compiles. Table of backends:
+`paceline.decoder.backends.registry`.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +30,28 @@ Step = Callable[..., list[Tensor]]
 class MultiRoundStep(Protocol):
     """A fused step that can run several rounds in one call, each on what the one before it committed.
 
-    Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if there are
-    any. Its outputs are what the host is told about a round, then tokens, count, first row and features of the next
-    commit, of the same shapes. Steps without this method run one round a call.
+    Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if any. Its
+    outputs are the report of a round to the host, then tokens, count, first row and features of the next commit, of the
+    same shapes. Steps without this method run one round per call.
     """
 
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """Run one round, and further ones as long as ``limits`` allows (None: no further one) and they fit into so many
-        seconds. -> a report of each round, and what the last one committed; the call after the next overwrites that.
+        """Run one round, then further rounds while ``limits`` allow them (None: one round only) and they fit into
+        ``seconds``.
+
+        Returns the report of each round and the commit of the last one, which the next call but one overwrites.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A step, and what it is made ready for.
+    """A step, with what a backend needs to compile it.
 
-    key      which graph of its decoder this is
+    key      identity of the graph within its decoder
     module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
-    example  inputs of the shapes and types it will always get
+    example  inputs of the shapes and types of every call
     facts    everything it depends on besides the source: key, model, options, shapes
     """
 
@@ -58,12 +62,12 @@ class Graph:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         return str(self.key)
 
 
 class Backend(Protocol):
-    """Makes steps ready to run: records or compiles them, or runs them as they are written."""
+    """Compiles steps, records them, or runs them as they are written."""
 
     @property
     def name(self) -> str: ...
@@ -77,87 +81,87 @@ class Backend(Protocol):
 
     @property
     def device_state(self) -> bool:
-        """Whether inputs and outputs are copied to and from a device: what only the next graph reads is then kept
-        there.
+        """Whether inputs and outputs are copied to and from a device: data that only the next graph reads is then kept
+        on it.
         """
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """Lengths of drafts that k="auto" chooses among, 0 for rounds without one; () = the usual ones."""
+        """Draft lengths among which k="auto" chooses, 0 for rounds without a draft; () = the default lengths."""
 
     def read_state(self, state: Tensor) -> Tensor:
-        """A copy of what a state of its graphs holds now."""
+        """Return a copy of the current value of a state of its graphs."""
 
     def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
-        """The buckets of the cache length that this backend makes graphs for, out of the requested ones."""
+        """Return the buckets of the cache length for which this backend makes graphs, out of the requested ones."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        """Make a graph ready to run, or take it from the cache. ``announce`` is called before anything slow."""
+        """Compile a graph, or load it from the cache. ``announce`` is called before anything slow."""
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """Called once, before the first graph, with rank 0's `ModelWithCache` and the folder of the checkpoint."""
+        """Accept rank 0's `ModelWithCache` and the checkpoint folder; called once, before the first graph."""
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Give ranks 1 and up what they have in the place of the tensors of rank 0's module ``first``, which is part of
-        steps that come: their own modules, alike but for the numbers. A model's own body is not for here.
+        """Give ranks 1 and up their modules ``others`` in place of rank 0's module ``first``, which later steps
+        contain: the same modules with other numbers. Not for a model's own body.
         """
 
     def close(self) -> None:
-        """Give back what is held outside of this process."""
+        """Release resources held outside this process."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        """Copy what was compiled for these graphs into a folder."""
+        """Copy the compiled files of these graphs into a folder."""
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
-        """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
+        """Load compiled graphs from a folder; ``facts`` are those of the decoder."""
 
 
 @runtime_checkable
 class ChecksNoise(Protocol):
-    """A backend on whose machines the noise has to be seen to be right before requests may sample.
+    """A backend whose sampling noise must be checked on each machine before requests may sample.
 
-    Others compute integers as PyTorch does, and the test suite shows it.
+    Other backends compute integers as PyTorch does, which the test suite checks.
     """
 
     def sampling_refusal(self) -> str | None:
-        """Why requests that sample are refused on this machine, with what to do; None if they are not."""
+        """Return why sampling requests are rejected on this machine, with a remedy; None if they are accepted."""
 
     def record_noise_check(self, *, passed: bool) -> None:
-        """Keep the outcome of the check of the noise (`paceline selftest`) for later processes."""
+        """Store the result of the noise check (`paceline selftest`) for later processes."""
 
 
 @runtime_checkable
 class PreparesGraphs(Protocol):
-    """A backend that does better where it knows all graphs before it runs one."""
+    """A backend that compiles better if it knows all graphs before it runs the first."""
 
     def prepare(self) -> AbstractContextManager[None]:
-        """Inside, steps are made and give zeros of their shapes in place of results; at the end they are compiled and
-        loaded. May be entered again inside.
+        """Context in which steps are created and return zeros of their shapes; at its end they are compiled and loaded.
+        May be nested.
 
         Raises:
-            BackendError: at the end, if some graphs cannot be used. The others can.
+            BackendError: at the end, if some graphs cannot be used. The other graphs can.
         """
 
 
 def compiles(backend: Backend) -> bool:
-    """Whether its graphs take long to make; a backend without a row may."""
+    """Return whether graphs take long to compile; assumed for a backend without a row."""
     return backend.name not in BACKENDS or BACKENDS[backend.name].compiles
 
 
 def prepare(backend: Backend) -> AbstractContextManager[None]:
-    """Where graphs are asked for ahead of their first use, by calls whose results mean nothing."""
+    """Context for requesting graphs before their first use; results of calls in it are meaningless."""
     return backend.prepare() if isinstance(backend, PreparesGraphs) else nullcontext()
 
 
 def sampling_refusal(backend: Backend) -> str | None:
-    """Why requests that sample are refused on a backend, with what to do; None if they are not."""
+    """Return why sampling requests are rejected on a backend, with a remedy; None if they are accepted."""
     return backend.sampling_refusal() if isinstance(backend, ChecksNoise) else None
 
 
 class LocalBackend:
-    """Defaults: one rank, whose graphs work on this process's own tensors, and nothing to save.
+    """Defaults for a backend of one rank whose graphs work on this process's own tensors, with nothing to save.
 
-    A backend on top of it has a ``name``, ``kernels`` and ``compile``.
+    A subclass adds ``name``, ``kernels`` and ``compile``.
     """
 
     name = "local"
@@ -172,13 +176,13 @@ class LocalBackend:
         return requested
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """There are no other ranks."""
+        """Do nothing: one rank only."""
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """There are no other ranks."""
+        """Do nothing: one rank only."""
 
     def close(self) -> None:
-        """Nothing is held elsewhere."""
+        """Do nothing: all resources are in this process."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         raise ArtefactError(f"backend={self.name!r} has no compiled graphs to save; use one that has: {_savers()}")
@@ -188,7 +192,7 @@ class LocalBackend:
 
 
 def check_formats(name: str, weights: Iterable[Stored]) -> None:
-    """Raise ConfigurationError if a backend cannot run weights as they were stored, whatever was asked for."""
+    """Raise ConfigurationError if a backend cannot run the stored format of the weights, regardless of options."""
     row, packed = BACKENDS[name], [one for one in weights if isinstance(one, QuantizedTensor)]
     for form in {one.format.value for one in packed}:
         if reason := why_not_quantized(row, form):
@@ -202,10 +206,10 @@ def check_formats(name: str, weights: Iterable[Stored]) -> None:
 
 
 def make(name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None) -> Backend:
-    """A new backend, for a model on so many ranks with matrices and a cache in those formats.
+    """Create a backend for a model on ``degree`` ranks with matrices and cache in the given formats.
 
     Raises:
-        ConfigurationError: as `registry.check`.
+        ConfigurationError: see `registry.check`.
     """
     row = check(name, degree, quantization, kv_cache_dtype=kv_cache_dtype)
     module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")

@@ -1,6 +1,6 @@
 """No compiler: steps run as they are written, on plain PyTorch operations. For tests, debugging and comparison.
 
-`RankedBackend` is for backends of a divided model whose ranks are processes: every step runs on all of them.
+`RankedBackend` is for backends of a sharded model whose ranks are processes: every step runs on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class EagerBackend(LocalBackend):
 
 
 class RankedBackend(LocalBackend):
-    """As `EagerBackend`, on several ranks, for one decoder. ``kind``: of their `paceline.decoder.parallel.ranks`."""
+    """`EagerBackend` on several ranks, for one decoder. ``kind``: class of the `paceline.decoder.parallel.ranks`
+    members.
+    """
 
     name = "eager"
     kind = EAGER
@@ -45,12 +47,12 @@ class RankedBackend(LocalBackend):
         self.group = self.ranks.member.group
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """Have the other ranks load their parts of the model."""
+        """Load each other rank's shard of the model."""
         assert isinstance(body, ModelWithCache)
         self._number = self.ranks.adopt(body, path, config=body.config, options=body.options)
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """See `paceline.decoder.backends.base.Backend`."""
+        """Send each other rank its tensors in place of rank 0's."""
         self.ranks.divide(self._number, first, others)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
@@ -63,5 +65,5 @@ class RankedBackend(LocalBackend):
         return run
 
     def close(self) -> None:
-        """End the other ranks' part in this decoder, and their processes with the last decoder of this degree."""
+        """Release this decoder on the other ranks; the last decoder of this degree ends their processes."""
         self.ranks.release(self._number)

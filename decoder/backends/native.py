@@ -1,4 +1,4 @@
-"""The CPU: steps are recorded, and replayed on the native kernels. Nothing is compiled."""
+"""CPU backend: steps are recorded, then replayed on the native kernels. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NativeBackend(LocalBackend):
         self.kernels: Kernels = Native()
 
     def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
-        """One: the attention kernel reads the rows that are there, so a shorter bucket would gain nothing."""
+        """One bucket: the attention kernel reads only written rows, so a shorter bucket would save nothing."""
         return requested[-1:]
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:

@@ -1,4 +1,4 @@
-"""Which backends there are and what each can do: literal rows of lazy paths. A backend is one file and one row."""
+"""Table of backends and their capabilities: literal rows of lazy paths. A backend is one file and one row."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from paceline.decoder.weights.formats import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class BackendRow:
-    """A backend and what it can do.
+    """A backend and its capabilities.
 
-    name     as in ``AutoDecoder.from_pretrained(backend=...)``
+    name     value of ``AutoDecoder.from_pretrained(backend=...)``
     path     "module:Class", which takes no arguments
     summary  one line for tables
-    divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
-    compiles whether its graphs take long to make, so that they are made ahead of their first use
+    divided  "module:Class" for a sharded model, constructed with the number of ranks; "" = one rank only
+    compiles whether graphs take long to compile, so that they are compiled before their first use
     saves    whether compiled graphs can be saved and loaded
     narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
-    blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
-             8 bits and a scale for every row are everywhere
-    e4m3     whether fp8_e4m3 goes on to 448, as PyTorch's does: that of Neuron's chips before Trainium3 has infinity
-             and NaN behind 240 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
+    blocks   whether matmuls with quantised blocks (Q8_0, Q4_0, Q4_1) are supported; 8-bit numbers with one scale per
+             row are supported by every backend
+    e4m3     whether fp8_e4m3 reaches 448, as in PyTorch: on Neuron chips before Trainium3 it has infinity and NaN above
+             240 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
     """
 
     name: str
@@ -77,7 +77,9 @@ BACKENDS: dict[str, BackendRow] = {
 
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
-    """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
+    """Return why a backend cannot run a model with matrices in a format; "" if it can. The planner uses the same
+    rule.
+    """
     if row.blocks or quantization is None:
         return ""
     if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
@@ -90,7 +92,7 @@ def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
 
 
 def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:
-    """Why a backend cannot keep keys and values in that format; nothing if it can. The planner's rule too."""
+    """Return why a backend cannot keep keys and values in a format; "" if it can. The planner uses the same rule."""
     if row.narrow_cache or kv_cache_dtype is None:
         return ""
     able = ", ".join(one.name for one in BACKENDS.values() if one.narrow_cache)
@@ -103,10 +105,10 @@ def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:
 def check(
     name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None
 ) -> BackendRow:
-    """The row of a backend that takes a model on so many ranks with matrices and a cache in those formats.
+    """Return the row of a backend that supports ``degree`` ranks and these formats of matrices and cache.
 
     Raises:
-        ConfigurationError: no backend has this name, it runs one rank only, or it cannot work with one of the formats.
+        ConfigurationError: no backend has this name, it supports one rank only, or does not support a format.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")

@@ -1,1 +1,1 @@
-"""From a step to an artefact: lowering, rewrites, lints, the compile cache."""
+"""Compilation of a step to an artefact: lowering, rewrites, lints, the compile cache."""

@@ -1,8 +1,8 @@
-"""The persistent cache of compiled things: folders named by a key, each complete or absent.
+"""The persistent cache of compiled artefacts: folders named by a key, each complete or absent.
 
 An artefact is built in a folder with a temporary name, gets a manifest, and is renamed, so that a failed or killed
 build leaves nothing under the real name. A lock, which the system releases when its owner dies, keeps two processes
-from building the same thing. Not here: what is built, and how.
+from building the same thing. Artefacts themselves are built elsewhere.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _KNOWN_PACKAGES = frozenset({"paceline", "torch", *sys.stdlib_module_names})
 
 
 def key(facts: Facts) -> str:
-    """A short name for everything an artefact depends on."""
+    """Return a short name for everything on which an artefact depends."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: str = "") -> Path:
-    """The folder of the artefact with these facts, built by ``build(folder)`` if it is not there yet.
+    """Return the folder of the artefact with these facts; build it with ``build(folder)`` if it does not exist.
 
-    ``prefix``: of the folder's name, for people who look for it.
+    ``prefix``: prefix of the folder's name, for readability.
 
     Raises:
-        StorageError: it is not there and cannot be written.
+        StorageError: it does not exist and cannot be written.
     """
     with making(root, facts, prefix=prefix) as draft:
         if draft is not None:
@@ -59,12 +59,12 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: s
 def making(
     root: Path, facts: Facts, *, prefix: str = "", waiting: Callable[[], None] = lambda: None
 ) -> Iterator[Path | None]:
-    """A folder to build the artefact with these facts in: it is in the cache when the block has ended well.
+    """Yield a folder in which to build the artefact with these facts: it enters the cache if the block does not raise.
 
-    None if it is there already. ``waiting`` is called where another process is about to build it.
+    Yields None if it already exists. ``waiting`` is called while another process builds it.
 
     Raises:
-        StorageError: it is not there and cannot be written.
+        StorageError: it does not exist and cannot be written.
     """
     folder = root / f"{prefix}{key(facts)}"
     if (folder / MANIFEST).is_file():
@@ -84,13 +84,13 @@ def making(
             if (folder / MANIFEST).is_file():
                 yield None
                 return
-            for left in root.glob(f"{folder.name}.*/"):  # by a process that was killed: it held the lock
+            for left in root.glob(f"{folder.name}.*/"):  # left by a killed process: the lock was free
                 shutil.rmtree(left, ignore_errors=True)
             draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
             try:
                 yield draft
                 (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
-                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
+                shutil.rmtree(folder, ignore_errors=True)  # incomplete
                 draft.rename(folder)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -99,13 +99,13 @@ def making(
 
 
 def find(root: Path, facts: Facts, *, prefix: str = "") -> Path | None:
-    """The folder of the artefact with these facts, if it is there; ``prefix`` as in `ensure`."""
+    """Return the folder of the artefact with these facts, or None if it does not exist; ``prefix`` as in `ensure`."""
     folder = root / f"{prefix}{key(facts)}"
     return folder if (folder / MANIFEST).is_file() else None
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy an artefact into another root, unless it is there already (as where a folder is saved into itself)."""
+    """Copy an artefact into another root, unless it already exists (as when a folder is saved into itself)."""
     target = to / folder.name
     if (target / MANIFEST).is_file():
         return
@@ -114,7 +114,7 @@ def copy(folder: Path, to: Path) -> None:
         draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=to))
         try:
             shutil.copytree(folder, draft, dirs_exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # an incomplete one
+            shutil.rmtree(target, ignore_errors=True)  # incomplete
             draft.rename(target)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -123,7 +123,7 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def machine_facts() -> dict[str, object]:
-    """What compiled code for this machine depends on besides its source."""
+    """Facts about this machine on which compiled code depends, besides its source."""
     import torch
 
     return {"torch": torch.__version__, "machine": platform.machine(), "cpu": _cpu_flags()}
@@ -131,7 +131,9 @@ def machine_facts() -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Hash of every source file that a graph may be traced from: graphs of another version are never reused."""
+    """Return a hash of every source file that a graph may be traced from: graphs of another version are never
+    reused.
+    """
     digest = hashlib.sha256()
     for folder in source_folders():
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
@@ -140,16 +142,18 @@ def source_hash() -> str:
 
 
 def source_folders() -> list[Path]:
-    """The package's folders whose sources graphs may be traced from: all but those that are known to trace nothing.
+    """Return the package's folders from which graphs may be traced: all but those known to trace nothing.
 
-    A folder that nobody thought of is counted in, which costs a compilation; left out, it would leave stale graphs.
+    A new folder is included by default, which may cost a compilation; excluded, it would leave stale graphs.
     """
     home = Path(__file__).parents[2]
     return sorted(path.parent for path in home.glob("*/__init__.py") if path.parent.name not in _WITHOUT_GRAPHS)
 
 
 def outside_sources(step: nn.Module) -> dict[str, str]:
-    """Hash of every file outside the package that a part of a step is written in: a user's rule, family or drafter."""
+    """Return a hash of every file outside the package that defines a part of a step: a user's rule, family or
+    drafter.
+    """
     kinds = {type(value) for part in step.modules() for value in (part, *vars(part).values())}
     names = {kind.__module__ for kind in kinds if kind.__module__.split(".")[0] not in _KNOWN_PACKAGES}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
@@ -158,7 +162,7 @@ def outside_sources(step: nn.Module) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _cpu_flags() -> str:
-    """A fingerprint of the instruction set, because kernels are built for the machine they run on."""
+    """Return a fingerprint of the instruction set, because kernels are built for the machine that runs them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,1 +1,1 @@
-"""GGUF files as checkpoints: their header, what it says in Hugging Face's words, and their tensors as numbers."""
+"""GGUF files as checkpoints: header, configuration under Hugging Face's names, and tensors as numbers."""

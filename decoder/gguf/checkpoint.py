@@ -1,12 +1,11 @@
 """A GGUF file as a checkpoint: its configuration as config.json would have it, and its tensors as float32.
 
-Which architectures there are is a table here. Keys that say nothing about the computation are passed over; those that
-would change it in a way that is not implemented are refused by name, and so is every key that is not known. What the
-keys mean is what llama.cpp's converter writes for Llama models and its `llama` graph reads:
-https://github.com/ggml-org/llama.cpp
+`ARCHITECTURES` lists the supported architectures. Keys without effect on the computation are ignored; unknown keys, and
+keys that ask for a computation that is not implemented, are rejected with an error that names the key. Meanings of keys
+follow llama.cpp's converter for Llama models and its `llama` graph: https://github.com/ggml-org/llama.cpp
 
-Numbers are dequantised by the `gguf` package, a piece at a time from the mapped file, so that beside the result no more
-than a piece is held. Not here: tokenizers (`paceline.text.gguf_tokenizer`).
+Numbers are dequantised by the `gguf` package, one piece at a time from the mapped file, so that memory holds the result
+and one piece. Tokenizers are in `paceline.text.gguf_tokenizer`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor
 
 _ROPE_FREQS = "rope_freqs.weight"
-"""[head_dim / 2] float32: what each rotary frequency is divided by. Llama 3.1's scaling is written like this."""
+"""[head_dim / 2] float32: divisor of each rotary frequency. Llama 3.1's scaling is stored in this form."""
 
 _IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight")
-"""Tensors that are no weights: frequencies that the metadata determine, and factors that `config` has read."""
+"""Ignored tensors: frequencies that the metadata determine, and factors that `config` has read."""
 
 _READ = frozenset(
     {
@@ -92,7 +91,7 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(weight|bias)")
 
 _RowOrder = Callable[[NDArray[Any]], NDArray[Any]]
-"""From rows of a tensor as Hugging Face has it to their rows in the file, [n] -> [n]."""
+"""Maps row numbers of a tensor in Hugging Face's order to row numbers in the file, [n] -> [n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class _Keys:
 
 
 def config(header: GgufHeader, rope_freqs: tuple[float, ...] | None) -> dict[str, object]:
-    """The keys and values of a config.json. ``rope_freqs``: the tensor of that name, where there is one.
+    """Return the keys and values of a config.json. ``rope_freqs``: the tensor of that name, if the file has one.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.
@@ -154,7 +153,7 @@ def config(header: GgufHeader, rope_freqs: tuple[float, ...] | None) -> dict[str
 
 
 def hugging_face_name(name: str) -> str:
-    """What Hugging Face calls a tensor; one that is not known keeps its name."""
+    """Return Hugging Face's name of a tensor; an unknown name is unchanged."""
     match = _LAYER_NAME.fullmatch(name)
     if match and match[2] in _LAYER:
         return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
@@ -162,10 +161,11 @@ def hugging_face_name(name: str) -> str:
 
 
 def row_order(header: GgufHeader, name: str) -> _RowOrder | None:
-    """How the rows of the tensor that Hugging Face calls ``name`` are ordered in the file; None: as they are there.
+    """Return the row order in the file of the tensor that Hugging Face calls ``name``; None: the same order.
 
-    Rotary embeddings turn dimension i of a head together with i + D / 2 in Hugging Face's order. llama.cpp turns
-    neighbours, so its converter writes the rows of queries and keys as (head, i, half) instead of (head, half, i).
+    Rotary embeddings rotate dimension i of a head together with i + D / 2 in Hugging Face's order. llama.cpp rotates
+    adjacent dimensions, so its converter writes the rows of queries and keys as (head, i, half) instead of (head, half,
+    i).
     """
     if not _ROTATED.fullmatch(name):
         return None
@@ -206,7 +206,7 @@ def _rope_scaling(header: GgufHeader, keys: _Keys, rope_freqs: tuple[float, ...]
             raise UnknownArchitectureError(
                 f"{header.path}: {_ROPE_FREQS} and rope scaling of type {kind!r} are not supported together."
             )
-        # Frequencies divided one by one, at any length of the text: longrope with a single set of factors.
+        # Frequencies divided one by one, at any sequence length: longrope with a single set of factors.
         factors = list(rope_freqs)
         return {
             "rope_type": "longrope",
@@ -242,14 +242,16 @@ def _optional(ids: tuple[int, ...] | None) -> int | None:
 
 
 def _ends(fields: Fields) -> int | list[int] | None:
-    """The tokens that end a text: of the text itself, of a turn, and of a message to a tool."""
+    """Return the tokens that stop a sequence: end of text, of a turn, and of a message to a tool."""
     groups = [fields.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(token for group in groups if group for token in group))
     return ids[0] if len(ids) == 1 else ids or None
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06, as config.json would have it."""
+    """Return the shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06, as config.json would have
+    it.
+    """
     rounded = np.float32(value)
     return next(
         (short for digits in range(1, 10) if np.float32(short := float(f"{value:.{digits}g}")) == rounded), value
@@ -258,7 +260,7 @@ def _decimal(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a GGUF architecture is said in Hugging Face's words: functions of its module, such as those of `llama`."""
+    """Conversion of a GGUF architecture to Hugging Face's names: functions of its module, such as those of `llama`."""
 
     config: Callable[[GgufHeader, tuple[float, ...] | None], dict[str, object]]
     hugging_face_name: Callable[[str], str]
@@ -267,15 +269,15 @@ class Architecture:
 
 
 ARCHITECTURES = {"llama": Architecture(config, hugging_face_name, row_order, _IGNORED)}
-"""By the value of `general.architecture`."""
+"""Architectures by the value of `general.architecture`."""
 
 _KEPT = {"Q8_0": WeightFormat.Q8_0, "Q4_0": WeightFormat.Q4_0, "Q4_1": WeightFormat.Q4_1}
 
-_PIECE = 1 << 16  # numbers that are dequantised at a time
+_PIECE = 1 << 16  # numbers dequantised at a time
 
 
 def read_checkpoint(path: Path) -> GgufHeader:
-    """The header of a file that can be loaded.
+    """Return the header of a file after checking that it can be loaded.
 
     Raises:
         MissingWeightsError: the file is absent or truncated.
@@ -300,11 +302,11 @@ def read_checkpoint(path: Path) -> GgufHeader:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The keys of a config.json that say the same as the file's metadata.
+    """Return the keys of a config.json equivalent to the file's metadata.
 
     Raises:
-        CheckpointError: as `read_checkpoint`; or a key is missing or has a wrong value.
-        UnknownArchitectureError: as `read_checkpoint`; or a key would change the computation in a way that is not
+        CheckpointError: see `read_checkpoint`; or a key is missing or has a wrong value.
+        UnknownArchitectureError: see `read_checkpoint`; or a key would change the computation in a way that is not
             implemented.
     """
     header = read_checkpoint(path)
@@ -320,7 +322,7 @@ def read_config(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A `paceline.decoder.weights.files.WeightFile`: tensors by the names and with the rows that Hugging Face has."""
+    """A `paceline.decoder.weights.files.WeightFile`: tensors with Hugging Face's names and row order."""
 
     header: GgufHeader
     names: dict[str, str]
@@ -330,7 +332,7 @@ class GgufFile:
         """Open a file.
 
         Raises:
-            CheckpointError, UnknownArchitectureError: as `read_checkpoint`; or two tensors are one to Hugging Face.
+            CheckpointError, UnknownArchitectureError: see `read_checkpoint`; or two tensors have one Hugging Face name.
         """
         header = read_checkpoint(path)
         architecture = _architecture(header)
@@ -341,23 +343,23 @@ class GgufFile:
         return cls(header, names)
 
     def infos(self) -> dict[str, TensorInfo]:
-        """Shapes; the type is what is read, not what is stored."""
+        """Shapes, and the dtypes that `read` returns rather than the stored types."""
         return {name: TensorInfo(self.header.tensors[stored].shape, "F32") for name, stored in self.names.items()}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, float32."""
+        """Return the whole tensor, float32."""
         shape = self.header.tensors[self.names[name]].shape
         return self._rows(name, (0, shape[0]))
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
-        """See `paceline.decoder.weights.files.WeightFile`. Of columns, whole blocks are dequantised."""
+        """Read rows or columns ``span`` of a tensor. For columns, whole blocks are dequantised."""
         if dim == 0:
             return self._rows(name, span)
         shape = self.header.tensors[self.names[name]].shape
         return self._rows(name, (0, shape[0]), columns=span)
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        """See `paceline.decoder.weights.files.WeightFile`: Q8_0, Q4_0 and Q4_1."""
+        """Read a tensor of Q8_0, Q4_0 or Q4_1 without dequantising it."""
         stored = self.header.tensors[self.names[name]]
         form = _KEPT.get(stored.type)
         if form is None or len(stored.shape) != 2 or wanted not in (None, form):
@@ -375,7 +377,7 @@ class GgufFile:
         order = _architecture(self.header).row_order(self.header, name)
         width = stored.shape[1:] if columns is None else (columns[1] - columns[0],)
         result = np.empty((span[1] - span[0], *width), np.float32)
-        for begin, end in _pieces(stored, span) if result.size else ():  # a rank may have nothing of a tensor
+        for begin, end in _pieces(stored, span) if result.size else ():  # a rank may have an empty part
             rows = np.arange(begin, end)
             if order is not None:
                 rows = order(rows)
@@ -388,13 +390,13 @@ def _architecture(header: GgufHeader) -> Architecture:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    # Anew for every piece: what was read of a mapping stays in memory until the mapping goes. A plain array is over it,
-    # which is sliced faster.
+    # Mapped again for every piece: pages read from a mapping stay in memory until it is closed. It is wrapped in a
+    # plain array, which is sliced faster.
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 def _pieces(stored: StoredTensor, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Rows, or numbers of a tensor with one dimension, in pieces."""
+    """Yield ranges of rows, or of numbers for a one-dimensional tensor, in pieces."""
     numbers_of_a_row = int(np.prod(stored.shape[1:])) if len(stored.shape) > 1 else 1
     step = max(1, _PIECE // numbers_of_a_row)
     for begin in range(span[0], span[1], step):
@@ -404,7 +406,7 @@ def _pieces(stored: StoredTensor, span: tuple[int, int]) -> Iterator[tuple[int, 
 def _numbers(
     data: NDArray[Any], stored: StoredTensor, rows: NDArray[Any], *, columns: tuple[int, int] | None = None
 ) -> NDArray[Any]:
-    """Some rows of a tensor, float32; of a tensor with one dimension, some numbers."""
+    """Return some rows of a tensor, float32; of a one-dimensional tensor, some numbers."""
     from gguf import dequantize
     from gguf.constants import GGMLQuantizationType
 
@@ -422,7 +424,7 @@ def _numbers(
 
 
 def _can_dequantise(stored: StoredTensor) -> bool:
-    """Whether the `gguf` package can: it is asked with one block of zeros."""
+    """Return whether the `gguf` package can dequantise this type: tries one block of zeros."""
     from gguf import dequantize
     from gguf.constants import GGMLQuantizationType
 

@@ -1,10 +1,9 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies. No tensor is read, and no key is interpreted.
+"""The header of a GGUF file: its metadata and the offset of each tensor. Neither reads tensors nor interprets keys.
 
-Every length in the file is compared with the bytes that are left before anything is allocated or looped over, so that
-a truncated or hostile file is refused at once. This is why the header is not left to `gguf.GGUFReader`, which takes
-lengths as they come and keeps an array object for each string (2.3 s for a vocabulary of 49,152, here about 0.1 s).
-Sizes and names of tensor types are the `gguf` package's. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every length in the file is compared with the remaining bytes before any allocation or loop, so that a truncated or
+hostile file is rejected at once. `gguf.GGUFReader` does not check lengths and keeps an array object for each string
+(2.3 s for a vocabulary of 49,152; this module about 0.1 s). Sizes and names of tensor types are the `gguf` package's.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from paceline.decoder.json_fields import Fields
 
 _AGAIN = "download the file again"
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # version 1 counted in 32 bits; nothing has written it since 2023
-_ALIGNMENT = 32  # where `general.alignment` does not say otherwise
+_VERSIONS = (2, 3)  # version 1 used 32-bit counts; it is not written since 2023
+_ALIGNMENT = 32  # default if `general.alignment` is absent
 _MAX_DIMS = 4
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -31,12 +30,12 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in the file.
+    """A tensor as it is stored in the file.
 
-    shape   as torch has it, the last dimension fastest
+    shape   in torch's order, the last dimension fastest
     type    name of its ggml type, such as Q4_1
-    offset  of its first byte, from the beginning of the file
-    block   numbers in a block, and bytes of a block; (1, 4) for F32
+    offset  position of its first byte in the file
+    block   (numbers, bytes) of a block; (1, 4) for F32
     """
 
     shape: tuple[int, ...]
@@ -57,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata (text, numbers, truth values, and lists of these) and tensors, both by their names in the file."""
+    """Metadata (text, numbers, truth values, and lists of these) and tensors, each keyed by the name in the file."""
 
     path: Path
     metadata: Mapping[str, object]
@@ -70,11 +69,11 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of the file ``path``, checked against the file's size.
+    """Read the header of the file ``path`` and check it against the file's size.
 
     Raises:
-        MissingWeightsError: there is no such file, or it is truncated.
-        CheckpointError: it is no GGUF file, damaged, of an old version, or one part of several.
+        MissingWeightsError: the file does not exist or is truncated.
+        CheckpointError: it is not a GGUF file, is damaged, of an old version, or one part of several.
         UnknownArchitectureError: a tensor has a type that the installed `gguf` package does not name.
     """
     try:
@@ -91,7 +90,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Parser:
-    """Walks through the header from front to back."""
+    """Parser of the header, from its first byte to its last."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size, self._at = path, data, size, 0
@@ -142,7 +141,7 @@ class _Parser:
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], begin: int, alignment: int
     ) -> dict[str, StoredTensor]:
-        """Tensors by name, each inside the file."""
+        """Return tensors by name, each checked to be inside the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         types = {int(kind): (kind.name, GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
@@ -167,7 +166,7 @@ class _Parser:
         return tensors
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, number of the type, and offset from the beginning of the tensors' bytes."""
+        """Parse name, shape, type number, and offset from the beginning of the tensors' bytes."""
         name = self._string()
         (dims,) = self._take("I")
         if not 1 <= dims <= _MAX_DIMS:
@@ -204,7 +203,7 @@ class _Parser:
             raise self._damaged(f"the text at byte {begin} is not UTF-8") from error
 
     def _take(self, layout: str) -> tuple[int, ...]:
-        """The next numbers, little-endian."""
+        """Parse the next numbers, little-endian."""
         layout = "<" + layout
         self._check_room(struct.calcsize(layout), 1, "bytes")
         values = struct.unpack_from(layout, self._data, self._at)
@@ -212,7 +211,7 @@ class _Parser:
         return values
 
     def _check_room(self, count: int, least: int, what: str) -> None:
-        """Raise MissingWeightsError unless ``count`` things of at least so many bytes each can follow."""
+        """Raise MissingWeightsError unless ``count`` items of at least ``least`` bytes each can follow."""
         left = self._size - self._at
         if count * least > left:
             raise MissingWeightsError(

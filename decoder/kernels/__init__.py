@@ -1,1 +1,1 @@
-"""The operations that decide the speed of a step, one implementation per kind of backend."""
+"""The operations that determine the speed of a step, one implementation per kind of backend."""

@@ -1,15 +1,14 @@
-"""Rows of a KV cache in 8 bits: numbers of one head at one position, and behind them the scale that they share.
+"""Rows of a KV cache in 8 bits: numbers of one head at one position, followed by their common scale.
 
 A row of D numbers is D + 4 elements of int8 or of an 8-bit float; the last four are the bytes of a float32. So a row is
-still one piece of memory: whatever moves or copies rows (an accepted path, a shared prefix) moves scales along. A row
-follows from the key or value it holds and from nothing else, so that it is the same however a text was read. Not here:
-attention, and the C++ of this (decoder/native/cache_rows.h), which writes the same bytes.
+one piece of memory: moving or copying rows (an accepted path, a shared prefix) moves the scales too. A row depends only
+on its key or value, so it is the same however a sequence was prefilled. The C++ version (decoder/native/cache_rows.h)
+writes the same bytes.
 
-Here graphs write rows, too (`store`).
+Graphs write rows with `store`.
 
-Also whether the caches of a decoder can lie in this machine's memory, asked before anything is loaded: a model's own
-number of positions is often far more than a machine has room for, and the system says so late, by killing whoever uses
-memory that it has not got.
+`check_cache` checks before loading that the caches of a decoder fit into this machine's memory: a model's own number of
+positions often exceeds it, and the system reports that late, by killing the process.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from paceline.decoder.weights.formats import CACHE_FORMATS, SCALE_BYTES
 from paceline.decoder.weights.quantize import rounded
 
 CACHE_DTYPES = {form.value: form.dtype for form in CACHE_FORMATS}
-"""By the names of `DecoderOptions.kv_cache_dtype`."""
+"""Cache types by the names of `DecoderOptions.kv_cache_dtype`."""
 
 NARROW_CACHES = frozenset(CACHE_DTYPES.values())
 
 
 def row_elements(numbers: int, dtype: torch.dtype) -> int:
-    """Elements of a row of so many numbers in a cache of that type."""
+    """Return the number of elements of a row of ``numbers`` numbers in a cache of that type."""
     return numbers + SCALE_BYTES if dtype in NARROW_CACHES else numbers
 
 
 def row_numbers(cache: Tensor) -> int:
-    """Numbers of a row of a cache [..., row]: the width of a head."""
+    """Return the number of numbers in a row of a cache [..., row]: the width of a head."""
     return cache.shape[-1] - (SCALE_BYTES if cache.dtype in NARROW_CACHES else 0)
 
 
 def pack(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [..., D] float32 as a cache of that type holds them."""
+    """Convert rows [..., D] float32 to a cache's format."""
     if dtype not in NARROW_CACHES:
         return numbers.to(dtype)
     largest = numbers.abs().amax(-1, keepdim=True)
@@ -54,7 +53,7 @@ def pack(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(rows: Tensor) -> Tensor:
-    """float32 [..., D] of rows of a cache."""
+    """Convert rows of a cache to float32 [..., D]."""
     if rows.dtype not in NARROW_CACHES:
         return rows.float()
     scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.uint8).view(torch.float32)
@@ -62,14 +61,14 @@ def unpack(rows: Tensor) -> Tensor:
 
 
 MAX_EXACT = 1 << 24
-"""Integers below this survive a compiler that computes them in float32."""
+"""Integers below this are exact in a compiler that computes them in float32."""
 
 
 def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32
+    """Number rows [b, T] of slots [b] in a cache viewed as one long table of rows. -> [b * G * T] int32
 
     Raises:
-        ConfigurationError: there are too many to be numbered exactly.
+        ConfigurationError: the table has too many rows to number exactly.
     """
     total, groups, room, _ = cache.shape
     if total * groups * room > MAX_EXACT:
@@ -85,7 +84,7 @@ def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
     """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
 
-    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
+    One scatter of rows of D numbers each, the unit that a device's memory engine moves fastest.
     """
     total, groups, room, width = cache.shape
     wide = cache.view(total * groups * room, width)
@@ -97,20 +96,20 @@ _GIB = 1 << 30
 
 
 def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
-    """Of the keys and values of every layer, on all ranks."""
+    """Return the bytes of the keys and values of every layer, on all ranks."""
     rows = shard.degree * shard.cache_rows(options.batch_size * options.rows)
     return rows * row_elements(shard.config.head_dim, options.cache_dtype) * options.cache_dtype.itemsize
 
 
 def machine_bytes(limit: Path = _LIMIT) -> int:
-    """Memory of this machine, or of the container this process is in, if that has less."""
+    """Return the memory of this machine, or of this process's container if that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(container)) if container.isdigit() else total
 
 
 def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
-    """Raise ConfigurationError if keys and values alone take more than ``room`` bytes."""
+    """Raise ConfigurationError if keys and values take more than ``room`` bytes."""
     needed = cache_bytes(shard, options)
     if needed > room:
         raise ConfigurationError(

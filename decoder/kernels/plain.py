@@ -1,4 +1,4 @@
-"""What lies between the products of a layer, in plain PyTorch: norms, rotations, activations, rows of a table."""
+"""Operations between the matmuls of a layer, in plain PyTorch: norms, rotations, activations, rows of a table."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def code(name: str) -> int:
-    """As `Activation` of decoder/native/experts.h."""
+    """Return the value of `Activation` in decoder/native/experts.h."""
     return list(ACTIVATIONS).index(name)
 
 
 NormKind = Literal["rms", "rms plus one", "layer"]
 NORMS: tuple[NormKind, ...] = ("rms", "rms plus one", "layer")
-"""In the order of their numbers in native kernels (`Norm` there)."""
+"""Norms in the order of their numbers in native kernels (`Norm` in C++)."""
 
 
 class PlainOperations:
-    """Those of `paceline.decoder.kernels.protocol.Kernels` that need not be fast for a backend, or that it compiles."""
+    """Operations of `paceline.decoder.kernels.protocol.Kernels` whose speed is not critical for a backend, or that it
+    compiles.
+    """
 
     def norm(
         self, x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, kind: NormKind = "rms"
     ) -> Tensor:
-        """See `Kernels`."""
+        """Normalise the last dimension."""
         if kind == "layer":
             x = x - x.mean(-1, keepdim=True)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -43,21 +45,21 @@ class PlainOperations:
         return x if bias is None else x + bias
 
     def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Kernels`."""
+        """Apply rotary embeddings."""
         count = rotation[0].shape[-1]
         if count == x.shape[-1]:
             return apply_rope(x, *rotation)
         return torch.cat((apply_rope(x[..., :count], *rotation), x[..., count:]), -1)
 
     def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        """See `Kernels`."""
+        """Apply an activation."""
         if not gated:
             return ACTIVATIONS[activation](x)
         gate, up = x.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
-        """See `Kernels`."""
+        """Look up rows of a table."""
         return table.gather(ids) if isinstance(table, PackedMatrix) else nn.functional.embedding(ids, table).float()
 
 

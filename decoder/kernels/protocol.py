@@ -1,6 +1,6 @@
-"""What a decoder needs of a backend's kernels, and the values they are called with.
+"""The interface that a decoder requires of a backend's kernels, and the values of its calls.
 
-Kernels are the operations that decide a decoder's speed. Some know attention and MLP of a layer as a whole
+Kernels are the operations that determine a decoder's speed. Some compute the whole attention and MLP of a layer
 (`LayerKernels`). A backend that compiles takes norms, rotations and activations from `paceline.decoder.kernels.plain`.
 """
 
@@ -23,7 +23,7 @@ from paceline.decoder.weights.quantize import MatrixLike
 class Tree:
     """A window whose rows are nodes of a tree: each attends to the committed rows and to its own ancestors.
 
-    parents  [b, T] int32, the row of the window each row hangs on; -1 for the root, row 0
+    parents  [b, T] int32, the window row of each row's parent; -1 for the root, row 0
     seen     [b, T, T] float32, 1 where row j is row i or an ancestor of it
     """
 
@@ -36,21 +36,21 @@ class Tree:
 
     @property
     def depth(self) -> Tensor:
-        """How far each row is from the root. [b, T] int32"""
+        """Distance of each row from the root. [b, T] int32"""
         return self.seen.sum(-1).to(torch.int32) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class CachePosition:
-    """Where in the cache the rows of a call belong.
+    """Position in the cache of the rows of a call.
 
-    row    [b] int32, cache row of the first token of each line
-    count  [b] int32, how many of a line's tokens are real; the rest is padding
-    slots  [b] int32, which slot of the cache each line is
-    bucket how many cache rows the graph looks at
+    row    [b] int32, cache row of the first token of each batch row
+    count  [b] int32, number of real tokens of each batch row; the rest is padding
+    slots  [b] int32, cache slot of each batch row
+    bucket number of cache rows that the graph reads
     padded whether ``count`` may be smaller than the window: then padding need not be computed
     tree   set where the window is a tree and not a run of consecutive tokens
-    in_order  line b is slot b: the lines are the first slots, whose part of a cache is read where it lies
+    in_order  batch row b is slot b: the batch is the first slots, whose part of a cache is read in place
     """
 
     row: Tensor
@@ -62,24 +62,24 @@ class CachePosition:
     in_order: bool = False
 
     def positions(self, window: int) -> Tensor:
-        """Position in the text of every token of a window. [b, T] int32"""
+        """Sequence position of every token of a window. [b, T] int32"""
         steps = torch.arange(window, dtype=torch.int32, device=self.row.device)
         return self.row.unsqueeze(1) + (steps if self.tree is None else self.tree.depth)
 
     @property
     def real(self) -> Tensor | None:
-        """``count`` if it says something."""
+        """``count`` if there may be padding, else None."""
         return self.count if self.padded else None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What a layer's attention does besides weighing all earlier rows by its scores.
+    """Variations of a layer's attention besides weighting all earlier rows by their scores.
 
-    window  how many positions a token sees, its own included (sliding window); 0: all of them
-    cap     scores become cap * tanh(score / cap), Gemma 2's soft cap; 0: they stay
+    window  number of positions a token sees, its own included (sliding window); 0: all
+    cap     scores become cap * tanh(score / cap), Gemma 2's soft cap; 0: no cap
     slopes  [H] float32, ALiBi (Press et al., arXiv 2108.12409): a head's slope times (key position - query position) is
-            added to each score; None: nothing is
+            added to each score; None: no term is added
     """
 
     window: int = 0
@@ -92,15 +92,14 @@ PLAIN_ATTENTION = AttentionRule()
 
 @runtime_checkable
 class Kernels(Protocol):
-    """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
+    """Letters: batch rows b, tokens T of a batch row, heads H, key-value heads G, head width D, cache rows R.
 
-    Activations are float32; a product may round them to the type of its weights. Weights have the type that ``amp``
-    names, or a quantised one, and caches that one or rows of 8 bits (`paceline.decoder.kernels.cache_rows`), whose
-    R x D numbers are R x (D + 4) elements.
-    ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
-    ``sampling_kinds``: a graph is made for every kind of sampling, and relies on `SamplingTensors.kind`. Otherwise one
-    graph serves all kinds: its kernels look at the values of every row, and the kind says nothing.
-    ``skips_padding``: rows that are padding cost nothing and are not written. Then slots without a request are padding.
+    Activations are float32; a matmul may round them to the type of its weights. Weights have the type that ``amp``
+    names, or a quantised type; caches have the type of ``amp`` or 8-bit rows (`paceline.decoder.kernels.cache_rows`),
+    whose R x D numbers are R x (D + 4) elements. ``batch_invariant``: a row's bits do not depend on the number of rows
+    of its window. ``sampling_kinds``: a graph is made for every sampling mode, and relies on `SamplingTensors.kind`.
+    Otherwise one graph serves all modes: its kernels read the values of every row, and ignore the mode.
+    ``skips_padding``: padding rows cost nothing and are not written. Slots without a request are then padding.
     """
 
     batch_invariant: bool
@@ -109,16 +108,18 @@ class Kernels(Protocol):
 
     @property
     def layers(self) -> LayerKernels | None:
-        """Kernels for attention and MLP of a layer as a whole, if there are any. A divided model cannot use those."""
+        """Kernels for the whole attention and MLP of a layer, if any. A sharded model cannot use them."""
 
     @property
     def mixture(self) -> MixtureKernels | None:
-        """Kernels for a mixture of experts, if they can look at what a row chose. A graph of fixed shape cannot."""
+        """Kernels for a mixture of experts (MoE), if they can read the active experts of a row. A graph of fixed shape
+        cannot.
+        """
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]
 
-        Rows from ``count`` [b] on may hold anything finite, and lines whose count is below 0 anything at all.
+        Rows from ``count`` [b] on may hold anything finite, and batch rows whose count is below 0 anything, even NaN.
         """
 
     def attend(
@@ -129,9 +130,9 @@ class Kernels(Protocol):
         *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
-        """Write keys and values to their rows, then attend to all rows up to a token's own.
+        """Write keys and values to their rows, then attend to all rows up to the token's own.
 
-        In a tree, instead: to all rows before the window and to the token's own ancestors. Scores are divided by the
+        In a tree, attend to all rows before the window and to the token's own ancestors. Scores are divided by the
         root of D; a family that scales otherwise scales its queries.
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
@@ -139,25 +140,25 @@ class Kernels(Protocol):
     def norm(
         self, x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, kind: NormKind = "rms"
     ) -> Tensor:
-        """A norm over the last dimension, x [b, ..., K] float32, weight and bias [K].
+        """Normalise the last dimension, x [b, ..., K] float32, weight and bias [K].
 
         ``kind``: "rms" (Zhang and Sennrich, arXiv 1910.07467), "rms plus one" (weights are stored less 1), or "layer".
         """
 
     def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """x [b, T, n, D] turned by cos and sin [b, T, 1, R]: the first R of D dimensions, pairs lie R / 2 apart."""
+        """Rotate x [b, T, n, D] by cos and sin [b, T, 1, R]: the first R of D dimensions, in pairs R / 2 apart."""
 
     def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        """One of `ACTIVATIONS`; x [b, T, 2 F] if ``gated``, activation(first half) * second half -> [b, T, F]."""
+        """Apply one of `ACTIVATIONS`; x [b, T, 2 F] if ``gated``, activation(first half) * second half -> [b, T, F]."""
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
-        """Rows of a table [n, K], float32: ids [b, T] int32 -> [b, T, K]"""
+        """Look up rows of a table [n, K], float32: ids [b, T] int32 -> [b, T, K]"""
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
-        """Move the rows of an accepted path to where a chain would have put them, in place.
+        """Move the rows of an accepted path to consecutive rows, in place.
 
         cache twice [slots, G, R, D]; row [b] int32, of the window's root; path [b, D] int32, rows of the window in
-        ascending order, PAD behind the last
+        ascending order, PAD after the last
         """
 
     def sample_tokens(
@@ -169,10 +170,10 @@ class Kernels(Protocol):
         stream: int = noise.TARGET,
         part: VocabPart | None = None,
     ) -> Tensor:
-        """As `paceline.core.probs.sample_tokens`; any id in a slot without a request.
+        """Sample a token per position, as `paceline.core.probs.sample_tokens`; any id in a slot without a request.
 
-        ``part``: the ids that there are logits of (None: all), which only kernels with kinds of sampling are given.
-        Kernels that skip padding do not look at the logits of such a slot, here and in the two below.
+        ``part``: the ids of the logits (None: all), passed only to kernels with sampling modes. Kernels that skip
+        padding do not read the logits of such a slot, in this method and the next two.
         """
 
     def rank_tokens(
@@ -184,21 +185,24 @@ class Kernels(Protocol):
         count: int,
         part: VocabPart | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `paceline.core.probs.rank_tokens`. In one call: a draft tree asks for all children of a level.
+        """Rank the best ``count`` tokens, as `paceline.core.probs.rank_tokens`: one call for all children of a draft
+        tree's level.
 
-        ``part``: the ids that there are logits of; only kernels with kinds of sampling are given a divided one.
+        ``part``: the ids of the logits; a sharded one is passed only to kernels with sampling modes.
         """
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """As `paceline.core.probs.probabilities`, up to float32's rounding: what `sample_tokens` draws from."""
+        """Return the distribution of `sample_tokens`, as `paceline.core.probs.probabilities` up to float32's
+        rounding.
+        """
 
     def cuts(self, sampling: SamplingTensors) -> bool:
-        """Whether top-k, top-p or min-p may be on in any row. In a graph, where values are unknown: yes."""
+        """Return whether top-k, top-p or min-p may be on in any row. In a graph, where values are unknown: True."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Of a layer's attention: norm [H], q, k and v in one matrix [(heads + 2 G) D, H], output [H, heads D]."""
+    """Attention weights of a layer: norm [H], q, k and v in one matrix [(heads + 2 G) D, H], output [H, heads D]."""
 
     norm: Tensor
     qkv: MatrixLike
@@ -210,7 +214,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """Of a layer's MLP: norm [H], gate and up in one matrix [2 F, H], down [H, F]."""
+    """MLP weights of a layer: norm [H], gate and up in one matrix [2 F, H], down [H, F]."""
 
     norm: Tensor
     gate_up: MatrixLike
@@ -221,7 +225,7 @@ class MlpWeights:
 
 
 class LayerKernels(Protocol):
-    """Attention and MLP of a layer, each with its norm and its sum onto the stream."""
+    """Attention and MLP of a layer, each with its norm and the addition to the residual stream."""
 
     def attention(
         self,
@@ -232,18 +236,20 @@ class LayerKernels(Protocol):
         cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on are finite."""
+        """Compute attention: hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on are
+        finite.
+        """
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on may hold anything finite."""
+        """Compute the MLP: hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on may hold anything finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Of E experts, or a rank's share of each: down(activation(gate(x)) * up(x)).
+    """Weights of E experts, or a rank's shard of each: down(activation(gate(x)) * up(x)).
 
-    gate_up     gate and up of every expert below each other [E * 2 F, H]
-    down        those of all experts below each other [E * H, F]
+    gate_up     gate and up of every expert, concatenated by rows [E * 2 F, H]
+    down        down matrices of all experts, concatenated by rows [E * H, F]
     activation  one of `paceline.decoder.kernels.plain.ACTIVATIONS`
     """
 
@@ -253,10 +259,10 @@ class ExpertWeights:
 
 
 class MixtureKernels(Protocol):
-    """A mixture of experts, computed of chosen experts alone."""
+    """A mixture of experts (MoE) that computes active experts only."""
 
     def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
-        """x [b, T, H], shares [b, T, E] -> [b, T, H]: the sum of share times expert, in the order of their numbers.
+        """x [b, T, H], shares [b, T, E] -> [b, T, H]: the sum of share times expert, in the order of expert numbers.
 
-        An expert whose share of every row is 0 is not read. Rows from ``count`` on are finite, and choose nothing.
+        An expert whose share of every row is 0 is not read. Rows from ``count`` on are finite and activate no expert.
         """

@@ -1,6 +1,6 @@
-"""The kernels of a decoder in plain PyTorch: what tests and debugging run on, and what other kernels are compared with.
+"""The kernels of a decoder in plain PyTorch: for tests and debugging, and the reference for other kernels.
 
-A row's result does not depend on its place in the window or on the other rows. Not made for speed.
+A row's result does not depend on its position in the window or on the other rows. Not made for speed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.decoder.kernels.protocol import (
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
-_BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
-_BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
+_BY_ROW = 128  # up to this many rows (every window, no large prefill chunk) `TorchKernels.linear` computes row by row
+_BLOCK = 128  # cache columns that `TorchKernels.attend` computes at a time
 
 
 class TorchKernels(PlainOperations):
     """Plain PyTorch on one device, eager."""
 
-    batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows
-    sampling_kinds = False  # they look at the values of every row
+    batch_invariant = False  # matmuls of attention sum in an order that may depend on the number of rows
+    sampling_kinds = False  # they read the values of every row
     skips_padding = False
     layers = None
 
@@ -46,7 +46,7 @@ class TorchKernels(PlainOperations):
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > _BY_ROW:
             return torch.nn.functional.linear(x, weight)
-        # A matrix product may sum a row in another order according to its place among the rows; this one does not.
+        # A matmul may sum a row in another order according to its position among the rows; this one does not.
         return torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
 
     def attend(
@@ -65,7 +65,7 @@ class TorchKernels(PlainOperations):
         keys, values = (
             store(c, pack(x, c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
         )
-        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        # Nodes of a tree may be after the bucket: more nodes are tried than can be accepted.
         extent = place.bucket if place.tree is None else min(place.bucket + window, keys.shape[2])
         key_blocks, value_blocks = _blocks(keys, extent), _blocks(values, extent)
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
@@ -120,7 +120,7 @@ class TorchKernels(PlainOperations):
         stream: int = noise.TARGET,
         part: VocabPart | None = None,
     ) -> Tensor:
-        if not bool((sampling.params[:, 0] > 0).any()):  # eager may look at values; greedy rows need no noise
+        if not bool((sampling.params[:, 0] > 0).any()):  # eager may read values; greedy rows need no noise
             return reduce.argmax(logits)
         return probs.sample_tokens(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 
@@ -144,7 +144,7 @@ class TorchKernels(PlainOperations):
 
 
 def _expert(stack: MatrixLike, number: int, *, of: int) -> Tensor:
-    """Of so many experts' matrices below each other the one of a number, float32."""
+    """Return the matrix of expert ``number`` out of ``of`` concatenated matrices, float32."""
     rows = stack.shape[0] // of
     if isinstance(stack, PackedMatrix):
         return stack.gather(torch.arange(number * rows, (number + 1) * rows))
@@ -152,10 +152,11 @@ def _expert(stack: MatrixLike, number: int, *, of: int) -> Tensor:
 
 
 def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
-    """The first ``extent`` rows [b, G, extent, D] as float32 blocks of `_BLOCK` rows, the last filled up with zeros.
+    """Split the first ``extent`` rows [b, G, extent, D] into float32 blocks of `_BLOCK` rows, the last padded with
+    zeros.
 
-    A product may sum in another order according to its length. In equal blocks, added one after the other, a bucket
-    that is longer than a text adds exact zeros to it and nothing else, so that a row's bits do not depend on it.
+    A matmul may sum in another order according to its length. In equal blocks, added in order, a bucket longer than a
+    sequence adds only exact zeros, so that a row's bits do not depend on the bucket.
     """
     rows = unpack(cache[:, :, :extent])
     if missing := -extent % _BLOCK:
@@ -165,7 +166,7 @@ def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
 
 
 def _seen(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
-    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    """Mark which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
     if place.tree is None:
         return columns <= rows.unsqueeze(-1)
@@ -176,7 +177,7 @@ def _seen(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
 
 
 def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
-    """Position of each of the first ``extent`` cache rows less that of every row [b, T] of a window.
+    """Position of each of the first ``extent`` cache rows minus that of every row [b, T] of a window.
 
     [b, T, extent] float32; a row of a tree has the position of its depth.
     """
@@ -185,14 +186,14 @@ def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
         return columns - rows.unsqueeze(-1).to(torch.float32)
     depth = place.tree.depth.to(torch.float32)
     start = place.row.unsqueeze(1).to(torch.float32)
-    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
-    behind = rows.to(torch.float32) - (start + depth)  # how much farther a row lies than its position says
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], cache row of each row of the window
+    behind = rows.to(torch.float32) - (start + depth)  # cache row minus position
     positions = columns - (here * behind.unsqueeze(-1)).sum(1)
     return positions.unsqueeze(1) - (start + depth).unsqueeze(-1)
 
 
 def within(visible: Tensor, place: CachePosition, rows: Tensor, *, window: int) -> Tensor:
-    """Of what is ``visible`` [b, T, extent] what lies in a sliding window of so many positions; 0: all of it."""
+    """Restrict ``visible`` [b, T, extent] to a sliding window of ``window`` positions; 0: no restriction."""
     if not window:
         return visible
     return visible & (distances(place, rows, visible.shape[-1]) > -window)

@@ -1,1 +1,1 @@
-"""CPU kernels: a product with a weight matrix, attention over cache rows, the choice of a token."""
+"""CPU kernels: matmul with a weight matrix, attention over cache rows, sampling of a token."""

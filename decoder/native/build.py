@@ -1,8 +1,8 @@
-"""The native libraries of this machine: those that came with the package, or built once and kept in the cache.
+"""The native libraries of this machine: shipped with the package, or built once and kept in the cache.
 
-A wheel may carry kernels for kinds of processors (``setup.py`` puts them in). Where none fits, and in a checkout, they
-are compiled for this processor. What runs recorded steps depends on the version of PyTorch, too. Other processes wait
-while one builds. Where the cache cannot be written, a process builds for itself.
+A wheel may contain kernels for several kinds of processors (added by ``setup.py``). If none fits, and in a checkout,
+they are compiled for this processor. The library that runs recorded steps also depends on the version of PyTorch. Other
+processes wait while one builds. If the cache is not writable, each process builds its own copy.
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ _ROOM = 1 << 20  # bytes that a file of a build may need
 
 
 def library() -> ctypes.CDLL:
-    """The kernels.
+    """Return the library of kernels.
 
     Raises:
-        BackendError: none fit, and there is no compiler, or it failed.
+        BackendError: none fits, and no compiler is found, or it failed.
     """
     return _libraries()[0]
 
 
 def program_library() -> ctypes.CDLL:
-    """What runs recorded steps; it also defines PyTorch's operators ``paceline::...`` and ``paceline_program::...``.
+    """Return the library that runs recorded steps; it also defines PyTorch's operators ``paceline::...`` and
+    ``paceline_program::...``.
 
     Raises:
-        BackendError: none fit, and there is no compiler, or it failed.
+        BackendError: none fits, and no compiler is found, or it failed.
     """
     return _libraries()[1]
 
 
 def build_both() -> None:
-    """Build what is not there yet.
+    """Build the missing libraries.
 
     Raises:
-        BackendError: there is no compiler, or it failed.
+        BackendError: no compiler is found, or it failed.
     """
     _libraries()
 
 
 def require_compiler() -> str:
-    """The C++ compiler's path, or a BackendError that says how to get one."""
+    """Return the C++ compiler's path; raise a BackendError that explains how to install one if it is absent."""
     found = shutil.which(environment.compiler())
     if found is None:
         raise BackendError(
@@ -74,7 +75,7 @@ def require_compiler() -> str:
 
 
 def facts(built: Library) -> dict[str, object]:
-    """What a library that is built on this machine depends on."""
+    """Return the facts on which a library built on this machine depends."""
     machine = cache.machine_facts()
     if built.name == KERNELS.name:
         del machine["torch"]
@@ -82,10 +83,10 @@ def facts(built: Library) -> dict[str, object]:
 
 
 def origin() -> str:
-    """Where this machine's libraries come from, for people.
+    """Return the origin of this machine's libraries, for messages.
 
     Raises:
-        BackendError: from nowhere.
+        BackendError: no library is available.
     """
     if (kernels := prebuilt(compiler.cpu_flags())) and _prebuilt_programs():
         return f"{kernels[0].stem} came with the package"
@@ -94,7 +95,7 @@ def origin() -> str:
 
 
 def prebuilt(flags: frozenset[str]) -> list[Path]:
-    """Kernels that came with the package and a processor with these flags can run, the fastest first."""
+    """Return prebuilt kernels that a processor with these flags can run, the fastest first."""
     paths = [compiler.PREBUILT / f"kernels-{one.name}.so" for one in compiler.fitting(flags)]
     return [path for path in paths if path.is_file()]
 
@@ -118,11 +119,11 @@ def _prebuilt_programs() -> list[Path]:
 
 
 def load(wanted: Sequence[tuple[Library, Sequence[Path]]]) -> list[ctypes.CDLL]:
-    """Libraries, with symbols that those after them find: of each the first of its files that this system can load, or
-    one that is built here.
+    """Load libraries, each with symbols for those after it: the first of its files that this system can load, else a
+    local build.
 
     Raises:
-        BackendError: there is no compiler, or it failed.
+        BackendError: no compiler is found, or it failed.
         StorageError: neither the cache nor the temporary folder can be written.
     """
     missing = [library for library, ready in wanted if not ready]
@@ -139,7 +140,7 @@ def load(wanted: Sequence[tuple[Library, Sequence[Path]]]) -> list[ctypes.CDLL]:
 
 def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
     for path in ready:
-        with suppress(OSError):  # it needs a newer C library, say
+        with suppress(OSError):  # it may need a newer C library
             return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     for last in (False, True):
         path = _build([library], root)[0]
@@ -158,7 +159,9 @@ def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of ELF ends where its headers say. Linux would load one that is cut off, and die of it."""
+    """Return whether an ELF file ends where its headers say. Loading a truncated file would crash the process on
+    Linux.
+    """
     with path.open("rb") as file:
         head = file.read(64)
         size = file.seek(0, os.SEEK_END)
@@ -169,7 +172,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build(libraries: Sequence[Library], root: Path) -> list[Path]:
-    """Their files, built in one go where they are not in the cache."""
+    """Build the files that are not in the cache, in one run."""
     every = [facts(library) for library in libraries]
     with ExitStack() as stack:
         drafts = {
@@ -188,14 +191,14 @@ def _compile(files: dict[Path, Library]) -> None:
     try:
         compiler.compile_libraries(files, require_compiler(), cores=cores, report=progress)
     except BackendError:
-        for path in files:  # was it for want of room?
+        for path in files:  # check for a full disk
             path.write_bytes(bytes(_ROOM))
         raise
     finally:
         progress.end()
     for path in files:
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # else a crash of the machine could leave a part of it under its name
+            os.fsync(file.fileno())  # else a crash of the machine could leave a partial file under its name
 
 
 def _waiting() -> None:
@@ -207,11 +210,11 @@ def _say(text: str) -> None:
 
 
 class _Progress:
-    """One line, which changes on a terminal."""
+    """Progress in one line, which is rewritten on a terminal."""
 
     def __init__(self, files: int) -> None:
         self._files, self._begin = files, monotonic()
-        self._changes = sys.stderr.isatty() and sys.stderr is sys.__stderr__  # not one that somebody else draws on
+        self._changes = sys.stderr.isatty() and sys.stderr is sys.__stderr__  # not if another library redirects it
         self._show(0, "")
 
     def __call__(self, files: int, share: float) -> None:

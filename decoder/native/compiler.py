@@ -1,7 +1,7 @@
-"""What the native libraries consist of, which processors a prebuilt one is for, and a C++ compiler run on them.
+"""The parts of the native libraries, the processors of prebuilt ones, and the call of the C++ compiler.
 
-Not here: where libraries lie and how they are loaded (`paceline.decoder.native.build`). ``setup.py`` uses this too,
-where there is no PyTorch: nothing here imports it.
+Libraries are located and loaded by `paceline.decoder.native.build`. ``setup.py`` uses this module without PyTorch, so
+the module must not import it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from paceline.core.errors import BackendError
 
 HERE = Path(__file__).parent
 PREBUILT = HERE / "prebuilt"
-"""What came with the package: kernels-PROCESSOR.so, and program-VERSION_OF_TORCH.so. Not there in a checkout."""
+"""Libraries shipped with the package: kernels-PROCESSOR.so, and program-VERSION_OF_TORCH.so. Absent in a checkout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Library:
     """A shared library.
 
-    sources  its files, and about how many seconds of a core each takes to compile
-    headers  which of ours they include
-    flags    of the compiler
-    link     of the linker
+    sources  its files, and the approximate core seconds to compile each
+    headers  the project's headers that they include
+    flags    compiler flags
+    link     linker flags
     """
 
     name: str
@@ -38,17 +38,17 @@ class Library:
     link: tuple[str, ...] = ()
 
     def source_hash(self) -> str:
-        """Of everything it is compiled from, but for other people's headers."""
+        """Return a hash of every source except third-party headers."""
         files = [*sorted(HERE.glob(self.headers) if self.headers else []), *(HERE / name for name in self.sources)]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
     def with_flags(self, *flags: str) -> Library:
-        """The same, compiled with these too."""
+        """Return the same library with further compiler flags."""
         return replace(self, flags=(*self.flags, *flags))
 
 
-# -ffp-contract=off: noise must equal its PyTorch form bit for bit; fused multiply-adds are asked for by name. With -O2,
-# attention takes a twentieth longer, and the choice of a token twice as long.
+# -ffp-contract=off: noise must be bitwise identical to its PyTorch form; fused multiply-adds are called by name. With
+# -O2, attention takes a twentieth longer, and sampling a token twice as long.
 KERNELS = Library(
     "kernels",
     {"attention.cpp": 8, "products.cpp": 6, "kernels.cpp": 5, "rows.cpp": 2},
@@ -58,9 +58,10 @@ KERNELS = Library(
 
 
 def program(torch: Path) -> Library:
-    """What runs recorded steps, with PyTorch's headers from its folder ``torch``; its libraries are loaded already.
+    """Return the library that runs recorded steps, with PyTorch's headers from its folder ``torch``; its libraries are
+    already loaded.
 
-    They ask for C++20, and say which functions OpenMP's are. Its library has those, too.
+    The headers require C++20 and declare OpenMP's functions. PyTorch's library contains those too.
     """
     flags = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(torch / "include"))
     return Library("program", {"program.cpp": 12}, "", flags, ("-L", str(torch / "lib"), "-ltorch_cpu", "-lc10"))
@@ -68,7 +69,7 @@ def program(torch: Path) -> Library:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A kind of processor that prebuilt kernels are for. ``needs``: flags of Linux's /proc/cpuinfo."""
+    """A kind of processor with prebuilt kernels. ``needs``: flags of Linux's /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...]
@@ -86,16 +87,16 @@ PROCESSORS = (
     Processor("x86-64-v4", ("-march=x86-64-v4",), _V4),
     Processor("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
-"""The fastest first. All give the same bits: see integers.h, pairs.h and vectors.h."""
+"""Processors, the fastest first. Results are bitwise identical on all: see integers.h, pairs.h and vectors.h."""
 
 
 def fitting(flags: frozenset[str]) -> list[Processor]:
-    """Those whose kernels a processor with these flags can run, the fastest first."""
+    """Return the entries whose kernels a processor with these flags can run, the fastest first."""
     return [one for one in PROCESSORS if one.needs <= flags]
 
 
 def cpu_flags() -> frozenset[str]:
-    """What this machine's processor can do; nothing where Linux does not say."""
+    """Return the flags of this machine's processor; empty if Linux does not list them."""
     info = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not info.is_file():
         return frozenset()
@@ -106,9 +107,9 @@ def cpu_flags() -> frozenset[str]:
 def compile_libraries(
     libraries: Mapping[Path, Library], compiler: str, *, cores: int, report: Callable[[int, float], None]
 ) -> None:
-    """Compile every library into its path, all files side by side; what takes longest comes first.
+    """Compile every library into its path, all files in parallel, the slowest first.
 
-    ``report``: called after each file with how many are done, and their share of the work.
+    ``report``: called after each file with the number of finished files, and their share of the work.
 
     Raises:
         BackendError: the compiler failed or was killed.

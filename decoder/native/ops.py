@@ -1,8 +1,8 @@
-"""The native kernels as a backend's `Kernels`. Their operators are defined in `program.cpp`.
+"""The native kernels as a backend's `Kernels`. `program.cpp` defines their operators.
 
-Weights lie in pages of 2 MB, where the system has them. A token reads every weight once, in order. With pages of 4 kB
-that stream stops at every page: for a translation of the address, and because processors do not fetch ahead over the
-end of a page.
+Weights are stored in pages of 2 MB, if the system has them. Each token reads every weight once, in order. With pages of
+4 kB that stream stops at every page: for an address translation, and because processors do not prefetch past the end of
+a page.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1: 
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Move the memory of these tensors to huge pages, where it is; their addresses and contents stay.
+    """Move the memory of these tensors to huge pages, in place; addresses and contents are unchanged.
 
-    Pages that are not mostly theirs are left alone, so that memory grows by little. Systems that have no huge pages
-    lose speed alone.
+    Pages that mostly belong to other data are not moved, so that memory grows by little. Systems without huge pages
+    lose only speed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -49,11 +49,11 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     runs = _runs(sorted(page for page, used in _pages(tensors).items() if used >= PAGE // 2))
     for run in runs:
         madvise(run.start, len(run), _HUGEPAGE)  # older systems then do it in the background
-        madvise(run.start, len(run), _COLLAPSE)  # one call for a run: each waits for all processors
+        madvise(run.start, len(run), _COLLAPSE)  # one call per range: each call waits for all processors
 
 
 def _runs(pages: list[int]) -> list[range]:
-    """Addresses of pages, in order, as ranges of bytes without a gap."""
+    """Merge sorted page addresses into ranges of bytes without a gap."""
     runs: list[range] = []
     for page in pages:
         if runs and runs[-1].stop == page:
@@ -64,7 +64,7 @@ def _runs(pages: list[int]) -> list[range]:
 
 
 def _pages(tensors: Iterable[Tensor]) -> Counter[int]:
-    """Addresses of pages, and the bytes of these tensors that lie there."""
+    """Return addresses of pages, with the bytes of these tensors in each."""
     used: Counter[int] = Counter()
     storages = (one.untyped_storage() for one in tensors)
     for begin, size in {(one.data_ptr(), one.nbytes()) for one in storages}:
@@ -131,14 +131,14 @@ SHAPES: dict[str, Callable[..., Any]] = {
 
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""`Format` in vectors.h."""
+"""Codes of `Format` in vectors.h."""
 
 
 class Native:
-    """The `Kernels` of a CPU, in C++. Inputs must be contiguous, which is made sure of here."""
+    """The `Kernels` of a CPU, in C++. Inputs are made contiguous first."""
 
     batch_invariant = True
-    sampling_kinds = False  # they look at the values of every row
+    sampling_kinds = False  # they read the values of every row
     skips_padding = True
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class Native:
 
 
 def _stored(weight: MatrixLike) -> tuple[Tensor, Tensor | None, int]:
-    """The numbers of a matrix, the scales of its rows if it has any, and the code of its format."""
+    """Return the numbers of a matrix, the scales of its rows if any, and the code of its format."""
     if isinstance(weight, PackedMatrix):
         return weight.data, weight.scales, weight.format.code
     return weight, None, _CODES[weight.dtype]

@@ -1,7 +1,7 @@
-"""Recorded steps: a step runs once, without its kernels, and the operators that it called are replayed in C++.
+"""Recorded steps: a step runs once without its kernels, and its operator calls are replayed in C++.
 
-The shapes of a step never depend on data, so its calls are always the same. Nothing is compiled. What depends on
-weights and constants alone is computed when the step is recorded, and what is computed twice is computed once. See
+The shapes of a step never depend on data, so its calls are always the same. Nothing is compiled. Values that depend
+only on weights and constants are computed when the step is recorded, and repeated computations are done once. See
 `program.cpp` for how a program runs.
 """
 
@@ -38,32 +38,32 @@ _TYPES = {
     torch.float8_e5m2: 23,
     torch.float8_e4m3fn: 24,
 }
-"""Their numbers in PyTorch's `c10::ScalarType`."""
+"""Numbers of dtypes in PyTorch's `c10::ScalarType`."""
 
 _LAYOUTS: dict[object, int] = {torch.strided: 0, torch.contiguous_format: 0, torch.preserve_format: 1}
-"""Numbers of layouts and memory formats there."""
+"""Numbers of layouts and memory formats in PyTorch."""
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 _SHAPES = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones")
 )
-"""Operators that look at the shape of a tensor alone."""
+"""Operators that depend only on the shape of a tensor."""
 
 _BY_TENSOR: dict[OpOverload, OpOverload] = {
     getattr(packet, of): packet.Tensor
     for packet in (getattr(torch.ops.aten, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge"))
     for of in ("Tensor", "Scalar")
 }
-"""Operators with a number for their second tensor, and those with a tensor."""
+"""Operators with a number as second operand, and their variants with a tensor."""
 
 _LARGEST = 1 << 16
-"""Numbers that a constant of a step may have: what is made of large weights is made anew every time."""
+"""Largest number of elements of a constant of a step: larger values computed from weights are recomputed every time."""
 
 
-_COMMIT = 3  # inputs before this place are a commit's, and so are those from the next one on: its features
+_COMMIT = 3  # inputs before this index are a commit's; from the next index on they are its features
 _AFTER = 6
-_REASON = 2000  # bytes for why something failed
+_REASON = 2000  # bytes for the reason of a failure
 _INT64 = ctypes.POINTER(ctypes.c_int64)
 
 
@@ -99,7 +99,7 @@ class _RoundsCall(ctypes.Structure):
 
 
 class _Kind(IntEnum):
-    """What an argument is in the numbers that describe a program; `Kind` in program.cpp."""
+    """Kind of an argument in the numbers that describe a program; `Kind` in program.cpp."""
 
     NONE = 0
     INT = auto()
@@ -112,7 +112,7 @@ class _Kind(IntEnum):
     VALUES = auto()
     TEXT = auto()
     CPU = auto()
-    WRAPPED = auto()  # a number in the place of a tensor; what follows is the number
+    WRAPPED = auto()  # a number in place of a tensor; the number follows
 
 
 class _Value(NamedTuple):
@@ -123,7 +123,7 @@ class _Value(NamedTuple):
 
 @dataclass(slots=True)
 class _Call:
-    """A call of an operator. Its tensors are `_Value`s, and its results are numbers of values."""
+    """A call of an operator. Its tensors are `_Value`s, and its results are value numbers."""
 
     op: OpOverload
     arguments: list[Any]
@@ -147,7 +147,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Recorded:
-    """The calls of a step. ``values`` has the tensor of every number; large ones without numbers."""
+    """The calls of a step. ``values`` holds the tensor of every number; large ones without their data."""
 
     inputs: int
     values: list[Tensor]
@@ -156,15 +156,15 @@ class _Recorded:
     outputs: list[int] = field(default_factory=list)
 
     def is_parameter(self, number: int) -> bool:
-        """Whether a constant never changes. Buffers may."""
+        """Return whether a constant never changes. Buffers may."""
         return isinstance(self.values[number], nn.Parameter)
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every call of an operator, below autograd.
+    """Records every call of an operator, below autograd.
 
-    Operators of PyTorch run. Kernels give zeros instead, and nothing is written, so that the decoder stays as it is:
-    shapes alone count.
+    Operators of PyTorch run. Kernels return zeros and write nothing, so that the decoder is unchanged: only shapes
+    matter.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: PyTorch 2.13 would import its compiler for that, which takes more than a second."""
+        """Return False: PyTorch 2.13 would import its compiler otherwise, which takes more than a second."""
         return False
 
     def __torch_dispatch__(
@@ -206,14 +206,14 @@ class _Recorder(TorchDispatchMode):
         return [self._named(one) for one in argument] if isinstance(argument, list | tuple) else argument
 
     def _number(self, tensor: Tensor) -> int:
-        """Of a tensor. One that the step did not make is part of the decoder."""
+        """Return the number of a tensor. A tensor that the step did not make is part of the decoder."""
         if tensor not in self._numbers:
             self.recorded.constants[self._add(tensor, small=True)] = tensor
         number: int = self._numbers[tensor]
         return number
 
     def _add(self, tensor: Tensor, *, small: bool = False) -> int:
-        """``small``: whether it takes no memory, whatever its size."""
+        """Add a value. ``small``: whether it takes no memory, whatever its size."""
         number = self._numbers[tensor] = len(self.recorded.values)
         self.recorded.values.append(tensor if small or tensor.numel() <= _LARGEST else tensor.to("meta"))
         return number
@@ -223,7 +223,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _every_argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments in the order of the schema, with its defaults."""
+    """Return arguments in the order of the schema, with its defaults."""
     found = []
     for place, spec in enumerate(func._schema.arguments):
         if place < len(args) and not spec.kwarg_only:
@@ -234,8 +234,8 @@ def _every_argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _looks_at_numbers(func: OpOverload, arguments: list[Any]) -> bool:
-    """Whether what it gives, or its shape, is not known without the numbers of a tensor."""
-    if func is torch.ops.aten.index.Tensor:  # of masks alone
+    """Return whether the result, or its shape, depends on the data of a tensor."""
+    if func is torch.ops.aten.index.Tensor:  # masks only
         return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in arguments[1])
     return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 
@@ -245,10 +245,10 @@ def _writes(argument: Any) -> bool:
 
 
 def record(module: nn.Module, example: Sequence[Tensor]) -> _Recorded:
-    """What a step calls for inputs of the shapes and types of ``example``, whose numbers are legal ones.
+    """Record the calls of a step for inputs of the shapes and types of ``example``, whose values are valid.
 
     Raises:
-        BackendError: the step looks at the numbers of a tensor.
+        BackendError: the step reads the data of a tensor.
     """
     with torch.no_grad():
         inputs = [one.clone() for one in example]
@@ -261,11 +261,11 @@ def record(module: nn.Module, example: Sequence[Tensor]) -> _Recorded:
 
 
 class _Simplifier:
-    """Takes out of a recording what need not run every time."""
+    """Removes from a recording what need not run every time."""
 
     def __init__(self, recorded: _Recorded) -> None:
         self._recorded = recorded
-        self._roots = list(range(len(recorded.values)))  # whose memory a value lies in
+        self._roots = list(range(len(recorded.values)))  # the value that owns the memory of each value
         for call in recorded.calls:
             if (viewed := _viewed(call)) is not None:
                 for number in call.made:
@@ -277,7 +277,7 @@ class _Simplifier:
         self._numbers: dict[tuple[float, torch.dtype], int] = {}
 
     def run(self) -> None:
-        """Leave the calls that are needed, each once, with what is known as constants."""
+        """Keep only the needed calls, each once, with known results as constants."""
         recorded, seen, left = self._recorded, dict[str, _Call](), list[_Call]()
         for call in recorded.calls:
             call.arguments = [self._renamed(one) for one in call.arguments]
@@ -302,7 +302,9 @@ class _Simplifier:
         return [self._renamed(one) for one in argument] if isinstance(argument, list) else argument
 
     def _number_to_tensor(self, call: _Call) -> None:
-        """Make the number that a tensor is added to or compared with one of its type, which nothing has to convert."""
+        """Replace the number in an addition or comparison by a tensor of the other operand's type, which avoids a
+        conversion.
+        """
         by_tensor = _BY_TENSOR.get(call.op)
         if by_tensor is None or not isinstance(call.arguments[1], int | float):
             return
@@ -313,7 +315,7 @@ class _Simplifier:
             call.op, call.arguments[1] = by_tensor, _Value(self._number_as_tensor(number, first.dtype))
 
     def _number_as_tensor(self, value: float, dtype: torch.dtype) -> int:
-        """Of type ``dtype``, as a constant: one for all calls."""
+        """Return the constant of type ``dtype`` for a number, shared by all calls."""
         if (value, dtype) not in self._numbers:
             number = self._numbers[value, dtype] = len(self._recorded.values)
             self._recorded.values.append(torch.tensor(value, dtype=dtype))
@@ -323,7 +325,7 @@ class _Simplifier:
         return self._numbers[value, dtype]
 
     def _does_nothing(self, call: _Call) -> bool:
-        """Whether it gives what it is given, which then takes its place."""
+        """Return whether the call returns its input unchanged; the input then replaces the result."""
         first, *rest = call.arguments
         adds_nothing = call.op in _SUMS and rest[0] == 0 and self._unchanging(call)
         if call.op is not torch.ops.aten.detach.default and not adds_nothing:
@@ -335,11 +337,11 @@ class _Simplifier:
         return True
 
     def _unchanging(self, call: _Call) -> bool:
-        """Whether nothing that it reads or makes is written to in the step."""
+        """Return whether no input or result of the call is written to in the step."""
         return not any(self._roots[number] in self._changed for number in (*call.reads(), *call.made))
 
     def _computed(self, call: _Call) -> bool:
-        """Whether what a call gives never changes; then it is known from now on."""
+        """Return whether the call's result is constant; it is then computed now."""
         reads = [] if call.op in _SHAPES else list(call.reads())
         if call.written() or not all(number in self._known for number in reads):
             return False
@@ -353,7 +355,7 @@ class _Simplifier:
         return True
 
     def _copy_outputs(self, calls: list[_Call]) -> None:
-        """Give every output memory of its own: callers write into what they get."""
+        """Give every output separate memory: callers write into outputs."""
         recorded = self._recorded
         taken = set(range(recorded.inputs)) | {self._roots[number] for number in self._known}
         for place, number in enumerate(recorded.outputs):
@@ -366,7 +368,7 @@ class _Simplifier:
 
 
 def _viewed(call: _Call) -> int | None:
-    """The value that its results are views of."""
+    """Return the value of which the call's results are views."""
     for spec, argument in zip(call.op._schema.arguments, call.arguments, strict=True):
         if spec.alias_info is not None and not spec.alias_info.is_write and isinstance(argument, _Value):
             return argument.number
@@ -374,12 +376,12 @@ def _viewed(call: _Call) -> int | None:
 
 
 def _parts(value: Any) -> Sequence[Tensor]:
-    """A tensor, or those of a list."""
+    """Return a tensor as a list, or the tensors of a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 def _needed(calls: list[_Call], outputs: Iterable[int]) -> list[_Call]:
-    """Calls that write to something, or whose results are read by one that is needed."""
+    """Return the calls that write to a value, or whose results a needed call reads."""
     wanted, needed = set(outputs), list[_Call]()
     for call in reversed(calls):
         if call.written() or not wanted.isdisjoint(call.made):
@@ -390,7 +392,7 @@ def _needed(calls: list[_Call], outputs: Iterable[int]) -> list[_Call]:
 
 
 class _Encoder:
-    """The numbers, floats and texts that describe a program."""
+    """The numbers, floats and strings that describe a program."""
 
     def __init__(self, recorded: _Recorded) -> None:
         self.numbers, self.floats, self.texts = list[int](), list[float](), list[str]()
@@ -471,7 +473,7 @@ class _Encoder:
 
 
 def _last_reads(calls: Sequence[_Call]) -> dict[int, list[int]]:
-    """For each call the values that no later one reads."""
+    """Return, for each call, the values that no later call reads."""
     last = {number: place for place, call in enumerate(calls) for number in (*call.made, *call.reads())}
     found: dict[int, list[int]] = {}
     for number, place in last.items():
@@ -482,11 +484,11 @@ def _last_reads(calls: Sequence[_Call]) -> dict[int, list[int]]:
 class Program:
     """A recorded step. A `paceline.decoder.backends.base.Step`, and a `MultiRoundStep` if it is fused.
 
-    One call at a time runs; another one waits for it.
+    Calls run one at a time; a second call waits.
 
     Raises:
         BackendError: the step cannot be recorded.
-        RuntimeError: of a call, an operator failed.
+        RuntimeError: an operator failed during a call.
     """
 
     def __init__(self, module: nn.Module, example: Sequence[Tensor]) -> None:
@@ -507,14 +509,14 @@ class Program:
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """See `paceline.decoder.backends.base.MultiRoundStep`."""
+        """Run rounds in one call of the program."""
         if self._rounds is None:
             self._rounds = _Rounds(self.address, self._example)
         return self._rounds(inputs, seconds, limits)
 
 
 class _Rounds:
-    """Several fused rounds of a program. ``example``: inputs of the shapes and types it always gets."""
+    """Several fused rounds of a program. ``example``: inputs of the shapes and types of every call."""
 
     def __init__(self, program: int, example: Sequence[Tensor]) -> None:
         self._library = build.program_library()
@@ -522,7 +524,7 @@ class _Rounds:
         self._slots, self._width = len(example[0]), example[0].shape[1] + 2
         self._inputs, self._left = _lend(example), (ctypes.c_int64 * self._slots)()
         commit = [*example[:_COMMIT], *example[_AFTER:]]
-        # Two of each, since a call reads what the one before it made.
+        # Two of each, since a call reads the results of the one before it.
         with torch.inference_mode(False):  # whatever the caller's mode is: the host writes into commits, in any
             buffers = [[torch.empty_like(one) for one in commit] for _ in range(2)]
         self._made = [(one, (ctypes.c_void_p * len(one))(*(x.data_ptr() for x in one))) for one in buffers]
@@ -555,7 +557,7 @@ class _Rounds:
         return self._read(ran), commit
 
     def _for(self, rounds: int) -> None:
-        """Make room for what so many rounds tell."""
+        """Allocate reports for ``rounds`` rounds."""
         self._most = rounds
         self._told = (ctypes.c_int32 * (rounds * self._slots * self._width))()
         self._seconds = (ctypes.c_double * rounds)()

@@ -1,1 +1,1 @@
-"""Tensor parallelism: which rank holds what, collectives, rank processes."""
+"""Tensor parallelism: shards of each rank, collectives, rank processes."""

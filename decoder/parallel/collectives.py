@@ -1,7 +1,7 @@
-"""What ranks of a divided model tell each other, as operations inside a step.
+"""Collectives between the ranks of a sharded model, as operations inside a step.
 
 All are functional (PyTorch's traceable collectives), so that a step that calls them runs on processes and lowers to
-collectives of a device. Not here: starting processes (`paceline.decoder.parallel.ranks`), and what is divided.
+collectives of a device. Processes are started by `paceline.decoder.parallel.ranks`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
-"""After which a collective whose other side does not come has failed."""
+"""Time after which a collective fails if another rank does not take part."""
 
 
 class Collectives(Protocol):
-    """Of one group of ranks."""
+    """Collectives of one group of ranks."""
 
     @property
     def degree(self) -> int: ...
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each."""
+        """Return the sum over all ranks, bitwise identical on each."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of every rank, in the order of ranks. [...] -> [degree, ...]"""
+        """Return x of every rank, in the order of ranks. [...] -> [degree, ...]"""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """One rank: nobody to talk to."""
+    """One rank: collectives return their input."""
 
     degree: int = 1
 
@@ -45,10 +45,10 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class GlooGroup:
-    """Ranks that are processes of a machine, over gloo.
+    """Ranks as processes of one machine, over gloo.
 
-    A sum is a gather and an addition in the order of ranks: gloo's own sums in an order that depends on where in the
-    buffer a number lies, and then a row's bits would depend on its place in a window.
+    A sum is a gather and an addition in the order of ranks: gloo's own sum has an order that depends on a number's
+    offset in the buffer, so a row's bits would depend on its position in a window.
     """
 
     degree: int
@@ -67,7 +67,7 @@ class GlooGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Ranks that are cores of an accelerator: the sum is the device's own. For traced graphs only."""
+    """Ranks as cores of an accelerator: the sum is the device's own. For traced graphs only."""
 
     degree: int
     name: str = "paceline"
@@ -88,11 +88,12 @@ def _gathered(x: Tensor, degree: int, name: str) -> Tensor:
 
 
 def join(path: str, rank: int, group: GlooGroup) -> object:
-    """Enter the group that meets at the file ``path``; returns when all ranks have, what keeps the group alive.
+    """Join the group that meets at the file ``path``; when all ranks have joined, return the object that keeps the
+    group alive.
 
     Sockets are on this machine's loopback, which needs no name service and no open port.
     """
-    # The collectives find their group by its name; PyTorch's public way to a group makes it the process's only one.
+    # The collectives find their group by its name; PyTorch's public call for a group makes it the process's only one.
     distributed: Any = torch._C._distributed_c10d
     store = distributed.FileStore(path, group.degree)
     options = distributed.ProcessGroupGloo._Options()
@@ -109,6 +110,6 @@ def join(path: str, rank: int, group: GlooGroup) -> object:
 
 
 def leave(group: GlooGroup) -> None:
-    """Give a group up. A rank that still waits in it fails."""
+    """Leave a group. A rank that still waits in it fails."""
     distributed: Any = torch._C._distributed_c10d
     distributed._unregister_process_group(group.name)

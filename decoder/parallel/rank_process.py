@@ -1,6 +1,6 @@
 """The main function of a rank other than 0 (`python -m paceline.decoder.parallel.rank_process FD`): it follows rank 0.
 
-Reads orders from the socket FD until rank 0 is gone. It decides nothing: no tokens, no lengths, no graphs of its own.
+Reads orders from the socket FD until rank 0 ends. All decisions (tokens, lengths, graphs) are rank 0's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.decoder.weights.checkpoint import load_weights
 
 
 class Follower:
-    """One rank: its parts of models, and the steps over them."""
+    """One rank: its shards of models, and the steps over them."""
 
     def __init__(self, rank: int, member: Member) -> None:
         self._rank, self.member = rank, member
@@ -36,7 +36,7 @@ class Follower:
         self._steps: dict[int, tuple[int, Step]] = {}
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
-        """Read this rank's part of a model."""
+        """Load this rank's shard of a model."""
         weights = load_weights(
             path,
             config,
@@ -50,28 +50,28 @@ class Follower:
         ).eval()
 
     def release(self, number: int) -> None:
-        """Forget a model and its steps."""
+        """Remove a model and its steps."""
         del self.bodies[number]
         self._steps = {key: pair for key, pair in self._steps.items() if pair[0] != number}
 
     def take(self, tensors: list[tuple[tuple[str, str], bool, bytes]]) -> None:
-        """Keep this rank's own tensors, by the names that steps will call them: whether it is a parameter, and it."""
+        """Store this rank's tensors: key in later steps, whether it is a parameter, and its bytes."""
         for name, is_parameter, data in tensors:
             tensor = torch.load(io.BytesIO(data), weights_only=True)
             self.tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
     def make(self, number: int, made: int, step: bytes, *, key: GraphKey, example: tuple[Tensor, ...]) -> None:
-        """Take a step of a model, for inputs like the example's."""
+        """Compile a step of a model, for inputs like the example's."""
         module: nn.Module = _Receiver(io.BytesIO(step), self).load()
         self._steps[made] = number, self.member.compile(Graph(key, module, example, {}))
 
     def run(self, number: int, inputs: list[Tensor]) -> None:
-        """Run a step. What comes out is what rank 0 gets too."""
+        """Run a step. Its outputs equal rank 0's and are dropped."""
         self._steps[number][1](*inputs)
 
 
 class _Receiver(pickle.Unpickler):
-    """Puts this rank's own in the place of what rank 0 named. Rank 0 started this process: it is trusted."""
+    """Replaces the objects that rank 0 named by this rank's own. Rank 0 started this process: it is trusted."""
 
     def __init__(self, stream: io.BytesIO, follower: Follower) -> None:
         super().__init__(stream)
@@ -96,10 +96,10 @@ class _Receiver(pickle.Unpickler):
 
 
 def main() -> None:
-    """Meet the others, then follow."""
+    """Join the group, then follow rank 0."""
     pipe = Connection(int(sys.argv[1]))
     kind, rank, degree, name, meeting, threads, path = pipe.recv()
-    sys.path[:] = path  # steps may be of modules that only rank 0's program knows the way to
+    sys.path[:] = path  # steps may be from modules that only rank 0's program can import
     torch.set_num_threads(threads)
     member = make_member(kind, rank, degree, name=name)
     pipe.send(None)
@@ -110,13 +110,13 @@ def main() -> None:
         try:
             order, rest, named = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # rank 0 is done, or gone; there is nothing to save
+            os._exit(0)  # rank 0 has finished or died; there is nothing to save
         try:
             getattr(follower, order)(*rest, **named)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if order == "run":
-                # The ranks are no longer at the same place; the others see that this one is gone.
+                # The ranks are no longer at the same step; the others detect that this one has ended.
                 pipe.send(message)
                 os._exit(1)
             pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {message}"))

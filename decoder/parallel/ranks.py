@@ -1,8 +1,8 @@
-"""The ranks of a divided model as processes: rank 0 is this one, the others are started here and do as it does.
+"""The ranks of a sharded model as processes: rank 0 is this process, the others are started by it and repeat its steps.
 
-A step is sent once, as a pickle in which the body, the kernels and every tensor of the body stand as names; the other
-ranks put their own in their place. A call sends its inputs. Decoders of one degree share these processes, so that two
-of them can be in one step. Not here: what the other side does (`paceline.decoder.parallel.rank_process`).
+A step is sent once, as a pickle that names the body, the kernels and every tensor of the body; the other ranks
+substitute their own. A call sends its inputs. Decoders of one degree share these processes, so that two of them can be
+in one step. The other side is `paceline.decoder.parallel.rank_process`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ EAGER = "paceline.decoder.parallel.ranks:EagerMember"
 
 
 class Member(Protocol):
-    """One rank; made with its ``rank``, the ``degree`` and a ``name`` that no other group of ranks has.
+    """One rank; constructed with its ``rank``, the ``degree`` and a ``name`` that is unique to the group.
 
     Rank 0 and the processes of the other ranks each make a member of the same kind.
 
-    keeps_meeting  whether the folder of the meeting has to stay as long as the group
+    keeps_meeting  whether the group's rendezvous folder must exist as long as the group
     """
 
     keeps_meeting: bool
@@ -55,27 +55,27 @@ class Member(Protocol):
 
     @property
     def kernels(self) -> Kernels:
-        """Those that the rank's steps are made with."""
+        """Kernels with which the rank's steps are made."""
 
     @property
     def group(self) -> Collectives:
-        """All the ranks; final once they have met."""
+        """Group of all ranks; final once they have joined."""
 
     def variables(self, rank: int) -> dict[str, str]:
-        """What the process of another rank has to find in its environment. Asked of rank 0."""
+        """Return the environment variables that the process of another rank requires. Called on rank 0."""
 
     def meet(self, folder: str) -> None:
-        """Enter the group that meets in a folder; returns when all have."""
+        """Join the group that meets in a folder; return when all ranks have joined."""
 
     def leave(self) -> None:
-        """Give the group up. A rank that still waits in it fails."""
+        """Leave the group. A rank that still waits in it fails."""
 
     def compile(self, graph: Graph) -> Step:
-        """What runs a step on this rank."""
+        """Return the callable that runs a step on this rank."""
 
 
 class EagerMember:
-    """A process of this machine: PyTorch as it is, and gloo."""
+    """A process of this machine, with eager PyTorch and gloo."""
 
     keeps_meeting = False
 
@@ -86,19 +86,19 @@ class EagerMember:
         self._held: object = None
 
     def variables(self, rank: int) -> dict[str, str]:
-        """See `Member`."""
+        """Return no variables."""
         return {}
 
     def meet(self, folder: str) -> None:
-        """See `Member`."""
+        """Join the gloo group."""
         self._held = join(str(Path(folder) / "meeting"), self._rank, self.group)
 
     def leave(self) -> None:
-        """See `Member`."""
+        """Leave the gloo group."""
         leave(self.group)
 
     def compile(self, graph: Graph) -> Step:
-        """See `Member`."""
+        """Return the step itself, without gradients."""
 
         def run(*inputs: Tensor) -> list[Tensor]:
             with torch.no_grad():
@@ -108,16 +108,17 @@ class EagerMember:
 
 
 def make_member(path: str, rank: int, degree: int, *, name: str) -> Member:
-    """A member of a kind, "module:Class"."""
+    """Create a member of the class ``path``, "module:Class"."""
     module, _, attribute = path.partition(":")
     made: Member = getattr(importlib.import_module(module), attribute)(rank, degree, name)
     return made
 
 
 def parts_of(first: nn.Module, others: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Every parameter and buffer of rank 0's module, and what the modules of ranks 1 and up have under its name.
+    """Yield every parameter and buffer of rank 0's module with the tensors of that name in the modules of ranks 1 and
+    up.
 
-    What is one and the same tensor in all of them is another module's, and left out.
+    A tensor that is the same object in all of them belongs to another module, and is skipped.
     """
     named = [_tensors(module) for module in others]
     for name, tensor in _tensors(first).items():
@@ -132,14 +133,14 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-_PATIENCE = 5.0  # seconds a process gets to end by itself
-_FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
+_PATIENCE = 5.0  # seconds a process gets to end normally
+_FAREWELL = 1.0  # seconds to wait for the last message of a process that failed
 
 
 class Ranks:
     """A group of ``degree`` ranks. It ends when the last body in it is released, or with this process.
 
-    ``kind``: of their `Member`, "module:Class".
+    ``kind``: class of the `Member`, "module:Class".
 
     Raises:
         RankError: a process could not be started.
@@ -150,10 +151,10 @@ class Ranks:
         self.member: Member = make_member(kind, 0, degree, name=self._name)
         self._lock = threading.RLock()
         self._bodies: weakref.WeakKeyDictionary[ModelWithCache, int] = weakref.WeakKeyDictionary()
-        self._names = WeakTensorKeyDictionary()  # tensors the other ranks have too, and what they are called there
+        self._names = WeakTensorKeyDictionary()  # tensors that the other ranks have too, with their names
         self._open: set[int] = set()
-        self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
-        self._steps: dict[int, int] = {}  # whose each step is
+        self._left: list[int] = []  # released bodies, not yet reported to the other ranks
+        self._steps: dict[int, int] = {}  # the body of each step
         self._count = 0
         self._others = [_start(self.member.variables(rank)) for rank in range(1, degree)]
         self._end = weakref.finalize(self, _end, self.member, self._others)
@@ -161,7 +162,8 @@ class Ranks:
             with ExitStack() as meeting:
                 place = tempfile.TemporaryDirectory(prefix="paceline-ranks-", ignore_cleanup_errors=True)
                 self._meet(degree, meeting.enter_context(place))
-                # If it does not stay, it is gone as soon as all have met: nobody is left to remove it after a kill.
+                # A temporary folder is deleted as soon as all ranks have joined: after a kill no process would remove
+                # it.
                 if self.member.keeps_meeting:
                     weakref.finalize(self, meeting.pop_all().close)
         except (OSError, RuntimeError) as error:
@@ -176,9 +178,9 @@ class Ranks:
         threads = max(1, torch.get_num_threads() // degree)
         for rank, (_, pipe) in enumerate(self._others, 1):
             pipe.send((self._kind, rank, degree, self._name, folder, threads, sys.path))
-        self._answers()  # all are there, so that none is waited for in vain
+        self._answers()  # all have started, so that the join cannot wait for a missing rank
         self.member.meet(folder)
-        self._answers()  # all have found each other
+        self._answers()  # all have joined
 
     @property
     def alive(self) -> bool:
@@ -190,7 +192,7 @@ class Ranks:
         return [process.pid for process, _ in self._others]
 
     def adopt(self, body: ModelWithCache, path: str, *, config: ModelConfig, options: DecoderOptions) -> int:
-        """Have every other rank load its part of the model that ``body`` is rank 0's part of. -> its number.
+        """Make every other rank load its shard of the model whose rank 0 shard is ``body``. -> the body's number
 
         Raises:
             CheckpointError, RankError: one of them could not.
@@ -212,7 +214,7 @@ class Ranks:
             return number
 
     def release(self, number: int) -> None:
-        """A body is not needed any more; with the last one the processes end."""
+        """Release a body; the last one ends the processes."""
         with self._lock:
             if number not in self._open:
                 return
@@ -220,15 +222,15 @@ class Ranks:
             if not self._open:
                 self._end()
             else:
-                self._left.append(number)  # told with the next order: a finaliser may run in the middle of one
+                self._left.append(number)  # sent with the next order: a finaliser may run in the middle of one
 
     def divide(self, number: int, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Give every other rank what it has in the place of the tensors of ``first``, in the steps of a body.
+        """Send every other rank its tensors in place of those of ``first``, for the steps of a body.
 
         others  the modules of ranks 1 and up
 
         Raises:
-            RankError: a rank is gone.
+            RankError: a rank has ended.
         """
         with self._lock:
             self._check(number)
@@ -242,11 +244,11 @@ class Ranks:
             self._names.update(names)
 
     def make(self, number: int, graph: Graph) -> int:
-        """Give a step of a body to all other ranks, which make a graph of it as rank 0 does. -> its number.
+        """Send a step of a body to all other ranks, which compile it as rank 0 does. -> its number.
 
         Raises:
             ConfigurationError: the step cannot be sent.
-            RankError: a rank is gone, or cannot make it.
+            RankError: a rank has ended, or cannot compile it.
         """
         with self._lock:
             self._check(number)
@@ -267,10 +269,10 @@ class Ranks:
             return step_number
 
     def run(self, number: int, step: Step, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run a step on all ranks; ``step`` is rank 0's. -> its outputs, which are the same on each.
+        """Run a step on all ranks; ``step`` is rank 0's. -> its outputs, the same on each rank.
 
         Raises:
-            RankError: a rank is gone.
+            RankError: a rank has ended.
         """
         with self._lock:
             self._check(self._steps[number])
@@ -279,7 +281,7 @@ class Ranks:
                 with torch.no_grad():
                     return list(step(*inputs))
             except BaseException as error:
-                # The ranks are no longer at the same place: none of them can go on.
+                # The ranks are no longer at the same step: none of them can continue.
                 lost = self._lost(error) if isinstance(error, RuntimeError) else None
                 self._end()
                 if lost is not None:
@@ -291,9 +293,9 @@ class Ranks:
             raise RankError("the other ranks of this decoder have ended: it was closed, or one failed; load it again")
 
     def _send(self, order: str, *rest: Any, **named: Any) -> None:
-        """An order is a method of `rank_process.Follower`, and its arguments."""
+        """Send an order, a method of `rank_process.Follower`, with its arguments."""
         try:
-            # Plain pickle: a Connection's own would hand tensors over as shared memory, of other processes' families.
+            # Plain pickle: a Connection's own would pass tensors as shared memory, which needs related processes.
             left, self._left = self._left, []
             orders = [*(("release", (number,), {}) for number in left), (order, rest, named)]
             for data in map(pickle.dumps, orders):
@@ -305,7 +307,7 @@ class Ranks:
             raise lost from error
 
     def _send_each(self, order: str, given: Sequence[object]) -> None:
-        """As `_send`, with one argument, which is another one for every rank."""
+        """Send an order with one argument, a different one for each rank."""
         try:
             for (_, pipe), own in zip(self._others, given, strict=True):
                 pipe.send_bytes(pickle.dumps((order, (own,), {})))
@@ -315,7 +317,7 @@ class Ranks:
             raise lost from error
 
     def _answers(self) -> None:
-        """Wait for every other rank; raise what the first one that failed says."""
+        """Wait for every other rank; raise the error of the first one that failed."""
         failed: list[Exception] = []
         for _, pipe in self._others:
             try:
@@ -329,7 +331,7 @@ class Ranks:
             raise failed[0]
 
     def _lost(self, error: BaseException) -> RankError:
-        """What happened, in the words of a process that failed if it left any."""
+        """Return an error with the last message of a failed process, if it left one."""
         ready = [pipe for _, pipe in self._others if not pipe.closed]
         heard = wait(ready, _FAREWELL) if ready else []
         reasons = []
@@ -348,7 +350,9 @@ class Ranks:
 
 
 class _Sender(pickle.Pickler):
-    """Pickles a step; what the other ranks have already is named, and a tensor that is ``new`` to them is sent once."""
+    """Pickles a step; objects that the other ranks have are named, and a tensor that is ``new`` to them is sent
+    once.
+    """
 
     def __init__(
         self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[ModelWithCache, int], names: WeakTensorKeyDictionary
@@ -384,7 +388,7 @@ def _packed(x: Tensor) -> bytes:
 
 
 def shared(degree: int, kind: str = EAGER) -> Ranks:
-    """The group of this process with so many ranks of a kind, started if there is none."""
+    """Return this process's group of ``degree`` ranks of a kind; start it if it does not exist."""
     known = _known()
     ranks = known.get((degree, kind))
     if ranks is None or not ranks.alive:
@@ -398,7 +402,7 @@ def _known() -> weakref.WeakValueDictionary[tuple[int, str], Ranks]:
 
 
 def _start(variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process of its own session: Ctrl-C is for this one, which ends the others."""
+    """Start a process in a separate session: Ctrl-C reaches only this process, which ends the others."""
     here, there = socket.socketpair()
     with there:
         process = subprocess.Popen(
@@ -412,7 +416,7 @@ def _start(variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], Connecti
 
 
 def _last_words(pipe: Connection) -> str:
-    """What a rank wrote before it ended; nothing if it was ended."""
+    """Return the last message of a rank; "" if it was killed."""
     try:
         return f"failed: {pipe.recv()}"
     except (OSError, EOFError):
@@ -420,7 +424,7 @@ def _last_words(pipe: Connection) -> str:
 
 
 def _end(member: Member, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
-    """End the processes: a closed pipe tells them to; one that does not hear is killed."""
+    """End the processes: closing the pipe ends them; a process that does not react is killed."""
     for _, pipe in others:
         pipe.close()
     for process, _ in others:

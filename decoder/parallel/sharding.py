@@ -1,9 +1,9 @@
-"""Tensor parallelism: which part of a model's tensors and heads each rank has. Pure arithmetic on a ModelConfig.
+"""Tensor parallelism: shards of a model's tensors and heads per rank. Pure arithmetic on a ModelConfig.
 
-A family says how each of its tensors is divided (`TensorSpec`); how the K/V heads of grouped-query attention are laid
-out is the user's choice (`GQA`). Where heads or columns cannot be divided evenly, ranks are filled up with zeros: what
-they compute adds exactly nothing. Not here: reading files (`paceline.decoder.weights.checkpoint`), talking between
-ranks (`paceline.decoder.parallel.collectives`), and which degrees a chip takes.
+A family declares how each of its tensors is sharded (`TensorSpec`); the user chooses the layout of the K/V heads of
+grouped-query attention (`GQA`). If heads or columns cannot be divided evenly, ranks are padded with zeros, which add
+exactly nothing. Files are read by `paceline.decoder.weights.checkpoint`, collectives are in
+`paceline.decoder.parallel.collectives`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Split(Enum):
-    """How a tensor is divided over the ranks.
+    """Sharding of a tensor over the ranks.
 
-    Shares are equal; where the number cannot be divided, the last ones are filled up with zeros.
+    Shares are equal; if the number is not divisible, the last ones are padded with zeros.
 
-    WHOLE          every rank has all of it: norms, and biases added after a sum over the ranks
-    ROWS           shares of its rows: gate and up products, and their biases
-    COLUMNS        shares of its columns: products of those whose results are summed over the ranks (down)
-    QUERY_ROWS     rows by query heads: query products, and their biases
-    QUERY_COLUMNS  columns by query heads: the output product of attention
-    KEY_ROWS       rows by K/V heads, as `GQA` says: key and value products, and their biases
+    WHOLE          replicated: norms, and biases added after a sum over the ranks
+    ROWS           shares of its rows: gate and up matmuls, and their biases
+    COLUMNS        shares of its columns: matmuls whose results are summed over the ranks (down)
+    QUERY_ROWS     rows by query heads: query matmuls, and their biases
+    QUERY_COLUMNS  columns by query heads: the output matmul of attention
+    KEY_ROWS       rows by K/V heads, see `GQA`: key and value matmuls, and their biases
     VOCABULARY     shares of its rows: embedding and output head
     """
 
@@ -43,7 +43,7 @@ class Split(Enum):
 
     @property
     def summed(self) -> bool:
-        """Whether the columns are divided, so that results are summed over the ranks."""
+        """Whether the columns are sharded, so that results are summed over the ranks."""
         return self in (Split.COLUMNS, Split.QUERY_COLUMNS)
 
 
@@ -52,11 +52,10 @@ class TensorSpec:
     """A tensor of a checkpoint.
 
     shape   linear weights are [out, in], transposed ones [in, out]
-    split   how it is divided over ranks
+    split   how it is sharded over ranks
     copies  names under which a checkpoint may hold the same tensor once more; a copy is compared and dropped
-    blocks  several matrices below each other in one: the rows of each, and how it is divided; ``split`` then says that
-            rows are
-    transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` speak of it as [out, in]
+    blocks  several matrices concatenated by rows: the rows of each, and how they are sharded; ``split`` is then by rows
+    transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` refer to it as [out, in]
     """
 
     shape: tuple[int, ...]
@@ -72,18 +71,20 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of a layer or a table of the vocabulary: what quantisation makes smaller."""
+        """Whether it is a matrix of a layer or a table of the vocabulary: the tensors that quantisation makes
+        smaller.
+        """
         return len(self.shape) == 2 and self.split is not Split.WHOLE
 
 
 class GQA(Enum):
-    """Where K/V heads live, by the names of transformers-neuronx.
+    """Placement of K/V heads, by the names of transformers-neuronx.
 
     SHARD_OVER_HEADS  whole heads, on the ranks of their query heads; their number must be divisible by the degree
-    REPLICATED_HEADS  each rank has a copy of the heads its query heads need
-    ALL_GATHER_HEADS  the rows of the K/V matrices are divided, and every rank's part of keys and values is gathered:
-                      no weight is read twice, for one collective more in every layer; caches as with copies
-    SHARD_OVER_BATCH  caches divided by slots; refused here
+    REPLICATED_HEADS  each rank has a copy of the K/V heads of its query heads
+    ALL_GATHER_HEADS  the rows of the K/V matrices are sharded, and all ranks' keys and values are gathered: no weight
+                      is read twice, for one more collective per layer; caches as in REPLICATED_HEADS
+    SHARD_OVER_BATCH  caches sharded by slots; rejected by Paceline
     """
 
     SHARD_OVER_HEADS = "shard-over-heads"
@@ -93,7 +94,7 @@ class GQA(Enum):
 
     @classmethod
     def of(cls, name: GQA | str) -> GQA:
-        """The one of that name; ConfigurationError if there is none."""
+        """Return the value of that name; raise ConfigurationError if it does not exist."""
         try:
             return cls(name)
         except ValueError as error:
@@ -103,7 +104,7 @@ class GQA(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is divided: over how many ranks, and its K/V heads how."""
+    """Sharding of a model: the number of ranks, and the placement of K/V heads."""
 
     degree: int = 1
     gqa: GQA = GQA.SHARD_OVER_HEADS
@@ -113,12 +114,12 @@ WHOLE = Layout()
 
 
 def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> Layout:
-    """A checked layout. ``gqa`` None: whole heads if they can be divided, copies otherwise.
+    """Return a checked layout. ``gqa`` None: whole heads if they can be divided, copies otherwise.
 
-    Any degree divides any model: see `padding` for what it fills up.
+    Any degree works for any model: see `padding` for the zeros that are added.
 
     Raises:
-        ConfigurationError: the model cannot be divided like that.
+        ConfigurationError: the model cannot be sharded in this way.
     """
     heads = config.num_kv_heads
     if gqa is None:
@@ -143,7 +144,7 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
 
 
 def padding(config: ModelConfig, degree: int) -> dict[str, tuple[int, int]]:
-    """What is filled up with zeros over so many ranks: of each, how many there are and how many are computed."""
+    """Return the padding over ``degree`` ranks: per quantity, the model's number and the computed number."""
     shard = Shard(config, Layout(degree, GQA.REPLICATED_HEADS))
     computed = {
         "attention heads": (config.num_heads, degree * shard.heads),
@@ -157,9 +158,9 @@ def padding(config: ModelConfig, degree: int) -> dict[str, tuple[int, int]]:
 class TensorSlice:
     """Some rows or columns of a tensor.
 
-    dim     the divided dimension; the others are whole
+    dim     the sharded dimension; the others are whole
     ranges  from (included) to (not included), in the order they are joined; a range may come twice
-    sizes   what each range takes in the end: zeros are added behind it
+    sizes   final size of each range: zeros are added after it
     """
 
     dim: int
@@ -168,13 +169,13 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Of that dimension in the end."""
+        """Final size of that dimension."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank has of a model."""
+    """Shard of a model on one rank."""
 
     config: ModelConfig
     layout: Layout = WHOLE
@@ -186,7 +187,7 @@ class Shard:
 
     @property
     def heads(self) -> int:
-        """How many query heads this rank computes: as many as every other, some of which may be zeros."""
+        """Number of query heads that this rank computes: the same on every rank, some of them may be zeros."""
         config = self.config
         if config.num_heads % self.degree == 0:
             return config.num_heads // self.degree
@@ -207,28 +208,28 @@ class Shard:
     def key_heads(self) -> tuple[int, ...]:
         """The K/V heads in this rank's cache, in order. Each serves equally many of its query heads.
 
-        A rank that is filled up with zeros has copies, which nothing asks for.
+        A padded rank has copies, which are not used.
         """
         config, last = self.config, self.config.num_kv_heads - 1
         if config.num_heads % self.degree:
             first = self.rank * self._groups // self._ranks_per_group
             return tuple(min(first + i, last) for i in range(self._groups))
         needed = [query // self._group_size for query in self.queries]
-        # Either a rank's query heads fill whole K/V heads, or all belong to one; else each gets a copy of its own.
+        # Either a rank's query heads fill whole K/V heads, or all belong to one; else each gets a separate copy.
         even = self.heads % self._group_size == 0 or self._group_size % self.heads == 0
         return tuple(dict.fromkeys(needed)) if even else tuple(needed)
 
-    # Where query heads cannot be divided evenly, no rank is given parts of two groups (a K/V head and its queries):
-    # a rank has whole groups, or a group has whole ranks. Some ranks may be left over.
+    # If query heads cannot be divided evenly, no rank gets parts of two groups (a K/V head and its queries): a rank has
+    # whole groups, or a group has whole ranks. Some ranks may be unused.
 
     @property
     def _group_size(self) -> int:
-        """Query heads of a K/V head."""
+        """Query heads per K/V head."""
         return self.config.num_heads // self.config.num_kv_heads
 
     @property
     def _groups(self) -> int:
-        """K/V heads of a rank."""
+        """K/V heads per rank."""
         return _share(self.config.num_kv_heads, self.degree)
 
     @property
@@ -237,29 +238,29 @@ class Shard:
 
     @property
     def _group_part(self) -> int:
-        """Query heads of a rank that shares its K/V head with others."""
+        """Query heads of a rank that shares its K/V head with other ranks."""
         return _share(self._group_size, self._ranks_per_group)
 
     @property
     def key_part(self) -> int:
-        """Rows of the key matrix (and of the value matrix) whose products this rank computes."""
+        """Rows of the key matrix (and of the value matrix) that this rank multiplies."""
         if self.layout.gqa is GQA.ALL_GATHER_HEADS:
             return self.config.num_kv_heads * self.config.head_dim // self.degree
         return len(self.key_heads) * self.config.head_dim
 
     @property
     def gathers(self) -> bool:
-        """Whether keys and values are put together from all ranks' products."""
+        """Whether keys and values are gathered from all ranks."""
         return self.degree > 1 and self.layout.gqa is GQA.ALL_GATHER_HEADS
 
     @property
     def ids(self) -> range:
-        """Token ids of this rank's part of the vocabulary; those of the last rank may run past its end."""
+        """Token ids of this rank's part of the vocabulary; those of the last rank may exceed its size."""
         count = _share(self.config.vocab_size, self.degree)
         return range(self.rank * count, (self.rank + 1) * count)
 
     def slice_of(self, spec: TensorSpec) -> TensorSlice | None:
-        """What this rank has of a tensor; None = all of it."""
+        """Return this rank's part of a tensor; None = all of it."""
         if self.degree == 1 or spec.split is Split.WHOLE:
             return None
         if spec.blocks:
@@ -278,7 +279,7 @@ class Shard:
         return _even(dim, spec.shape[dim], self.degree, rank=self.rank)
 
     def _blocks(self, spec: TensorSpec) -> TensorSlice:
-        """This rank's rows of each of the matrices, one after the other."""
+        """Return this rank's rows of each of the matrices, concatenated."""
         ranges: list[tuple[int, int]] = []
         sizes: list[int] = []
         begin = 0
@@ -291,17 +292,17 @@ class Shard:
         return TensorSlice(int(spec.transposed and len(spec.shape) > 1), tuple(ranges), tuple(sizes))
 
     def numbers_of(self, spec: TensorSpec) -> int:
-        """How many numbers this rank has of a tensor."""
+        """Return the number of elements of a tensor on this rank."""
         cut = self.slice_of(spec)
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
     def cache_rows(self, rows: int) -> int:
-        """How many rows of a head this rank's keys and values of ``rows`` tokens have in all layers."""
+        """Return how many head rows this rank's keys and values of ``rows`` tokens have in all layers."""
         return 2 * self.config.num_layers * len(self.key_heads) * rows
 
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:
-    """A share of ``size`` rows or columns."""
+    """Return a share of ``size`` rows or columns."""
     part = _share(size, degree)
     return TensorSlice(dim, ((min(rank * part, size), min((rank + 1) * part, size)),), (part,))
 

@@ -1,7 +1,7 @@
-"""Embedding, output layer and choice of a token where the vocabulary is divided over ranks.
+"""Embedding, output layer and sampling of a token with the vocabulary sharded over ranks.
 
-Every function is the same for one rank, without a single operation more. The choice follows `paceline.core.probs`: the
-largest score, then the lowest id. Not here: the layers between.
+With one rank, no function adds an operation. Sampling follows `paceline.core.probs`: the largest score, then the lowest
+id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.decoder.weights.quantize import MatrixLike
 
 @dataclass(frozen=True, slots=True)
 class SharedHead:
-    """What a drafter may borrow of a target: this rank's rows of both tables, and their ids.
+    """Weights that a drafter may share with a target: this rank's rows of both tables, and their ids.
 
     embedding and head  [n, H], the target's own parameters (tied: one and the same)
     ids                 [n] int32
@@ -34,9 +34,10 @@ class SharedHead:
 
 
 def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectives, kernels: Kernels) -> Tensor:
-    """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32.
+    """Look up embeddings: tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T,
+    H] float32.
 
-    Of every token one rank has the row and the others add zeros, so nothing is rounded.
+    One rank has the row of a token and the others add zeros, so nothing is rounded.
     """
     if group.degree == 1:
         return kernels.embed(table, tokens)
@@ -47,7 +48,7 @@ def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectiv
 
 
 def whole(logits: Tensor, size: int, group: Collectives) -> Tensor:
-    """Logits of this rank's ids [b, T, n] -> of all ids [b, T, V], on every rank."""
+    """Gather logits of this rank's ids [b, T, n] to all ids [b, T, V], on every rank."""
     if group.degree == 1:
         return logits
     return group.gather(logits).movedim(0, -2).flatten(-2)[..., :size]
@@ -62,11 +63,11 @@ def choose(
     kernels: Kernels,
     stream: int = noise.TARGET,
 ) -> Tensor:
-    """As `Kernels.sample_tokens`, from logits of this rank's ids: [b, T, n] -> [b, T] int32
+    """Sample tokens from logits of this rank's ids, as `Kernels.sample_tokens`: [b, T, n] -> [b, T] int32
 
-    What crosses between ranks is the best score and its id. Only where a filter may be on, kernels that look at values
-    gather whole rows: which tokens stand depends on all of them. Those with kinds of sampling gather the largest.
-    Kernels that look at values take no ids with gaps here.
+    Ranks exchange the best score and its id. If a filter may be on, kernels that read values gather whole rows, on
+    which the kept tokens depend; kernels with sampling modes gather the largest. Kernels that read values must have ids
+    without gaps.
     """
     if kernels.sampling_kinds and (part.divided or part.gaps):
         return kernels.sample_tokens(logits, positions, sampling, stream=stream, part=part)
@@ -80,7 +81,7 @@ def choose(
     else:
         scores = probs.apply_temperature(logits, sampling)
     scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream)
-    scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # rows that fill up the last rank's part
+    scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # padding rows of the last rank's part
     pair = group.gather(torch.stack(reduce.max_with_index(scores, ids.to(torch.float32), size), -1))
     _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)
     return reduce.clamp_ids(winner, size)
@@ -95,9 +96,10 @@ def rank(
     part: VocabPart,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.rank_tokens`, from logits of this rank's ids: [b, T, n] -> [b, T, count] int32 and float32
+    """Rank tokens from logits of this rank's ids, as `Kernels.rank_tokens`: [b, T, n] -> [b, T, count] int32 and
+    float32
 
-    Between ranks go the largest of every row; kernels that look at values gather whole rows.
+    Ranks exchange the largest of every row; kernels that read values gather whole rows.
     """
     if part.divided and kernels.sampling_kinds:
         return kernels.rank_tokens(logits, positions, sampling, count=count, part=part)

@@ -1,7 +1,7 @@
-"""The part of a vocabulary whose logits a rank has, and the largest numbers of a row.
+"""The part of a vocabulary for which a rank has logits, and the largest numbers of a row.
 
-Top-k is one operator here, which every compiler of graphs replaces by what it has: PyTorch's own gives 64-bit places,
-and lowers to a sort, which the Neuron compiler refuses.
+Top-k is one operator, which every graph compiler replaces by its own: PyTorch's returns 64-bit indices, and lowers to a
+sort, which the Neuron compiler rejects.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from paceline.decoder.parallel.collectives import Collectives, SingleRank
 
 @dataclass(frozen=True, slots=True)
 class VocabPart:
-    """The ids whose logits this rank has.
+    """The ids for which this rank has logits.
 
-    ids    [n] int32, ascending; if the vocabulary is divided, those from ``size`` on fill up the last ranks' parts
+    ids    [n] int32, ascending; if the vocabulary is sharded, those from ``size`` on are padding of the last ranks'
+           parts
     size   above every real id
     group  the ranks
     gaps   whether the ids have gaps
@@ -34,7 +35,7 @@ class VocabPart:
 
     @classmethod
     def whole(cls, logits: Tensor) -> VocabPart:
-        """All ids of logits [b, T, V]."""
+        """Return the part with all ids of logits [b, T, V]."""
         size = logits.shape[-1]
         return cls(torch.arange(size, dtype=torch.int32, device=logits.device), size, SingleRank())
 
@@ -44,7 +45,8 @@ class VocabPart:
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of every row, falling, and their places; of equals, whichever the backend takes.
+    """Return the ``count`` largest of every row, descending, and their indices; among equals, whichever the backend
+    picks.
 
     x [..., n] float32 -> [..., count] float32, [..., count] int32
     """
@@ -54,12 +56,12 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def topk_operator() -> Any:
-    """The operator ``paceline_graph::largest``."""
+    """Return the operator ``paceline_graph::largest``."""
     return graph_operator("largest", "(Tensor x, int count) -> (Tensor, Tensor)", plain=_topk, shapes=_shapes)
 
 
 def graph_operator(name: str, schema: str, *, plain: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """Define an operator that compilers of graphs replace by what they have; to be called once for each."""
+    """Define an operator that graph compilers replace by their own; called once for each."""
     library = _library()
     library.define(name + schema)
     library.impl(name, plain, "CompositeExplicitAutograd")
@@ -69,7 +71,7 @@ def graph_operator(name: str, schema: str, *, plain: Callable[..., Any], shapes:
 
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
-    """Kept for the life of the process: the operators go with it."""
+    """Return the operators' library, kept for the life of the process."""
     return torch.library.Library("paceline_graph", "FRAGMENT")
 
 
