@@ -125,7 +125,7 @@ class DrafterHealth:
 
 
 class HealthCounters:
-    """Counters behind `DrafterHealth`, except those that only the owner of the connection has."""
+    """Counters that `DrafterHealth` reports, except those that only the owner of the connection has."""
 
     def __init__(self) -> None:
         elsewhere = ("state", "restarts", "last_error")

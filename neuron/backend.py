@@ -59,7 +59,7 @@ class NeuronBackend(ChecksNoise):
 
         Raises:
             BackendError: the graph breaks a rule of the compiler, as lowered or as traced by the SDK, or the compiler
-            rejects it.
+                rejects it.
         """
         graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
         lowered = lower(graph.name, graph.module, graph.example)
