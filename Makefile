@@ -73,8 +73,20 @@ $(XLA_VENV)/.stamp: pyproject.toml
 	$(XLA_BIN)/python -m pip --disable-pip-version-check --quiet install -e ".[dev]"
 	@touch $@
 
-test-xla: $(XLA_VENV)/.stamp
+# torch-mlir, TorchNeuron's way to StableHLO: with TorchNeuron's PyTorch in an environment of its own.
+MLIR_VENV ?= .venv-mlir
+MLIR_BIN := $(MLIR_VENV)/bin
+
+$(MLIR_VENV)/.stamp: pyproject.toml
+	test -x $(MLIR_BIN)/python || $(PYTHON) -m venv $(MLIR_VENV)
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install torch-mlir==20261001
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install -e ".[dev]"
+	@touch $@
+
+test-xla: $(XLA_VENV)/.stamp $(MLIR_VENV)/.stamp
 	PJRT_DEVICE=CPU $(XLA_BIN)/python -m pytest tests/core tests/xla
+	$(MLIR_BIN)/python -m pytest tests/mlir
 
 check: setup
 	PYTHON=$(BIN)/python scripts/check
