@@ -292,6 +292,7 @@ class RoundReport:
     seconds  that the round took
     predicted  how many of the drafted tokens, from the first on, are from the slot's prediction; None = none
     scores     of the tokens of every slot whose request asks for them; None = of no slot
+    replaced   with scores: for each slot, the tokens drafted at the place of the target's own token
     """
 
     tokens: list[list[int]]
@@ -299,6 +300,7 @@ class RoundReport:
     seconds: float
     predicted: list[int] | None = None
     scores: list[list[TokenScore]] | None = None
+    replaced: list[list[int]] | None = None
 
     @classmethod
     def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:

@@ -34,6 +34,7 @@ class RequestOutput:
                    those that are in the output, and the others
     cached_tokens  with prefix caching, tokens of its prompt that were not read again, in the first output of a request
     error          why the request ended, where the finish reason is "error"; the others go on
+    replaced       tokens drafted at the place of the target's own token, if ``logprobs`` was set
     """
 
     index: int
@@ -47,6 +48,7 @@ class RequestOutput:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     cached_tokens: int | None = None
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

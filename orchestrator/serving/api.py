@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
@@ -21,7 +20,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
@@ -41,6 +40,7 @@ from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import ModelField, Strict, read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serving.page.files import add_page
 from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import DONE, event
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelRouter, RequestContext
@@ -169,14 +169,7 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
         return Response(await router.metrics(), media_type=_PROMETHEUS)
 
     if settings.page:
-        page = (files("paceline.serving") / "page.html").read_text(encoding="utf-8")
-
-        @app.get("/", include_in_schema=False)
-        async def home() -> Response:
-            return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
-
-
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        add_page(app)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

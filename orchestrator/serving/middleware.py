@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serving.page.files import PATHS
 from paceline.serving.refused import QUEUE_FULL, RefusedError
 
 LOGGER = "paceline"
@@ -29,7 +30,7 @@ REQUEST_ID = "x-request-id"
 CLIENT_CLOSED = 499  # of a request whose client did not wait for the answer; nginx's number
 
 _GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
-_OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", *PATHS})
 
 
 def identify(scope: Scope) -> str:

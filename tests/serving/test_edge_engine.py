@@ -21,6 +21,7 @@ from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, RequestContext
 from paceline.serving.settings import ApiSettings
+from paceline.text.tokenizer import TokenBytes
 from paceline.workers.shared_engine import SharedEngine
 from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
@@ -101,6 +102,21 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI) -> None:
     content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
     assert [len(one.top_logprobs) for one in content] == [3] * 5
     assert "".join(one.token for one in content) == chat.choices[0].message.content
+
+
+def test_a_correction_tells_what_was_drafted(client: openai.OpenAI) -> None:
+    extra: dict[str, Any] = {"ignore_eos": True, "return_token_origins": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"temperature": 0, "logprobs": 0, "extra_body": extra}
+    (choice,) = complete(client, **asked).choices
+    ids, origins = choice.model_extra["token_ids"], choice.model_extra["token_origins"]
+    corrected = [place for place, one in enumerate(origins) if one["origin"] == "corrected"]
+    assert corrected and [place for place, one in enumerate(origins) if "drafted" in one] == corrected
+    for place in corrected[1:]:
+        proposed = int(DRAFT[ids[place - 2], ids[place - 1]].argmax())
+        assert origins[place]["drafted"] == [TokenBytes(TOKENIZER)(proposed).decode()] and proposed != ids[place]
+    (plain,) = complete(client, **asked | {"logprobs": None}).choices
+    assert all("drafted" not in one for one in plain.model_extra["token_origins"])
+    assert plain.model_extra["token_ids"] == ids
 
 
 def test_bias_and_penalties_reach_the_engine(client: openai.OpenAI) -> None:

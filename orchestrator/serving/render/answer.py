@@ -27,6 +27,7 @@ class TokenPiece:
     text      that became certain with it: empty where a character is unfinished or a stop string may have begun
     logprob   natural logarithm of its probability, if asked for
     top       (id, log-probability) of the likeliest tokens at its place, if asked for
+    replaced  with log-probabilities, of a corrected token: those that were drafted in its place
     """
 
     token: int
@@ -34,6 +35,7 @@ class TokenPiece:
     origin: Origin
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +269,7 @@ class ChoiceRenderer:
             rest = self._text.flush()
             delta += self._parsed((self._parser.push(rest) if rest else Delta()) + self._parser.flush())
             if rest and pieces:
-                last_piece = pieces[-1]
-                pieces[-1] = TokenPiece(
-                    last_piece.token, last_piece.text + rest, last_piece.origin, last_piece.logprob, last_piece.top
-                )
+                pieces[-1] = replace(pieces[-1], text=pieces[-1].text + rest)
         step = self._step(delta, pieces, first=first, reason=reason)
         # Who was sent the last token was sent the reason with it.
         yield step, self.tokens > self._skip or not output.tokens
@@ -296,8 +295,8 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
         origin = "corrected"
     if output.token_logprobs is None:
         return TokenPiece(output.tokens[place], text, origin)
-    logprobs = output.token_logprobs[place]
-    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top)
+    logprobs, replaced = output.token_logprobs[place], output.replaced if origin == "corrected" else ()
+    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top, replaced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class CompletionWriter:
         return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
 
     def _extras(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object]:
-        return {"logprobs": self._logprobs(index, pieces), **_token_fields(self._request, pieces)}
+        return {"logprobs": self._logprobs(index, pieces), **_token_fields(self._request, pieces, self._bytes_of)}
 
     def _logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object] | None:
         if self._request.logprobs is None or not pieces:
@@ -129,7 +129,7 @@ class ChatWriter:
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": step.finish_reason,
-            **_token_fields(self._request, step.pieces),
+            **_token_fields(self._request, step.pieces, self._bytes_of),
         }
         return event({**self._head, "choices": [choice], **_stream_usage(self._request, usage)})
 
@@ -160,7 +160,7 @@ class ChatWriter:
                     "message": message,
                     "logprobs": self._logprobs(choice.pieces),
                     "finish_reason": choice.finish_reason,
-                    **_token_fields(self._request, choice.pieces),
+                    **_token_fields(self._request, choice.pieces, self._bytes_of),
                 }
             )
         return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
@@ -196,14 +196,21 @@ def _shows_tokens(request: Streamed) -> bool:
     return request.return_token_ids or request.return_token_origins
 
 
-def _token_fields(request: Streamed, pieces: Sequence[TokenPiece]) -> dict[str, object]:
+def _token_fields(request: Streamed, pieces: Sequence[TokenPiece], bytes_of: BytesOf) -> dict[str, object]:
     """What is said about single tokens, where it is asked for: vLLM's ``token_ids``, and our own origins."""
     fields: dict[str, object] = {}
     if request.return_token_ids:
         fields["token_ids"] = [piece.token for piece in pieces]
     if request.return_token_origins:
-        fields["token_origins"] = [{"text": piece.text, "origin": piece.origin} for piece in pieces]
+        fields["token_origins"] = [_origin(piece, bytes_of) for piece in pieces]
     return fields
+
+
+def _origin(piece: TokenPiece, bytes_of: BytesOf) -> dict[str, object]:
+    origin: dict[str, object] = {"text": piece.text, "origin": piece.origin}
+    if piece.replaced:
+        origin["drafted"] = [token_text(bytes_of(token)) for token in piece.replaced]
+    return origin
 
 
 def _stream_usage(request: Streamed, usage: Usage) -> dict[str, object]:
