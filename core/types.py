@@ -161,11 +161,13 @@ class PrefillResult:
     token     the first token of the output
     features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
     scores    of that token, if its request needs them
+    prompt_logprobs  of the prompt's tokens from the second on, if its request needs them
     """
 
     token: int
     features: Tensor | None = None
     scores: Sequence[TokenScore] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,10 @@ class ServeOptions:
         tuple[str, ...] | None,
         typer.Option(envvar=API_KEY, help="Key that requests must have; repeatable. A variable is not seen in `ps`."),
     ] = None
+    cors_origin: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(help="Origin whose pages may use the API, such as https://example.org; repeatable; * is any."),
+    ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = DEFAULT_MAX_BODY
     max_sequence_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a prompt and its answer; default: the model's positions.")
@@ -96,6 +100,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout_s,
             stream_interval_ms=self.stream_interval_ms,
             spec_metrics=spec_metrics,
+            cors_origins=tuple(self.cors_origin or ()),
         )
 
 

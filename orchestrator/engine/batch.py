@@ -93,6 +93,10 @@ class Slot:
         return self.request.num_logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.request.num_prompt_logprobs
+
+    @property
     def output_scores(self) -> bool:
         return self.request.output_scores
 
@@ -167,6 +171,8 @@ class Batch:
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
         output = self._append(slot, seated, [first.token], accepted=(0, 0), scores=first.scores)
+        if first.prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=tuple(first.prompt_logprobs))
         if cached is None:
             return output
         self._statistics.prefix_cache_queries += len(seated.request.prompt)

@@ -19,8 +19,10 @@ from paceline.serving.openai.fields import (
     Strict,
     StructuredOutputs,
     one_structure,
+    refuse_media,
     refuse_strict_by_choice,
 )
+from paceline.serving.refused import RefusedError
 
 
 class TextPart(Strict):
@@ -28,6 +30,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+
+    _no_media = model_validator(mode="before")(refuse_media)
 
 
 class FunctionCall(Strict):
@@ -54,6 +58,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name, by which some clients send it back
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +69,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if "content" not in self.model_fields_set and not (self.tool_calls or self.reasoning):
+        if "content" not in self.model_fields_set and not (self.tool_calls or self.thoughts):
             raise ValueError("a message has a content, unless it has tool_calls")
         return self
 
@@ -72,6 +77,11 @@ class Message(Strict):
     def text(self) -> str:
         """The whole content."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning, by either name."""
+        return self.reasoning or self.reasoning_content
 
 
 class FunctionDefinition(Strict):
@@ -157,6 +167,12 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     audio: Annotated[None, Field(description="left out; no audio is served")] = None
     web_search_options: Annotated[None, Field(description="left out; nothing is searched")] = None
     reasoning_effort: Annotated[str | None, Field(description="a text; the chat template may read it")] = None
+    add_generation_prompt: Annotated[
+        bool, Field(description="true or false; whether the template begins the assistant's turn")
+    ] = True
+    continue_final_message: Annotated[
+        bool, Field(description="true or false; whether the answer goes on where the last message ends")
+    ] = False
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(description="an object; what the chat template reads beside the messages")
     ] = {}
@@ -167,6 +183,10 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice in ("auto", "required") and not self.tools:
             raise ValueError(f"tool_choice is {self.tool_choice!r}, and there are no tools")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if begins and self.continue_final_message:
+            message = "continue_final_message needs add_generation_prompt: false, or neither; leave out one of them"
+            raise RefusedError(400, message, param="continue_final_message")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
@@ -176,6 +196,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             raise ValueError("structured_outputs and its like do not go with calls that tool_choice demands")
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the template begins the assistant's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def candidates(self) -> int:
@@ -196,6 +221,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives of each token get a log-probability beside its own; None: not even that."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """None: prompts of chats are not repeated."""
+        return None
 
     @property
     def tools_offered(self) -> list[Tool]:
