@@ -38,10 +38,10 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or not 0 < self.learning_rate < math.inf:
-            raise ConfigurationError("batch_size and learning_rate of a training must be positive")
+            raise ConfigurationError("expected a positive batch_size and learning_rate, got other values; correct them")
         if self.max_minutes is not None and not self.max_minutes >= 0:
             raise ConfigurationError(
-                f"max_minutes={self.max_minutes} is not a time; give 0 or more, or None to train to the end"
+                f"max_minutes: expected at least 0, or None for no limit, got {self.max_minutes}; correct it"
             )
         from paceline.heads.frozen_model import check_device, products  # loads PyTorch
 
@@ -71,7 +71,9 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
-            raise ConfigurationError("prompt must be at least 1 and shorter than length, and eval_samples positive")
+            raise ConfigurationError(
+                "prompt: expected 1 <= prompt < length, and eval_samples of at least 1, got other values; correct them"
+            )
 
     @property
     def prompt_length(self) -> int:
@@ -84,8 +86,8 @@ class TextOptions:
         """
         if not self.prompt_length + ahead < self.length <= longest:
             raise ConfigurationError(
-                f"texts of {self.length} tokens do not fit: the target reads {longest}, and after a prompt of "
-                f"{self.prompt_length} there must be room for {ahead} drafts"
+                f"length: expected at most {longest} tokens (what the target reads) and {ahead} draft positions "
+                f"after the prompt of {self.prompt_length}, got {self.length}; shorten the sequences or the prompt"
             )
 
 
@@ -108,7 +110,7 @@ class CachedTextOptions(TextOptions):
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if not 0 <= self.feature_cache_bytes < math.inf:
             raise ConfigurationError(
-                f"feature_cache_gb={self.feature_cache_gb} is not a size; give gigabytes, or 0 to keep nothing"
+                f"feature_cache_gb: expected a size in gigabytes, got {self.feature_cache_gb}; give 0 to keep nothing"
             )
 
     @property

@@ -45,7 +45,7 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
     numbers = tuple(length for length in lengths if length is not None)
     if not numbers or len(numbers) < len(lengths) or numbers[0] < 0 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(
-            f"k={k!r} is no draft length; k must be a number from 0 on, ascending numbers such as 0,2,4, or auto"
+            f"k: expected a number from 0 on, ascending numbers such as 0,2,4, or auto, got {k!r}; correct it"
         )
     return numbers[0] if len(numbers) == 1 else numbers
 
@@ -53,8 +53,8 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
 def _parse_vocabulary(vocabulary: object) -> object:
     if isinstance(vocabulary, str) and vocabulary not in VOCABULARIES:
         raise ConfigurationError(
-            f"vocabulary={vocabulary!r} is unknown; use {', '.join(map(repr, VOCABULARIES))}, or "
-            "TokenizerPair(target=..., draft=...)"
+            f"vocabulary: expected {', '.join(map(repr, VOCABULARIES))}, or TokenizerPair(target=..., draft=...), "
+            f"got {vocabulary!r}; use one of them"
         )
     return vocabulary
 
@@ -123,12 +123,15 @@ class SpeculativeConfig(BaseModel):
         """Refuse keys that contradict each other, and keys of a draft where there is none."""
         if self.synthetic_acceptance is not None and self.acceptor != RuleSpec("match"):
             raise ConfigurationError(
-                f"synthetic_acceptance takes the place of acceptor={self.acceptor.name or 'a rule'!r}; give one of them"
+                f"synthetic_acceptance: expected no acceptor with it, got {self.acceptor.name or 'a rule'!r}; give "
+                "one of them"
             )
         if self.draft:
             return self
         for name in self.set_of(OF_DRAFTS, OF_MODELS):
-            raise ConfigurationError(f"{name} needs a drafter, and draft is None; give one, or leave {name} out")
+            raise ConfigurationError(
+                f"{name}: expected a drafter with it, got draft=None; give a draft, or omit {name}"
+            )
         return self
 
     @classmethod
@@ -189,8 +192,10 @@ def configuration_error(error: ValidationError, model: type[BaseModel]) -> Confi
         return cause
     name = str(first["loc"][0]) if first["loc"] else "the configuration"
     if first["type"] == "extra_forbidden":
-        return ConfigurationError(f"there is no option {name!r}; the options are {', '.join(model.model_fields)}")
+        return ConfigurationError(f"{name}: not an option; use one of {', '.join(model.model_fields)}")
     field = model.model_fields.get(name)
     about = f" ({field.description})" if field is not None and field.description else ""
-    message = first["msg"]
-    return ConfigurationError(f"{name}={first['input']!r}: {message[0].lower()}{message[1:]}{about}")
+    wanted = first["msg"].removeprefix("Input should be ")
+    return ConfigurationError(
+        f"{name}: expected {wanted[0].lower()}{wanted[1:]}, got {first['input']!r}; correct it{about}"
+    )

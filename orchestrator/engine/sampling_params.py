@@ -192,17 +192,18 @@ class SamplingParams:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(31))
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+            raise SamplingError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}; raise it")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
             raise SamplingError(
-                f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
+                f"max_draft_tokens: expected at least 1, got {self.max_draft_tokens}; to draft nothing, set "
                 "use_speculation=False"
             )
         if self.logit_bias:
             _check_bias(self.logit_bias)
         if self.ignore_eos and self.structured_outputs is not None:
             raise SamplingError(
-                "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
+                "ignore_eos: expected False with structured_outputs, which end with an eos id, got True; omit one "
+                "of them",
                 param="ignore_eos",
             )
 
@@ -232,13 +233,15 @@ class SamplingParams:
             SamplingError: a keyword that does not exist, or a wrong value.
         """
         if params is not None and not isinstance(params, cls):
-            raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
+            raise SamplingError(
+                f"params: expected SamplingParams, got a {type(params).__name__}; pass SamplingParams, or only keywords"
+            )
         if sequence_length is not None:
             overrides = {**overrides, "sequence_length": sequence_length}
         for name in overrides:
             if name not in cls.__dataclass_fields__:
                 names = ", ".join(cls.__dataclass_fields__)
-                raise SamplingError(f"{name!r} is no sampling parameter; there are {names}")
+                raise SamplingError(f"{name}: not a sampling parameter; use one of {names}")
         if params is None:
             return cls(**overrides)
         return replace(params, **overrides) if overrides else params
@@ -276,13 +279,13 @@ class SamplingParams:
         limit = n_positions if self.sequence_length is None else self.sequence_length
         if limit > n_positions:
             raise PromptError(
-                f"sequence_length={limit} is more than the {n_positions} positions this decoder was loaded with "
-                "(n_positions); ask for less or load it with more"
+                f"sequence_length: expected at most {n_positions}, the positions of this decoder (n_positions), got "
+                f"{limit}; lower it, or load the decoder with more"
             )
         if prompt >= limit:
             raise ContextError(
-                f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
-                "sequence_length, or load the decoder with more n_positions"
+                f"input_ids: expected a prompt shorter than {limit} positions, got {prompt} tokens; shorten it, "
+                "raise sequence_length, or load the decoder with more n_positions"
             )
         return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
 
@@ -290,9 +293,13 @@ class SamplingParams:
 def _check_processors(repetition_penalty: float | None, no_repeat_ngram_size: int | None) -> None:
     """Raise SamplingError if a value is out of range."""
     if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
-        raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
+        raise SamplingError(
+            f"repetition_penalty: expected a positive number, got {repetition_penalty}; 1 switches it off"
+        )
     if no_repeat_ngram_size is not None and no_repeat_ngram_size < 0:
-        raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
+        raise SamplingError(
+            f"no_repeat_ngram_size: expected a positive number, got {no_repeat_ngram_size}; 0 switches it off"
+        )
 
 
 def processor_list(
@@ -331,12 +338,12 @@ def _check_kinds(params: SamplingParams) -> None:
             continue
         # Most values are plain, and asking abstract classes takes a microsecond each.
         if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
-            single = "; put a single one into a list" if kind.one == "a list of callables" else ""
-            raise SamplingError(f"{name} must be {kind}, not {shown(value)}{single}")
+            remedy = "put a single one into a list" if kind.one == "a list of callables" else "correct it"
+            raise SamplingError(f"{name}: expected {kind}, got {shown(value)}; {remedy}")
         least, most = kind.least, kind.most
         if least is not None and not least <= value <= most:
-            within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
-            raise SamplingError(f"{name} must be {within}, not {value}", param=name)
+            within = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise SamplingError(f"{name}: expected a number {within}, got {value}; correct it", param=name)
 
 
 @cache
@@ -349,7 +356,8 @@ def _check_bias(bias: Mapping[int, float]) -> None:
     for token, value in bias.items():
         if not -_MOST_BIAS <= value <= _MOST_BIAS:
             raise SamplingError(
-                f"logit_bias of id {token} must be within -{_MOST_BIAS} and {_MOST_BIAS}, not {value}",
+                f"logit_bias: expected values from -{_MOST_BIAS} to {_MOST_BIAS}, got {value} for id {token}; "
+                "correct it",
                 param="logit_bias",
             )
 

@@ -314,10 +314,11 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         if first["type"] == "extra_forbidden":
-            raise ConfigurationError(f"{where}: there is no key {place!r}; leave it out or correct it") from error
-        raise ConfigurationError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from error
+            raise ConfigurationError(f"{where}: {place}: not a key; correct or remove it") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(f"{where}: {place}: {message}; correct it") from error
     except TypeError as error:  # keys that are no text
-        raise ConfigurationError(f"{where}: {error}") from error
+        raise ConfigurationError(f"{where}: {error}; correct the keys") from error
 
 
 def digest(value: str | bytes) -> str:

@@ -65,7 +65,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if "content" not in self.model_fields_set and not (self.tool_calls or self.reasoning):
-            raise ValueError("a message has a content, unless it has tool_calls")
+            raise ValueError("content: expected a value unless the message has tool_calls, got none; add it")
         return self
 
     @property
@@ -164,16 +164,21 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs: expected logprobs: true with it; set logprobs")
         if self.tool_choice in ("auto", "required") and not self.tools:
-            raise ValueError(f"tool_choice is {self.tool_choice!r}, and there are no tools")
+            raise ValueError(f"tool_choice: expected tools with {self.tool_choice!r}, got none; add tools")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+                raise ValueError(
+                    f"tool_choice: expected a function in tools, got {self.tool_choice.function.name!r}; correct "
+                    "the name"
+                )
         _ = self.structured  # refused here where it is given twice
         if self.guided is not None and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("structured_outputs and its like do not go with calls that tool_choice demands")
+            raise ValueError(
+                "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
+            )
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
 

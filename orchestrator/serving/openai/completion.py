@@ -32,7 +32,7 @@ def _not_empty(value: Prompt) -> Prompt:
     """Neither a list nor one of the lists in it is empty."""
     parts = value if isinstance(value, list) else [value]
     if not parts or any(part == [] for part in parts):
-        raise ValueError("an empty list")
+        raise ValueError("expected at least one entry, got an empty list; add one")
     return value
 
 
@@ -65,16 +65,18 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     def _check(self) -> CompletionRequest:
         _ = self.structured  # refused here where it is given twice
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
+            raise ValueError(f"best_of: expected at least n={self.n}, got {self.best_of}; raise it")
         if self.stream and (self.best_of or self.n) > self.n:
-            raise ValueError("best_of above n cannot be streamed, since the best are known at the end")
+            raise ValueError(
+                "best_of: expected at most n for a stream, since the best are known only at the end; set stream: false"
+            )
         return self
 
     @field_validator("logprobs")
     @classmethod
     def _of_the_answer_alone(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
         if logprobs is not None and info.data.get("echo"):
-            raise ValueError("a prompt that is repeated (echo) has no log-probabilities here; leave out one of them")
+            raise ValueError("echo: expected no logprobs with it, since a prompt has none, got some; omit one of them")
         return logprobs
 
     @property

@@ -35,8 +35,8 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
     """
     if strict and choice in (None, "auto"):
         message = (
-            f"strict: true of the function {strict[0]!r} is served where a call is demanded; set tool_choice to "
-            '"required" or to a function, or leave strict out'
+            f"strict: true of the function {strict[0]!r} needs a tool_choice that requires a call; set tool_choice "
+            'to "required" or to a function, or omit strict'
         )
         raise RefusedError(400, message, param="tools")
 
@@ -44,7 +44,7 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
 def refuse_unstreamed(stream: bool, options: object) -> None:
     """Raise RefusedError: there are options of a stream, and no stream."""
     if options is not None and not stream:
-        raise RefusedError(400, "stream_options needs stream: true; leave it out", param="stream_options")
+        raise RefusedError(400, "stream_options: expected stream: true with it; omit it", param="stream_options")
 
 
 def only(served: T) -> AfterValidator:
@@ -52,7 +52,7 @@ def only(served: T) -> AfterValidator:
 
     def check(value: T) -> T:
         if value != served:
-            raise ValueError(f"only {served!r} is served")
+            raise ValueError(f"expected {served!r}, the only supported value; omit it")
         return value
 
     return AfterValidator(check)
@@ -82,7 +82,7 @@ class StreamOptions(Strict):
     @model_validator(mode="after")
     def _check(self) -> StreamOptions:
         if self.continuous_usage_stats and not self.include_usage:
-            raise ValueError("continuous_usage_stats needs include_usage: true")
+            raise ValueError("continuous_usage_stats: expected include_usage: true with it; set it")
         return self
 
 
@@ -145,7 +145,7 @@ class OwnSamplingFields(Strict):
     def _check_bias(self) -> OwnSamplingFields:
         for name in self.logit_bias:
             if not name.isascii() or not name.isdecimal():
-                raise ValueError(f"logit_bias names token ids, not {name!r}")
+                raise ValueError(f"logit_bias: expected token ids as keys, got {name!r}; correct them")
         return self
 
 
@@ -197,7 +197,10 @@ class StructuredOutputs(Strict):
     def _one(self) -> StructuredOutputs:
         fields_set = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(fields_set) != 1:
-            raise ValueError(f"one of json, regex, choice, grammar and json_object, not {len(fields_set)}")
+            raise ValueError(
+                f"expected exactly one of json, regex, choice, grammar and json_object, got {len(fields_set)}; "
+                "remove the others"
+            )
         return self
 
 
@@ -217,7 +220,7 @@ class GuidedFields(Strict):
     def _one_of_them(self) -> GuidedFields:
         given = [name for name in GuidedFields.model_fields if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"the text can be what one of {', '.join(given)} says; leave out the others")
+            raise ValueError(f"expected one of {', '.join(given)}, got several; omit the others")
         return self
 
     @property
@@ -254,7 +257,10 @@ def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | N
         RefusedError: both say something.
     """
     if response_format.structured is not None and guided is not None:
-        message = "the text can be what response_format says, or structured_outputs and its like; leave out one of them"
+        message = (
+            "response_format: expected either response_format or structured_outputs and its like, got both; omit "
+            "one of them"
+        )
         raise RefusedError(400, message, param="response_format")
     return response_format.structured or guided
 
@@ -277,7 +283,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema")
+            raise ValueError("json_schema: expected type json_schema with it; correct the type")
         return self
 
     @property
@@ -300,7 +306,9 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
         is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
         raise _refusal(error, model, json.loads(body) if is_json else None) from error
     except RecursionError as error:
-        raise RefusedError(400, "the body is nested too deeply") from error
+        raise RefusedError(
+            400, "the body: expected at most the allowed depth of nesting, got more; simplify it"
+        ) from error
 
 
 def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
@@ -320,16 +328,16 @@ def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> Re
     errors = error.errors(include_url=False, include_context=True)
     first = errors[0]
     if first["type"] == "json_invalid":
-        return RefusedError(400, f"the body is not JSON ({first['msg']})")
+        return RefusedError(400, f"the body: expected JSON, got {first['msg']}; correct it")
     if not first["loc"]:
-        message = first["msg"] if first["type"] == "value_error" else "the body must be a JSON object"
+        message = first["msg"] if first["type"] == "value_error" else "the body: expected a JSON object; send one"
         return RefusedError(400, message.removeprefix("Value error, "))
     name = str(first["loc"][0])
     if name not in model.model_fields:
-        return RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
+        return RefusedError(400, f"{name}: not a field of this endpoint; omit it", param=name)
     description = model.model_fields[name].description or "as OpenAI's API says"
     if first["type"] == "missing" and len(first["loc"]) == 1:
-        return RefusedError(400, f"{name} is missing; it must be {description}", param=name)
+        return RefusedError(400, f"{name}: expected {description}, got nothing; add it", param=name)
     # Of a value that could be several things there is an error for each: the deepest says most.
     places = [(_place(one["loc"], body), one) for one in errors if one["loc"][0] == name]
     depth = max(len(place) for place, _ in places)
@@ -343,12 +351,14 @@ def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> Re
         sentences = dict.fromkeys(_sentence(one) for where, one in deepest if where == place)
         return RefusedError(400, _at(place, worst, " or ".join(sentences)), param=name)
     why = f" ({first['msg'].removeprefix('Value error, ')})" if first["type"] == "value_error" else ""
-    return RefusedError(400, f"{name} must be {description}, not {_shown(first['input'])}{why}", param=name)
+    return RefusedError(
+        400, f"{name}: expected {description}, got {_shown(first['input'])}{why}; correct it", param=name
+    )
 
 
 _PLAIN = {
-    "string_type": "a text",
-    "string_too_short": "a text that is not empty",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -377,7 +387,7 @@ def _place(location: tuple[int | str, ...], body: object) -> tuple[int | str, ..
 
 
 def _sentence(error: Any) -> str:
-    """What the value must be, behind "must be"."""
+    """Description of an allowed value, to follow "expected"."""
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -388,13 +398,13 @@ def _at(place: tuple[int | str, ...], error: Any, sentence: str) -> str:
     """One sentence about a place in a field."""
     path = str(place[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[1:])
     if error["type"] == "missing":
-        return f"{path} is missing"
+        return f"{path}: expected a value, got nothing; add it"
     if error["type"] == "extra_forbidden":
         outer, _, last = path.rpartition(".")
-        return f"{last!r} is not a field of {outer}; leave it out"
+        return f"{outer}: {last!r} is not a field; omit it"
     if error["type"] == "value_error":
-        return f"{path} is refused: {sentence}"
-    return f"{path} must be {sentence}, not {_shown(error['input'])}"
+        return f"{path}: {sentence}"
+    return f"{path}: expected {sentence}, got {_shown(error['input'])}; correct it"
 
 
 def _shown(value: object) -> str:

@@ -56,7 +56,7 @@ class InputItem(Strict):
         }[self.type]
         for name in needed:
             if getattr(self, name) is None:
-                raise ValueError(f"an item of type {self.type} has a {name}")
+                raise ValueError(f"an item of type {self.type} needs a {name}; add it")
         return self
 
     @property
@@ -192,7 +192,9 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [*first, *(message for item in items if (message := item.message()) is not None)]
         if not messages:
-            raise RefusedError(400, "input holds nothing that the model reads", param="input")
+            raise RefusedError(
+                400, "input: expected at least one item that the model reads, got none; add a message", param="input"
+            )
         fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
         fields |= {name: getattr(self, name) for name in GuidedFields.model_fields}
         form = self.text.format

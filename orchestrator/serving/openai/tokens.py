@@ -27,7 +27,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("expected either prompt or messages, got both or neither; give one")
         other = (
             {"add_special_tokens"}
             if self.prompt is None
@@ -37,7 +37,7 @@ class TokenizeRequest(Strict):
             other & self.model_fields_set - ({"add_special_tokens"} if not self.add_special_tokens else set())
         ):
             of = "messages, whose template has them" if self.prompt is None else "a prompt, which no template reads"
-            raise ValueError(f"{given[0]} does nothing to {of}; leave it out")
+            raise ValueError(f"{given[0]}: has no effect on {of}; omit it")
         return self
 
 
