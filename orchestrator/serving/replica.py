@@ -117,7 +117,13 @@ class ModelReplica:
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
         if not self._requests.begin():
-            yield Failed(503, "this model is being unloaded", code=UNAVAILABLE, retry_after_s=1.0, lost=True)
+            yield Failed(
+                503,
+                "this model is being unloaded; send the request again",
+                code=UNAVAILABLE,
+                retry_after_s=1.0,
+                lost=True,
+            )
             return
         try:
             times, begun = RequestTimes(self._metrics, resumed=bool(skip)), tuple[Item, ...]()

@@ -99,7 +99,7 @@ class GuardedTokenizer:
             text: object = self._tokenizer.decode(token_ids, **options)
             if isinstance(text, str):
                 return text
-            reason = f"{text!r} is no text"
+            reason = f"{text!r} is not a text"
         except Exception as error:  # tokenizers raise errors of any class
             reason = repr(error)
         self.failed = CheckpointError(

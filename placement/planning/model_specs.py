@@ -98,7 +98,7 @@ def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[
     try:
         config = SpeculativeConfig(**keys)
     except ConfigurationError as error:
-        raise PlanError(f"{where}: {error}; correct it") from error
+        raise PlanError(f"{where}: {error}") from error
     for name in config.set_of(NOT_SERVED):
         raise PlanError(f"{where}: {name} is for measurements and not for serving; omit it")
 

@@ -29,8 +29,8 @@ _REASONS = {
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
-    "dataclass_type": "must be a mapping",
-    "model_type": "must be a mapping",
+    "dataclass_type": "a mapping",
+    "model_type": "a mapping",
     "dict_type": "a mapping",
 }
 

@@ -105,7 +105,7 @@ class Channel:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
         if sent < len(data):
             self._write(data[sent:], monotonic() + seconds)
 
@@ -189,7 +189,7 @@ class Channel:
                             "the peer does not read its messages; check whether it is overloaded or suspended"
                         ) from None
         except OSError as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
 
     def _next(self) -> bytearray | None:
         """Return a complete frame, after one read of the socket. A single one, the usual case, skips the buffer."""
@@ -198,9 +198,9 @@ class Channel:
         except BlockingIOError:
             return None
         except (OSError, ValueError) as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
         if not size:
-            raise ChannelError("the other side hung up")
+            raise ChannelError("the peer closed the connection; see its log")
         data = self._space[:size]
         if not self._buffer and size > _LENGTH.size and _LENGTH.unpack_from(data)[0] == size - _LENGTH.size:
             return bytearray(data[_LENGTH.size :])

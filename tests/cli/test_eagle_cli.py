@@ -55,12 +55,15 @@ def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Pa
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["HEAD", "--draft", "ngram"], "use it alone"),
+        (["HEAD", "--draft", "ngram"], "use it without a list"),
         (["HEAD:draft_tree=bush"], "'bush'"),
         (["HEAD:draft_tree=dynamic:6,3"], "dynamic:NODES"),
         (["HEAD:draft_tree=dynamic:60,2,3"], "12 nodes"),
         (["HEAD:draft_tree=dynamic:6,3,2", "--k", "4"], "are 3 tokens deep, and k=4 says otherwise"),
-        (["HEAD:draft_tree=tree:-1,0", "--acceptor", "reject"], "only chains can be drawn"),
+        (
+            ["HEAD:draft_tree=tree:-1,0", "--acceptor", "reject"],
+            "draft_tree: expected 'chain' for acceptor='reject', since",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str], part: str) -> None:
@@ -76,13 +79,13 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--layers", 99], "numbered 0 to 2"),
         (["--draft-vocab-size", 0], "1 to 96 ids"),
         (["--version", 1, "--draft-vocab-size", 9], "not possible for version 1"),
-        (["--ttt-steps", 0], "ttt_steps must be positive"),
-        (["--feature-cache-gb", "nan"], "not a size"),
-        (["--feature-cache-gb", "1e300"], "not a size"),
+        (["--ttt-steps", 0], "expected positive tokens and ttt_steps, and ttt_decay above"),
+        (["--feature-cache-gb", "nan"], "feature_cache_gb: expected a size in gigabytes, got"),
+        (["--feature-cache-gb", "1e300"], "feature_cache_gb: expected a size in gigabytes, got"),
         (["--length", 200], "the target reads 128"),
         (["--data", "OTHER"], "of a vocabulary of 5001, and the target has 96"),
-        (["--data", "ODD"], "no header that says how wide its token ids are"),
-        (["--data", "ODD", "--data-dtype", "uint16"], "middle of a number"),
+        (["--data", "ODD"], "expected a header with the size of the token ids, got none"),
+        (["--data", "ODD", "--data-dtype", "uint16"], "-bit ids, got a part of one at the end; write the file again"),
         (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin holds ids of 32 bits, and ids of a vocabulary of 96"),
         (["--data", "ODD", "--data-dtype", "int8"], "'int8' of token ids is unknown"),
         (["--version", 3], "are not three different ones of a target with 2 layers"),

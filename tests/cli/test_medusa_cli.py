@@ -119,11 +119,11 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--draft", "HEADS", "--draft", "ngram"], "use it alone"),
-        (["--acceptor", "typical"], "needs a drafter"),
+        (["--draft", "HEADS", "--draft", "ngram"], "use it without a list"),
+        (["--acceptor", "typical"], "expected a drafter with it, got draft=None; give a draft"),
         (["--draft", "HEADS", "--k", "7"], "k=7 says otherwise"),
         (["--draft", "HEADS", "--acceptor", "best"], "unknown"),
-        (["--draft", "medusa:path=absent"], "not a folder"),
+        (["--draft", "medusa:path=absent"], "expected a folder"),
         (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
     ],
 )
@@ -168,9 +168,9 @@ def test_trees_that_cannot_be_are_refused(
         (["--heads", 60], "must be room for 60 drafts"),
         (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
-        (["--learning-rate", "nan"], "must be positive"),
-        (["--epochs", "inf"], "must be positive"),
-        (["--max-minutes", -1], "not a time"),
+        (["--learning-rate", "nan"], "expected a positive"),
+        (["--epochs", "inf"], "expected a positive"),
+        (["--max-minutes", -1], "max_minutes: expected at least 0, or None for no limit, got"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(

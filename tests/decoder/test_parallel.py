@@ -131,7 +131,7 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
 @pytest.mark.parametrize(
     ("degree", "gqa", "words"),
     [
-        (0, None, "tp_degree must be a number of ranks"),
+        (0, None, "tp_degree: expected a number of ranks of at least 1, got"),
         (4, "shard-over-heads", "2 K/V heads are not divisible by tp_degree=4"),
         (2, "shard-over-batch", "one slot at a time"),
         (2, "by-magic", "use one of 'shard-over-heads'"),
@@ -152,7 +152,7 @@ def test_backends_of_one_rank_say_so(workshop: Workshop) -> None:
 
 
 def test_parts_of_gathered_keys_must_be_even(workshop: Workshop) -> None:
-    with pytest.raises(ConfigurationError, match="no even part"):
+    with pytest.raises(ConfigurationError, match="ranks can share evenly for 'all-gather-heads', got"):
         layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
 
 

@@ -114,7 +114,12 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
 def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, longest: int) -> None:
     with pytest.raises(ConfigurationError) as caught:
         rope_tables(config, HEAD, longest + 1)
-    for part in (f"{config.type!r}", "table is fixed", f"n_positions={longest + 1}", f"n_positions={longest} or fewer"):
+    for part in (
+        f"{config.type!r}",
+        "and a compiled decoder has one table of frequencies; load",
+        f"n_positions={longest + 1}",
+        f"n_positions={longest} or fewer",
+    ):
         assert part in str(caught.value)
 
 

@@ -131,7 +131,7 @@ def test_a_choice_is_written_like_every_draft() -> None:
     assert parse_draft('choice:drafts=["suffix","a:k=3"],shadow_every=4') == expected
     assert parse_draft(str(expected[0])) == expected
     for wrong in ("choice", {"type": "choice", "drafts": ["suffix"]}, {"type": "choice", "drafts": "suffix"}):
-        with pytest.raises(ConfigurationError, match="two drafters or more"):
+        with pytest.raises(ConfigurationError, match="drafts: expected at least two drafters for a choice, got"):
             parse_draft(wrong)
 
 

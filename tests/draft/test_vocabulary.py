@@ -64,7 +64,7 @@ def test_a_draft_of_other_ids_is_coupled_and_changes_nothing(
 
 def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target = TableDecoder(near(TARGET, seed=1, spread=1.0)), TableDecoder(TARGET)
-    with pytest.raises(PairingError, match=r"tokenizer\.json is missing"):
+    with pytest.raises(PairingError, match=r"expected a tokenizer\.json"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
     draft.folder, target.folder = "draft", "target"  # type: ignore[assignment]
     monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)

@@ -46,7 +46,7 @@ def test_the_option_is_text_or_numbers() -> None:
         assert parse_layers(given) == (2, 16, 29)
     assert parse_layers(5) == parse_layers("5") == (5,) and parse_layers(None) is None
     for wrong in ("2,x", "", (), "-1,2", (2.5,), (True,), 1.0, {"a": 1}):
-        with pytest.raises(ConfigurationError, match="must be residual streams of the target"):
+        with pytest.raises(ConfigurationError, match="aux_layers: expected residual streams of the target as"):
             parse_layers(wrong)
 
 
@@ -79,7 +79,7 @@ def test_it_is_an_option_of_eagle_3_heads_alone(workshop: Workshop, tmp_path: Pa
     target = workshop.decoder(slots=1)
     for layout in ("paceline", "eagle"):
         checkpoint.save(tmp_path / layout, random_head(config(target.config, 1)), layout=layout)
-        with pytest.raises(ConfigurationError, match="reads the last hidden state; leave aux_layers out"):
+        with pytest.raises(ConfigurationError, match="aux_layers: expected none for an EAGLE-1 head, which reads"):
             EagleDrafter.from_pretrained(tmp_path / layout, target, aux_layers="1,2")
     with pytest.raises(ConfigurationError, match="no option 'amp'; it takes draft_tree, aux_layers, divided, quantiz"):
         make_drafter(SpeculativeConfig(draft=f"{tmp_path / 'eagle'}:amp=f32"), target)

@@ -134,7 +134,7 @@ def test_it_is_refused_with_the_reason(name: str) -> None:
         ("specforge-qwen3-30b-eagle3.1", {"norm_output": None}, UNKNOWN, "fc_norm = true is not"),
         ("eagle3-llama3.1-8b", {"norm_output": False}, UNKNOWN, "norm_output has two meanings"),
         ("speculators-qwen3-8b", {"norm_output": True}, UNKNOWN, "norm_output = true is not supported"),
-        ("speculators-qwen3-8b", {"norm_before_residual": None}, CheckpointError, "norm_before_residual is missing"),
+        ("speculators-qwen3-8b", {"norm_before_residual": None}, CheckpointError, "expected the key norm_before"),
         ("speculators-qwen3-8b", {"speculators_model_type": "peagle"}, UNKNOWN, "'peagle' is not"),
         ("speculators-qwen3-8b", {"layernorm": True}, UNKNOWN, "'layernorm' is not a setting"),
         ("eagle3-llama3.1-8b", {"norm_bias": True}, UNKNOWN, "norm_bias = true is not supported: norms"),

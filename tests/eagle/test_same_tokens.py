@@ -129,7 +129,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
         read = len(text) - 8  # behind that, the last commits and drafts
         for ours, wanted in ((made.head.keys, other.head.keys), (made.head.values, other.head.values)):
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
-    with pytest.raises(ConfigurationError, match="one depth"):
+    with pytest.raises(ConfigurationError, match="got several; give one number, or let it draft a chain"):
         drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
 
 

@@ -46,7 +46,9 @@ def test_a_file_without_a_header_is_read_only_as_what_the_user_says(tmp_path: Pa
     ids = np.arange(1, 9, dtype=np.uint16)
     path = tmp_path / "a.bin"
     ids.tofile(path)
-    with pytest.raises(ConfigurationError, match=r"no header that says how wide.*say --data-dtype uint16 or uint32"):
+    with pytest.raises(
+        ConfigurationError, match=r"expected a header with the size.*give --data-dtype uint16 or uint32"
+    ):
         read_tokens(path, 96)
     assert read_tokens(path, 96, dtype="uint16").tolist() == ids.tolist()
     for dtype, size, said in (
@@ -82,7 +84,7 @@ def test_what_is_no_id_is_not_written(tmp_path: Path) -> None:
             write_tokens(path, [[1], ids], vocab_size=96)
     assert not list(tmp_path.iterdir()), "whole or not at all"
     path.write_bytes(b"\x01\x00")
-    with pytest.raises(ConfigurationError, match="begin it with write_tokens"):
+    with pytest.raises(ConfigurationError, match="expected a header of token ids, got none; start the file"):
         append_tokens(path, [1])
     with pytest.raises(StorageError):
         write_tokens(tmp_path / "a.bin" / "b.bin", [[1]], vocab_size=96)

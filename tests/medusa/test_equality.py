@@ -235,7 +235,7 @@ def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads
         MedusaDrafter.from_pretrained(heads_folder, target, tree=MC_SIM_7B_63)
     with pytest.raises(ConfigurationError, match=r"rank|window"):
         MedusaDrafter.from_pretrained(heads_folder, target, tree=[[rank] for rank in range(VOCABULARY + 1)])
-    with pytest.raises(ConfigurationError, match="for chains"):
+    with pytest.raises(ConfigurationError, match="drafter of trees"):
         run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, acceptor="reject"), {})
     drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=Choices.chain(2))
     assert drafter.draft_shape.is_chain

@@ -62,7 +62,7 @@ def test_without_the_sdk_the_message_says_how_to_get_it(install: Any) -> None:
 )
 def test_placeholders_of_the_public_index_are_recognised(install: Any, placeholder: dict[str, str]) -> None:
     install({**SDK, **placeholder})
-    with pytest.raises(BackendError, match="placeholder without any code; uninstall it"):
+    with pytest.raises(BackendError, match="is an empty placeholder; uninstall it and"):
         neuron_sdk.find()
 
 

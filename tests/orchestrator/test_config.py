@@ -67,10 +67,10 @@ def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("", "names neither a drafter nor a folder"),
-        (":k=3", "names neither a drafter nor a folder"),
-        (3, "says nothing about who drafts"),
-        ([True], "says nothing about who drafts"),
+        ("", "draft: expected a drafter's name or a folder, got"),
+        (":k=3", "draft: expected a drafter's name or a folder, got"),
+        (3, "draft: expected a drafter's name or a folder, got"),
+        ([True], "draft: expected a drafter's name or a folder, got"),
         ({"k": 3}, "needs `type` .a name. or `path`"),
         ({"type": "ngarm"}, "draft type 'ngarm' is unknown; use one of none, ngram, suffix"),
         ({"type": "function"}, "draft type 'function' is unknown"),
@@ -79,10 +79,10 @@ def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
         ("a:k=0", "k=0 of the draft a must be a whole number of at least 1"),
         ("a:k=two", "k='two' of the draft a"),
         ("a:k=true", "k=True of the draft a"),
-        ("a:k=2,k=3", "says k twice"),
-        ([("a:k=2", 3)], "says k twice"),
-        ("[1", "begins as JSON"),
-        ('{"type":', "begins as JSON"),
+        ("a:k=2,k=3", "draft: expected k once, got it twice in"),
+        ([("a:k=2", 3)], "draft: expected k once, got it twice in"),
+        ("[1", "draft: expected JSON after the first bracket, got"),
+        ('{"type":', "draft: expected JSON after the first bracket, got"),
     ],
 )
 def test_a_draft_that_is_not_understood_is_refused(draft: object, message: str) -> None:

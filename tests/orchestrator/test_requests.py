@@ -39,7 +39,7 @@ def _plainly(given: object) -> str:
 
 
 PROMPT_ERRORS = [
-    ([], "holds no prompt"),
+    ([], "or a list of lists of ids, got no prompt; give at least one"),
     ([[]], "prompt 0 is empty"),
     ([[1], []], "prompt 1 is empty"),
     ([[1, V]], f"id {V}, outside the vocabulary of {V}"),
@@ -50,13 +50,13 @@ PROMPT_ERRORS = [
     ([[1.5]], "prompt 0 holds 1.5, which is not an integer"),
     ([[1], [True]], "prompt 1 holds True, which is not an integer"),
     ([["text"]], "prompt 0 holds 'text', which is not an integer"),
-    (None, "must be a LongTensor [B, S] or a list of lists of ids, not NoneType None"),
+    (None, "input_ids: expected a LongTensor [B, S] or a list of lists of ids, got NoneType None"),
     (7, "not int 7"),
-    ({"input_ids": [[1]]}, "pass its entry: encoding['input_ids']"),
-    (iter([[1]]), "must be a LongTensor"),
+    ({"input_ids": [[1]]}, "pass encoding['input_ids']"),
+    (iter([[1]]), "expected a LongTensor"),
     (b"text", "turn text into ids first"),
-    (torch.tensor(1), "must be an integer tensor [B, S]"),
-    (torch.tensor([1, 2]), "must be an integer tensor [B, S]"),
+    (torch.tensor(1), "expected an integer tensor [B, S]"),
+    (torch.tensor([1, 2]), "expected an integer tensor [B, S]"),
     (torch.tensor([[1.0]]), "torch.float32"),
     (torch.tensor([[True]]), "torch.bool"),
     (torch.zeros(1, 0, dtype=torch.int64), "prompt 0 is empty"),
@@ -77,26 +77,29 @@ def test_bad_prompts_are_refused(prompts: object, message: str) -> None:
 SAMPLING_ERRORS = [
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     ({"temperature": -1.0}, "temperature must be a finite number >= 0, not -1.0; 0 is greedy"),
-    ({"temperature": float("nan")}, "temperature must be a finite number"),
+    ({"temperature": float("nan")}, "temperature: expected a finite number of at least 0, got"),
     ({"do_sample": "false"}, "do_sample must be True or False, not str 'false'"),
     ({"output_scores": 1}, "output_scores must be True or False, not int 1"),
     ({"repetition_penalty": float("nan")}, "repetition_penalty must be positive, not nan"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty must be positive, not inf"),
-    ({"temperature": float("nan"), "do_sample": True}, "temperature must be a finite"),
+    ({"temperature": float("nan"), "do_sample": True}, "temperature: expected a finite number of at least 0, got"),
     ({"temperature": 10**400, "do_sample": True}, "temperature must be a number"),
     ({"repetition_penalty": 10**400}, "repetition_penalty must be a number"),
     ({"top_k": -2}, "top_k"),
     ({"top_p": 0.0}, "top_p"),
     ({"min_p": 2.0}, "min_p"),
-    ({"seed": 1 << 64}, "seed must fit in 64 bits"),
+    ({"seed": 1 << 64}, "seed: expected an integer of at most 64 bits"),
     ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
     ({"stop_strings": "x"}, "need the tokenizer"),
-    ({"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
-    ({"stop_strings": "", "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
+    (
+        {"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])},
+        "stop_strings: expected strings that are not empty, got an",
+    ),
+    ({"stop_strings": "", "tokenizer": Pieces([b"x"])}, "stop_strings: expected strings that are not empty, got an"),
     ({"eos_token_id": -1}, f"eos_token_id names id -1, outside the vocabulary of {V}"),
     ({"eos_token_id": [1, 10**6]}, "eos_token_id names id 1000000, outside the vocabulary"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
-    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be positive"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty: expected a positive number, got"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: expected a positive number, got"),
     ({"sequence_length": "9"}, "sequence_length must be an integer or None, not str '9'"),
     ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer or None, not float 2.0"),
     ({"max_new_tokens": True}, "max_new_tokens must be an integer or None, not bool True"),
@@ -165,15 +168,15 @@ def test_a_streamer_without_its_methods_is_refused() -> None:
 
 @pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), [[1, 1, 1]], torch.ones(1, 1, 3), "111"], ids=_plainly)
 def test_a_mask_of_another_kind_is_refused(mask: object) -> None:
-    with pytest.raises(PromptError, match=r"attention_mask must be a tensor \[B, S\], as input_ids, not"):
+    with pytest.raises(PromptError, match=r"attention_mask: expected a tensor \[B, S\] like input_ids, got"):
         generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=mask)  # type: ignore[arg-type]
 
 
 MASK_ERRORS = [
-    ([[1, 1]], "does not fit input_ids"),
-    ([[1, 0, 1]], "has a hole"),
+    ([[1, 1]], "attention_mask: expected the shape of input_ids, got"),
+    ([[1, 0, 1]], "attention_mask: expected padding only at the ends, got a"),
     ([[0, 0, 0]], "prompt 0 is empty"),
-    ([[1, 1, 1], [1, 1, 1]], "does not fit input_ids"),
+    ([[1, 1, 1], [1, 1, 1]], "attention_mask: expected the shape of input_ids, got"),
 ]
 
 
@@ -207,7 +210,7 @@ def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad:
 CONFIGURATION_ERRORS = [
     ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
     ({"acceptor": None}, "acceptor=None is unknown"),
-    ({"acceptor": [1]}, "acceptor=[1] is unknown"),
+    ({"acceptor": [1]}, "or a rule's object, got [1]"),
     ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
     ({"draft": "models/small/draft"}, "draft 'models/small/draft' is neither a folder nor a drafter's name"),
     ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
@@ -221,7 +224,7 @@ CONFIGURATION_ERRORS = [
     ({"draft": "prefix"}, "draft 'prefix' is neither a folder nor a drafter's name; the names are none, ngram, suffix"),
     ({"draft": 3}, "write a name (ngram), a folder"),
     ({"k": "four"}, "k='four' is no draft length"),
-    ({"k": (0, "two")}, "is no draft length"),
+    ({"k": (0, "two")}, "k: expected a number from 0 on, ascending numbers such as"),
     ({"k": 128}, "a window of 129 rows does not fit"),
     ({"draft": None, "acceptor": "reject"}, "acceptor needs a drafter"),
     ({"draft": None, "acceptor": "typical"}, "acceptor needs a drafter"),

@@ -87,7 +87,7 @@ def test_a_draft_has_a_degree_of_its_own_even_one_that_does_not_divide_it(home: 
     ("keys", "says"),
     [
         ({"draft": "ngrm"}, "draft 'ngrm' is neither a drafter's name nor a folder"),
-        ({"draft": {"k": 3}}, "needs `type` .* or `path`"),
+        ({"draft": {"k": 3}}, "expected `type` .* or `path`"),
         ({"draft": {"type": "ngrams"}}, "draft type 'ngrams' is unknown"),
         ({"draft": "medusa"}, "'medusa' needs a folder"),
         ({"draft": "empty"}, "draft '.*empty' holds neither a model nor heads"),

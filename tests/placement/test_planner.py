@@ -200,7 +200,11 @@ def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) ->
         ([model("m", 4)], "trn1.32xlarge", "tp_degree=4 is illegal"),
         ([model("m", 2)], "trn2.3xlarge", "tp_degree=2 is illegal"),
         ([model("m", 1, of=config(layers=80, hidden=8192, heads=64))], "inf2.48xlarge", "bytes more than the"),
-        ([model("m", None, of=config(layers=900, hidden=32768, heads=64))], "inf2.48xlarge", "at any degree"),
+        (
+            [model("m", None, of=config(layers=900, hidden=32768, heads=64))],
+            "inf2.48xlarge",
+            "its highest degree on",
+        ),
         ([model("a", 8), model("b", 8), model("c", 8), model("d", 1)], "inf2.48xlarge", "0 of 24"),
         ([model("m", 1, of=config(layers=40, hidden=4096))], "cpu", "bytes more than the"),
     ],

@@ -58,7 +58,7 @@ def test_a_draft_in_the_targets_process_goes_too(home: Path) -> None:
 def test_models_that_start_together_fit_together(home: Path) -> None:
     one = groups(home, {"name": "a"}, *with_draft("b"))
     settled = fit_together(one, SMALL)
-    assert [group.num_cores for group in settled] == [(1,), (1,)] and "finds no room" in settled[1].undrafted
+    assert [group.num_cores for group in settled] == [(1,), (1,)] and "does not fit" in settled[1].undrafted
     on_demand = groups(home, {"name": "a"}, *with_draft("b", load="on_demand"))
     assert fit_together(on_demand, SMALL) == on_demand
     with pytest.raises(RoomError, match="a, b want 3 cores together, and b finds no room"):
@@ -90,8 +90,8 @@ def test_as_few_as_possible_leave(home: Path) -> None:
         ({"idle_ttl_s": 0}, "idle_ttl_s must be greater than 0"),
         ({"autoscaling": {"max_replicas": 2}, "replicas": 2}, "give one of them"),
         ({"autoscaling": {"max_replicas": 2}, "load": "on_demand"}, "min_replicas to 1 or to 0"),
-        ({"autoscaling": {"max_replicas": 2}, "idle_ttl_s": 3}, "needs autoscaling.min_replicas: 0"),
-        ({"autoscaling": {"max_replicas": 2, "min_replicas": 3}}, "more than max_replicas"),
+        ({"autoscaling": {"max_replicas": 2}, "idle_ttl_s": 3}, "expected autoscaling.min_replicas: 0"),
+        ({"autoscaling": {"max_replicas": 2, "min_replicas": 3}}, "min_replicas: expected at most max_replicas="),
         ({"autoscaling": {"max_replica": 2}}, "autoscaling.max_replica"),
     ],
 )

@@ -169,7 +169,10 @@ def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypat
     assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
 
 
-@pytest.mark.parametrize(("others", "port", "says"), [((), 81, "--port 8000"), (("paceline",), 8000, "end it first")])
+@pytest.mark.parametrize(
+    ("others", "port", "says"),
+    [((), 81, "--port 8000"), (("paceline",), 8000, "already runs in this cluster; stop it first, or put both")],
+)
 def test_a_cluster_that_serves_otherwise_is_left_alone(
     others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
