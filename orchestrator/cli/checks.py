@@ -65,7 +65,7 @@ def show_selftest(
         else:
             for name, value in (("--target", target), ("--rows", rows)):
                 if value is not None:
-                    raise ConfigurationError(f"{name} is for --batch-invariance alone; add that, or leave it out")
+                    raise ConfigurationError(f"{name}: expected --batch-invariance with it; add that, or omit {name}")
             passed, text = _check_tokens(backend or "native", as_json=as_json)
     typer.echo(text)
     if not passed:
@@ -180,5 +180,5 @@ def _sizes(text: str, of_loader: int) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ConfigurationError(f"--batch-sizes {text!r}: write numbers from 1 on, such as 1,4")
+        raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, such as 1,4, got {text!r}; correct it")
     return sizes

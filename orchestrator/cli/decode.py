@@ -336,9 +336,12 @@ def bench(
     with console.refusals():
         texts = read_prompts(prompts)[: max(0, count)]
         if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
-            raise SamplingError(f"--max-new-tokens must be at least 2, not {max_new_tokens}")
+            raise SamplingError(f"--max-new-tokens: expected at least 2, got {max_new_tokens}; raise it")
         if not texts:
-            raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
+            raise PromptError(
+                f"--prompts: expected at least one prompt to measure with in {prompts}, got none; give JSON lines "
+                "and a --count of 1 or more"
+            )
         lengths = tuple(k or (2, 4, 6))
         for length in lengths:
             checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))

@@ -61,7 +61,7 @@ def run(
         if ray is not None:
             config = config.model_copy(update={"ray": ray})
         if out is None and not dry_run:
-            raise typer.BadParameter("say where the results go", param_hint="--out")
+            raise typer.BadParameter("expected a folder for the results; give --out DIR", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
         from paceline.experiments import record_traces, report, round_times
@@ -273,7 +273,7 @@ def tune(
         from paceline.experiments.trace import load_trace
 
         if batch_size < 1:
-            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+            raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         config, loaded = store.read_config(folder), load_trace(trace)
         times = round_times.load_times(folder / "round_times.json").of(loaded)
         answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
@@ -320,14 +320,17 @@ def compare(
 
         figures = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds")
         if figure not in figures:
-            raise ConfigurationError(f"--figure {figure!r} is unknown; use one of {', '.join(figures)}")
+            raise ConfigurationError(f"--figure: expected one of {', '.join(figures)}, got {figure!r}; use one of them")
         ours, theirs = (
             {json.dumps(dict(one.names), sort_keys=True): one for one in read_results(folder) if one.error is None}
             for folder in (first, second)
         )
         shared = [name for name in ours if name in theirs]
         if not shared:
-            raise ConfigurationError("the two runs share no cell: none has the same names (target, drafter, k, ...)")
+            raise ConfigurationError(
+                "the two runs have no cell in common (with equal target, drafter, k, ...); compare runs of the same "
+                "configuration"
+            )
         rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
     if as_json:
         comparisons = [
@@ -458,11 +461,18 @@ def plan_speed(
 
         sizes = parse_depths(batch_sizes, "--batch-sizes")
         if min(sizes) < 1:
-            raise ConfigurationError(f"--batch-sizes {batch_sizes!r}: a batch has at least one request")
+            raise ConfigurationError(
+                f"--batch-sizes: expected at least one request per batch, got {batch_sizes!r}; correct it"
+            )
         if (measured.experiment is None) == (hardware.target is None):
-            raise ConfigurationError("give --experiment for measured times, or --target and --draft for a Neuron chip")
+            raise ConfigurationError(
+                "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
+                "got neither; give one"
+            )
         if measured.verify and measured.experiment is None:
-            raise ConfigurationError("--verify runs what was measured before; it needs --experiment and --trace")
+            raise ConfigurationError(
+                "--verify: expected --experiment and --trace, whose measurements it repeats, got fewer; give both"
+            )
         if measured.experiment is not None:
             plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
         else:
@@ -492,7 +502,9 @@ def _measured(
     timed = load_times(folder / "round_times.json")
     error = options.time_error
     if (options.trace is None) == (acceptance is None):
-        raise ConfigurationError("acceptance comes from --trace, or from --acceptance; give one of them")
+        raise ConfigurationError(
+            "--acceptance: expected either --trace or --acceptance, got both or neither; give one of them"
+        )
     if options.trace is not None:
         trace = load_trace(options.trace)
         times = timed.of(trace)
@@ -500,11 +512,13 @@ def _measured(
             speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
         ]
     if options.verify:
-        raise ConfigurationError("--verify runs the prompts of a trace; give --trace")
+        raise ConfigurationError("--verify: expected a trace, whose prompts it runs, got none; give --trace")
     times = timed.alone()
     if options.drafter is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
-        raise ConfigurationError(f"say with --drafter whose acceptance this is; {names} were timed")
+        raise ConfigurationError(
+            f"--drafter: expected one of {names}, which were timed, got none; name the one that --acceptance belongs to"
+        )
     rates = speed_plan.parse_rates(acceptance or "")
     return [
         speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
@@ -521,7 +535,10 @@ def _hardware(
     from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:
-        raise ConfigurationError("a plan by arithmetic needs --target, --draft and --acceptance")
+        raise ConfigurationError(
+            "--acceptance: expected --target, --draft and --acceptance for a plan without measurements, got fewer; "
+            "give all three"
+        )
     question = HardwareQuestion(
         read_config(options.target),
         read_config(options.draft),

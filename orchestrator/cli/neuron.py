@@ -44,7 +44,7 @@ def compile_graphs(
     with console.refusals():
         compiles = BACKENDS[loader.backend].compiles
         if save and not compiles:
-            raise ArtefactError(f"--save: backend {loader.backend!r} compiles nothing, so there is nothing to save")
+            raise ArtefactError(f"--save: expected a backend that compiles graphs, got {loader.backend!r}; omit --save")
         if not config.draft:
             config = config.model_copy(update={"draft": parse_draft("ngram")})
         kinds = known_kinds(sampling or COMPILED_KINDS)
@@ -84,7 +84,9 @@ class GraphOptions:
             ConfigurationError: there are not so many slots.
         """
         if self.used_slots is not None and self.used_slots > self.batch_size:
-            raise ConfigurationError(f"--used-slots {self.used_slots}: there are {self.batch_size} (--batch-size)")
+            raise ConfigurationError(
+                f"--used-slots: expected at most {self.batch_size} (--batch-size), got {self.used_slots}; lower it"
+            )
         return self.used_slots or 0
 
 

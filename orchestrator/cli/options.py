@@ -93,7 +93,7 @@ class SamplingOptions:
     def _structured(self) -> StructuredOutput | None:
         """What the answer must be."""
         if self.json_schema is not None and self.regex is not None:
-            raise SamplingError("an answer fits --json-schema or --regex; give one of them")
+            raise SamplingError("--regex: expected either --json-schema or --regex, got both; give one of them")
         if self.json_schema is not None:
             return StructuredOutput("json_schema", _file_text(self.json_schema))
         return None if self.regex is None else StructuredOutput("regex", self.regex)
@@ -119,7 +119,9 @@ class PromptOptions:
             PromptError: none or two of the options are given, or the prompt cannot be read.
         """
         if (self.prompt is None) == (self.prompt_file is None):
-            raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
+            raise PromptError(
+                "--prompt: expected either --prompt or --prompt-file, got both or neither; give one of them"
+            )
         if self.prompt_file is None:
             return _checked_text(self.prompt or "", "--prompt")
         return _file_text(self.prompt_file).removesuffix("\n")
@@ -312,7 +314,7 @@ def _file_text(file: Path) -> str:
     try:
         return _checked_text(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read {file}: {error}") from error
+        raise PromptError(f"{file}: the file cannot be read ({error}); check the path and its permissions") from error
 
 
 def _checked_text(text: str, where: str) -> str:
@@ -324,7 +326,7 @@ def _checked_text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"{where} holds half a surrogate pair, which is no character; give UTF-8") from error
+        raise PromptError(f"{where}: expected valid Unicode, got half a surrogate pair; give UTF-8") from error
     return text
 
 
@@ -340,9 +342,9 @@ def read_prompts(file: Path) -> list[str]:
 
 def _prompt(line: str, file: Path) -> str:
     try:
-        prompt, reason = json.loads(line)["prompt"], "a prompt must be a text"
+        prompt, reason = json.loads(line)["prompt"], "a prompt that is not a string"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         prompt, reason = None, str(error)
     if not isinstance(prompt, str):
-        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({reason})')
+        raise PromptError(f'{file}: expected JSON lines, each with a "prompt", got {reason}; correct the file')
     return _checked_text(prompt, str(file))

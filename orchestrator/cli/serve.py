@@ -84,8 +84,8 @@ class ServeOptions:
         keys = tuple(self.api_key or ())
         if not keys and not is_loopback(self.host):
             raise ConfigurationError(
-                f"--host {self.host} lets others reach the server, and there is no API key; give --api-key (or set "
-                f"{API_KEY}), or listen at 127.0.0.1"
+                f"--api-key: expected a key, since --host {self.host} makes the server reachable for others, got "
+                f"none; give --api-key (or set {API_KEY}), or listen on 127.0.0.1"
             )
         spec_metrics: SpecMetrics = self.per_request_spec_decode_metrics  # type: ignore[assignment]  # checked there
         return ApiSettings(
@@ -150,7 +150,9 @@ def serve_models(
             from paceline.serving.launch import serve_groups
             from paceline.serving.ray_app import deploy_config
         except ImportError as error:
-            raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
+            raise BackendError(
+                "serving needs Ray Serve, which is not installed; run pip install 'paceline[serve]'"
+            ) from error
         if options.print_serve_config:
             import yaml
 
@@ -185,7 +187,9 @@ def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) ->
         ConfigurationError: both are given, or none.
     """
     if (models is None) == (model.target is None):
-        raise ConfigurationError("give a models file, or --target DIR for a single model; one of them")
+        raise ConfigurationError(
+            "expected either a models file or --target DIR for a single model, got both or neither; give one of them"
+        )
     return model.entries(keys) if models is None else models
 
 
@@ -306,7 +310,9 @@ def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, 
     except HTTPError as error:
         raise WorkerError(_message(error)) from error
     except (URLError, OSError, ValueError) as error:
-        raise WorkerError(f"no service answers at {url} ({error}); give --url, or start one: paceline serve") from error
+        raise WorkerError(
+            f"--url: no service responds at {url} ({error}); correct it, or start a service with paceline serve"
+        ) from error
 
 
 def _message(error: HTTPError) -> str:

@@ -149,7 +149,9 @@ def _results(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be made a folder ({error.strerror}); give another one") from error
+        raise ConfigurationError(
+            f"--out: {folder} cannot be created ({error.strerror}); give another folder"
+        ) from error
     return folder
 
 
@@ -177,11 +179,14 @@ def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -
             text = file.read_text(encoding="utf-8", errors="replace")
             parts.append(np.array(tokenizer.encode(text, verbose=False), dtype=np.int32))
     if not sum(map(len, parts)):
-        raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
+        raise ConfigurationError(
+            f"--data: expected text, got none in {', '.join(map(str, paths))}; give text files or a folder of them"
+        )
     stream = np.concatenate(parts)
     if stream.max() >= size:
         raise ConfigurationError(
-            f"the data hold the token id {stream.max()}, and {target} has {size} ids; give data of its own tokenizer"
+            f"--data: expected token ids below {size}, the vocabulary of {target}, got {stream.max()}; use data of "
+            "its own tokenizer"
         )
     return stream
 
@@ -190,7 +195,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.suffix in {".py", ".txt", ".md"} and file.is_file())
     if not path.is_file():
-        raise ConfigurationError(f"{path} does not exist; give text files, .bin files of token ids, or a folder")
+        raise ConfigurationError(
+            f"--data: {path} does not exist; give text files, .bin files of token ids, or a folder"
+        )
     return [path]
 
 
@@ -273,7 +280,8 @@ class TreeOptions:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.max_new_tokens < 1:
             raise ConfigurationError(
-                f"--nodes {self.nodes} and --max-new-tokens {self.max_new_tokens} must be at least 1"
+                f"expected --nodes and --max-new-tokens of at least 1, got {self.nodes} and {self.max_new_tokens}; "
+                "raise them"
             )
 
 
@@ -293,10 +301,13 @@ def medusa_tree(
     """
     with console.refusals():
         if out.is_dir():
-            raise ConfigurationError(f"{out} is a folder; give a file for the choices")
+            raise ConfigurationError(f"--out: expected a file for the choices, got the folder {out}; give a file")
         rows = _prompts(target, tree) if tree.eval_samples > 1 else []
         if len(rows) < 2:
-            raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
+            raise ConfigurationError(
+                "--data: expected at least two sequences (one half to search with, one half to check on), got "
+                "fewer; give more"
+            )
         _results(out.parent)
         from paceline.medusa.drafter import MedusaDrafter
 
@@ -378,7 +389,9 @@ def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]]
 
 def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
-        raise PromptError("give texts to measure on with --prompts or with --data, one of them")
+        raise PromptError(
+            "--prompts: expected either --prompts or --data to evaluate on, got both or neither; give one of them"
+        )
     if tree.prompts is None:
         from paceline.heads.features import cut
 
