@@ -89,8 +89,8 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin holds ids of 32 bits, and ids of a vocabulary of 96"),
         (["--data", "ODD", "--data-dtype", "int8"], "'int8' of token ids is unknown"),
         (["--version", 3], "are not three different ones of a target with 2 layers"),
-        (["--layers", 1, "--out", "FILE"], "cannot be made a folder"),
-        (["--layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be made a folder"),
+        (["--layers", 1, "--out", "FILE"], "cannot be created"),
+        (["--layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be created"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:

@@ -139,11 +139,11 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
     [
         (["--nodes", 0], "--nodes 0"),
         (["--max-new-tokens", 0], "must be at least 1"),
-        (["--eval-samples", 1], "at least two texts"),
-        (["--eval-samples", 0], "at least two texts"),
-        (["--eval-samples", -2], "at least two texts"),
-        (["--out", "FOLDER"], "is a folder"),
-        (["--out", "FILE/tree.json"], "cannot be made a folder"),
+        (["--eval-samples", 1], "one half to search with, one half to check on"),
+        (["--eval-samples", 0], "one half to search with, one half to check on"),
+        (["--eval-samples", -2], "one half to search with, one half to check on"),
+        (["--out", "FOLDER"], "--out: expected a file for the choices, got the folder"),
+        (["--out", "FILE/tree.json"], "cannot be created"),
         (["--prompts", "FILE"], "one of them"),
     ],
 )

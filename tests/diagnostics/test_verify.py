@@ -194,5 +194,5 @@ def test_bad_settings_are_refused() -> None:
     for wrong, message in (({"minutes": 0}, "no time"), ({"only": ["x"]}, "no test"), ({"max_new_tokens": 2}, "24")):
         with pytest.raises(ConfigurationError, match=message):
             VerifySettings(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="leaves fewer"):
+    with pytest.raises(ConfigurationError, match="prompts: expected at least"):
         verify(faults.target(), "ngram", VerifySettings(prompts=[[1] * 60]))

@@ -80,7 +80,11 @@ def test_targets_and_samplings_are_kept_apart(tmp_path: Path) -> None:
         times.of(trace("c", 0.0))
     with pytest.raises(ConfigurationError, match="several targets"):
         times.alone()
-    for wrong, message in (('{"rounds": [], "prefill": 0}', "another version"), ("[]", "no times"), ("{", "no times")):
+    for wrong, message in (
+        ('{"rounds": [], "prefill": 0}', "expected a file of this version"),
+        ("[]", "expected the times of rounds"),
+        ("{", "expected the times of rounds"),
+    ):
         path.write_text(wrong)
         with pytest.raises(TraceError, match=message):
             load_times(path)

@@ -171,7 +171,7 @@ def test_what_was_not_recorded_is_refused(workshop: Workshop, tmp_path: Path) ->
         (Policy(("it",), 1), "not beginnings"),
         (Policy(("it",), 5), "record it with k=5"),
         (Policy(("other",), 1), "no drafter 'other'"),
-        (Policy(("ngram",)), "how many tokens"),
+        (Policy(("ngram",)), "--k: expected the number of draft tokens for"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             drafter_of(trace, policy)
@@ -185,7 +185,7 @@ def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Works
     assert load_trace(path) == trace
     whole = path.read_bytes()
     for data, message in (
-        (b"something else", "no trace"),
+        (b"something else", "expected a trace"),
         (whole[:-9], "checksum"),
         (whole[:90] + bytes([whole[90] ^ 1]) + whole[91:], "checksum"),
         (whole[:15] + b"\x09" + whole[16:], "version 9"),
@@ -193,7 +193,7 @@ def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Works
         path.write_bytes(data)
         with pytest.raises(TraceError, match=message):
             load_trace(path)
-    with pytest.raises(TraceError, match="another model"):
+    with pytest.raises(TraceError, match="record one with this model"):
         check_target(trace, "1", "other")
 
 

@@ -170,9 +170,9 @@ def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ([], "give a models file, or --target DIR"),
+        ([], "expected either a models file or --target DIR for a single"),
         (["--target", "x", "models.yaml"], "one of them"),
-        (["--target", "MODEL", "--host", "0.0.0.0"], "no API key"),
+        (["--target", "MODEL", "--host", "0.0.0.0"], "makes the server reachable for others"),
         (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "spec_metrics='all'"),
     ],
 )

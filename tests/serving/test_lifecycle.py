@@ -280,4 +280,4 @@ def test_the_command_shows_and_changes_them(home: Path, monkeypatch: pytest.Monk
         code, text = served.command("list", "--json")
         assert {one["name"]: one["state"] for one in json.loads(text)} == {"a": "loaded", "c": "unloaded"}
     code, text = served.command("list")
-    assert code == 2 and "no service answers" in text
+    assert code == 2 and "no service responds" in text
