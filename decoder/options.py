@@ -46,37 +46,43 @@ class LoadOptions:
         ConfigurationError: a value is unknown or out of range, whatever the model.
     """
 
-    backend: str = _option("native", f"What runs the model: {', '.join(BACKENDS)}.")
+    backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")
     amp: str = _option("bf16", "Number format of weights and cache: bf16, f16 or f32.")
     batch_size: int | Sequence[int] = _option(
         1,
-        "Requests decoded at the same time. Where idle slots are computed (all backends but native), rounds of the "
-        "first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many.",
+        "Number of requests decoded at the same time. Backends that compute idle slots (all but native) have "
+        "separate graphs for the first 1, 2, 4, ... slots; an ascending list sets these numbers.",
     )
     n_positions: int | Sequence[int] | None = _option(
         None,
-        "Longest text, prompt included; default: the model's own. The cache length has buckets 128, 256, ... up to it; "
-        "an ascending list says which.",
+        "Maximum number of tokens of a sequence, prompt included. Default: the model's. The cache length has "
+        "buckets 128, 256, ... up to it; an ascending list sets them.",
     )
     context_length_estimate: Sequence[int] | int | None = _option(
-        None, "Length of a prefill graph, or several. Default: 64 and 256."
+        None, "Number of tokens of a prefill graph, or several. Default: 64 and 256."
     )
-    tp_degree: int = _option(1, "Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+    tp_degree: int = _option(
+        1,
+        "Tensor-parallel degree: number of ranks that each model is sharded over; above 1 with eager, neuron and "
+        "neuron-native.",
+    )
     group_query_attention: GQA | str | None = _option(  # noqa: RUF009  # like the others
         None,
-        "K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads; default: whole heads, "
-        "else copies.",
+        "Sharding of K/V heads: shard-over-heads, replicated-heads or all-gather-heads. Default: shard-over-heads "
+        "where they divide evenly, else replicated-heads.",
     )
     quantization: str | None = _option(
         None,
         f"Format of the weight matrices: {', '.join(item.value for item in WeightFormat)}, or gguf to keep a GGUF "
-        "file's; default: the one that amp names.",
+        "file's. Default: the format of amp.",
     )
     kv_cache_dtype: str | None = _option(
-        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: the one that amp names."
+        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2. Default: the format of amp."
     )
     modules_to_not_convert: Sequence[str] = _option(
-        (), "Left alone by quantization: lm_head, embed_tokens or both; if tied, always both."
+        (),
+        "Matrices that quantization leaves alone: lm_head, embed_tokens or both (tied ones always together). "
+        "Default: none.",
     )
 
     def __post_init__(self) -> None:

@@ -363,14 +363,25 @@ class EagleHeadOptions:
     start             folder of a head whose training continues; its version, layers and drafted ids are kept
     """
 
-    version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
+    version: int = field(default=3, metadata={"help": "EAGLE version: 1 (also for EAGLE-2) or 3."})
     layers: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: before layers 2, L/2, L - 3."},
+        metadata={
+            "help": "Version 3: residual stream of the target to read; repeatable. Default: those before layers 2, "
+            "L/2 and "
+            "L - 3."
+        },
     )
-    draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
-    depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
-    start: Path | None = field(default=None, metadata={"help": "Folder of a head to train on; default: a fresh one."})
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Version 3: number of token ids that can be drafted. Default: the whole vocabulary."},
+    )
+    depth: int = field(
+        default=5, metadata={"help": "Number of draft tokens of the chains that acceptance is measured on."}
+    )
+    start: Path | None = field(
+        default=None, metadata={"help": "Folder of a head to continue training from. Default: a new head."}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,14 +400,16 @@ class EagleTraining(TrainingOptions):
         ConfigurationError: a number is out of range.
     """
 
-    learning_rate: float = field(default=2e-3, metadata={"help": "Largest learning rate."})
-    tokens: int = field(default=1_000_000, metadata={"help": "Tokens to train on, repeats counted."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
     ttt_steps: int | None = field(
-        default=None, metadata={"help": "Passes of the training-time test. Default: 7; version 1: 1."}
+        default=None, metadata={"help": "Number of passes of the training-time test. Default: 7; version 1: 1."}
     )
-    ttt_decay: float = field(default=0.8, metadata={"help": "Weight of a pass in terms of the one before."})
-    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: of the feature loss."})
-    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: of the cross-entropy."})
+    ttt_decay: float = field(
+        default=0.8, metadata={"help": "Weight of a pass relative to the previous one, above 0 and at most 1."}
+    )
+    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: weight of the feature loss."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: weight of the cross-entropy loss."})
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass

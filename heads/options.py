@@ -27,14 +27,19 @@ class TrainingOptions:
         ConfigurationError: a value is out of range.
     """
 
-    batch_size: int = field(default=8, metadata={"help": "Texts in a step."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Largest learning rate."})
+    batch_size: int = field(default=8, metadata={"help": "Number of sequences per step."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     precision: str = field(
         default="f32",
-        metadata={"help": "Of matrix products: f32, or bf16, which is faster on a CPU with instructions for it."},
+        metadata={
+            "help": "Precision of matrix products: f32, or bf16, which is faster on CPUs with instructions for it."
+        },
     )
-    device: str = field(default="cpu", metadata={"help": "Where heads learn: cpu, cuda or cuda:N."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; run again to resume."})
+    device: str = field(default="cpu", metadata={"help": "Device for training: cpu, cuda or cuda:N."})
+    max_minutes: float | None = field(
+        default=None,
+        metadata={"help": "Minutes after which training stops; run the command again to resume. Default: no limit."},
+    )
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or not 0 < self.learning_rate < math.inf:
@@ -65,8 +70,13 @@ class TextOptions:
         ConfigurationError: a number is out of range.
     """
 
-    length: int = field(default=256, metadata={"help": "Tokens of a text."})
-    prompt: int | None = field(default=None, metadata={"help": "Of them, those the target goes on from; a quarter."})
+    length: int = field(default=256, metadata={"help": "Number of tokens per sequence."})
+    prompt: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length."
+        },
+    )
     eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
 
     def __post_init__(self) -> None:
@@ -102,9 +112,13 @@ class CachedTextOptions(TextOptions):
         ConfigurationError: a number is out of range.
     """
 
-    eval_samples: int = field(default=32, metadata={"help": "Texts to measure on; they are not trained on."})
-    feature_cache_gb: float = field(default=2.0, metadata={"help": "GB of states to keep on disk; 0 = none."})
-    seed: int = field(default=0, metadata={"help": "Of the order of the data."})
+    eval_samples: int = field(
+        default=32, metadata={"help": "Number of sequences to evaluate on, which are not trained on."}
+    )
+    feature_cache_gb: float = field(
+        default=2.0, metadata={"help": "Hidden states to keep on disk, in GB; 0 keeps none."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the data."})
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass

@@ -147,14 +147,16 @@ class MedusaTraining(TrainingOptions):
         ConfigurationError: a value is out of range.
     """
 
-    epochs: float = field(default=1.0, metadata={"help": "Passes over all texts."})
+    epochs: float = field(default=1.0, metadata={"help": "Number of passes over all sequences."})
     loss_target: str = field(
-        default="target", metadata={"help": "What heads learn: target, its distribution; text, the tokens that came."}
+        default="target",
+        metadata={"help": "Loss target: target (the target's distribution) or text (the tokens of the sequence)."},
     )
     loss_vocab_size: int = field(
-        default=0, metadata={"help": "Ids that the losses see, the most frequent ones: faster; 0 = all of them."}
+        default=0,
+        metadata={"help": "Number of most frequent ids that the losses see, to train faster; 0 uses all of them."},
     )
-    seed: int = field(default=0, metadata={"help": "Of the order of the texts."})
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the sequences."})
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
@@ -183,12 +185,13 @@ class MedusaTexts(TextOptions):
         ConfigurationError: a number is out of range.
     """
 
-    tokens: int = field(default=300_000, metadata={"help": "Tokens of the data to train on."})
+    tokens: int = field(default=300_000, metadata={"help": "Number of tokens of the data to train on."})
     self_distill_tokens: int = field(
-        default=0, metadata={"help": "Tokens of the target's own continuations to train on."}
+        default=0, metadata={"help": "Number of tokens of the target's own continuations to train on."}
     )
     temperature: tuple[float, ...] = field(
-        default=(0.0, 1.0), metadata={"help": "Of those, by turns; repeatable. Default: 0 and 1."}
+        default=(0.0, 1.0),
+        metadata={"help": "Temperature of these continuations; repeatable, used in turns. Default: 0 and 1."},
     )
 
     def __post_init__(self) -> None:

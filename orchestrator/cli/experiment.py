@@ -38,14 +38,24 @@ app = typer.Typer()
 def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; finished cells in it are kept.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; finished cells in it are kept.")] = None,
     ray: Annotated[
-        str | None, typer.Option(help="Cells at the same time on a Ray cluster: its address, auto, or local.")
+        str | None,
+        typer.Option(
+            help="Ray cluster on which cells run in parallel: its address, auto, or local. Default: none, one cell "
+            "at a "
+            "time."
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no cell after so many minutes; the same command goes on.")
+        float | None,
+        typer.Option(
+            min=0, help="Minutes after which no new cell starts; run the command again to continue. Default: no limit."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time, and run nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
@@ -144,7 +154,7 @@ def _show_cells(summaries: list[dict[str, object]]) -> None:
     console.out().print(table)
 
 
-ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
+ResultFolder = Annotated[Path, typer.Argument(help="Folder that `paceline experiment run` wrote (its --out).")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +163,24 @@ class PolicyOptions:
 
     drafter: Annotated[
         tuple[str, ...],
-        typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
+        typer.Option(
+            help="Drafter to simulate: a recorded one, a text drafter (ngram, suffix:min_match=3), a list a+b, or "
+            "choice:a+b. Repeatable."
+        ),
     ] = ()
     k: Annotated[
         str | None,
-        typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
+        typer.Option(
+            help="Draft depths: 4, 1,2,4 or 1:8; or candidate lengths [0,2,4] to choose among in each round, with "
+            "--times. Default: as recorded."
+        ),
     ] = None
     confidence: Annotated[
-        str | None, typer.Option(help="Thresholds of confidence of draft models: 0.2,0.4. Default: their own.")
+        str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
     ] = None
-    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
+    tree: Annotated[
+        str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3. Default: all.")
+    ] = None
 
 
 def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
@@ -184,8 +202,12 @@ def whatif(
     asked: PolicyOptions,
     *,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
-    times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
-    target: Annotated[Path | None, typer.Option(help="Refuse the trace unless it is of this model.")] = None,
+    times: Annotated[
+        Path | None, typer.Option(help="round_times.json of an experiment, to predict speed. Default: acceptance only.")
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Model folder that the trace must belong to. Default: not checked.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
@@ -226,12 +248,15 @@ def whatif(
 
 @app.command()
 def regret(
-    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    trace: Annotated[Path, typer.Argument(help="Trace in the traces/ folder of an experiment.")],
     *,
     drafter: Annotated[
-        list[str] | None, typer.Option(help="To choose among. Default: all that draft chains, ngram and suffix.")
+        list[str] | None,
+        typer.Option(
+            help="Drafter to choose among; repeatable. Default: all recorded drafters of chains, ngram and suffix."
+        ),
     ] = None,
-    k: Annotated[int, typer.Option(help="Drafted tokens a round.", min=1)] = 4,
+    k: Annotated[int, typer.Option(help="Number of draft tokens per round.", min=1)] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
@@ -254,13 +279,13 @@ def regret(
 @app.command()
 def tune(
     folder: ResultFolder,
-    trace: Annotated[Path, typer.Argument(help="A file below its traces/.")],
+    trace: Annotated[Path, typer.Argument(help="Trace in the experiment's traces/ folder.")],
     *,
-    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
-    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
-    max_depth: Annotated[int, typer.Option(help="Deepest draft to try.")] = 8,
-    trials: Annotated[int, typer.Option(help="Thresholds of confidence to try; 0: none.", min=0)] = 30,
-    check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
+    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`. Default: none.")],
+    batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 1,
+    max_depth: Annotated[int, typer.Option(help="Largest draft depth to try.")] = 8,
+    trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
+    check: Annotated[bool, typer.Option(help="Run the best choice and compare it with plain decoding.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.
@@ -309,7 +334,10 @@ def compare(
     second: ResultFolder,
     *,
     figure: Annotated[
-        str, typer.Option(help="tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds.")
+        str,
+        typer.Option(
+            help="Statistic to compare: tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds."
+        ),
     ] = "mean_acceptance_length",
     as_json: AsJson = False,
 ) -> None:
@@ -362,7 +390,7 @@ def compare(
 
 @app.command("import")
 def import_records(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines: vLLM's responses or AIPerf's records.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines: responses of vLLM or records of AIPerf.")],
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -402,9 +430,9 @@ def report(folder: ResultFolder) -> None:
 @app.command()
 def export(
     folder: ResultFolder,
-    layout: Annotated[str, typer.Argument(help="spec-bench, aiperf or vllm.")],
+    layout: Annotated[str, typer.Argument(help="Format to write: spec-bench, aiperf or vllm.")],
     *,
-    out: Annotated[Path, typer.Option(help="Folder for one file of every cell.")],
+    out: Annotated[Path, typer.Option(help="Folder for one file per cell.")],
 ) -> None:
     """Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics."""
     with console.refusals():
@@ -419,25 +447,32 @@ class MeasuredOptions:
     """Where measured times and acceptance come from."""
 
     experiment: Annotated[
-        Path | None, typer.Option(help="Folder of `paceline experiment run`: its measured times of rounds.")
+        Path | None, typer.Option(help="Folder of `paceline experiment run`, for its measured round times.")
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="A trace below its traces/, for exact acceptance.")] = None
-    drafter: Annotated[str | None, typer.Option(help="With --acceptance: the timed drafter that it is of.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Trace in its traces/ folder, for exact acceptance.")] = None
+    drafter: Annotated[
+        str | None, typer.Option(help="With --acceptance: timed drafter that the acceptance rate belongs to.")
+    ] = None
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run the best of every load beside plain decoding. Needs --trace.")
+        bool,
+        typer.Option(
+            "--verify", help="Run the best choice at every load and compare it with plain decoding. Needs --trace."
+        ),
     ] = False
-    time_error: Annotated[float, typer.Option(help="Relative error of a predicted time to allow for.")] = 0.1
+    time_error: Annotated[float, typer.Option(help="Relative error to assume for predicted times, from 0 to 1.")] = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
     """A Neuron chip, by arithmetic."""
 
-    target: Annotated[Path | None, typer.Option(help="config.json of the target, or a folder with one.")] = None
-    draft: Annotated[Path | None, typer.Option(help="config.json of the draft, or a folder with one.")] = None
-    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge"
-    tp: Annotated[tuple[int, ...] | None, typer.Option(help="Degree to try; repeatable. Default: all.")] = None
-    acceptance_error: Annotated[float, typer.Option(help="How far the acceptance may be off.")] = 0.05
+    target: Annotated[Path | None, typer.Option(help="Target: its config.json, or a folder with one.")] = None
+    draft: Annotated[Path | None, typer.Option(help="Draft model: its config.json, or a folder with one.")] = None
+    instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge"
+    tp: Annotated[
+        tuple[int, ...] | None, typer.Option(help="Tensor-parallel degree to try; repeatable. Default: all.")
+    ] = None
+    acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute, from 0 to 1).")] = 0.05
 
 
 @command(app, "plan-speed")
@@ -446,10 +481,12 @@ def plan_speed(
     hardware: HardwareOptions,
     *,
     acceptance: Annotated[
-        str | None, typer.Option(help="Conditional acceptance rate, or rates by position: 0.8 or 0.8,0.7,0.6.")
+        str | None, typer.Option(help="Acceptance rate of a draft token, or rates by position: 0.8 or 0.8,0.7,0.6.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Loads: requests decoded at the same time.")] = "1",
-    max_depth: Annotated[int, typer.Option(min=1, help="Deepest draft to look at.")] = 8,
+    batch_sizes: Annotated[
+        str, typer.Option(help="Loads to plan for: numbers of requests decoded at the same time.")
+    ] = "1",
+    max_depth: Annotated[int, typer.Option(min=1, help="Largest draft depth to consider.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.

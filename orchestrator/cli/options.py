@@ -47,13 +47,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 InstanceName = Annotated[
     str | None,
     typer.Option(
-        help="Instance type, such as inf2.48xlarge, or cpu: this machine's CPUs; default: what neuron-ls finds."
+        help="Instance type such as inf2.48xlarge, or cpu for this machine's CPUs. Default: the type that neuron-ls "
+        "reports."
     ),
 ]
 ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`.")]
 TargetFolder = Annotated[
     Path,
-    typer.Option(help="Folder of the target, a GGUF file, a fetched model's name, or an id of the Hugging Face hub."),
+    typer.Option(help="Target: a folder, a GGUF file, the name of a fetched model, or an id of the Hugging Face hub."),
 ]
 
 
@@ -64,14 +65,18 @@ SamplingKeys = Annotated[dict[str, Any], SamplingParams]
 class SamplingOptions:
     """How one text is sampled and when it ends, in other words than `SamplingParams` or with other defaults."""
 
-    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128
+    temperature: Annotated[float, typer.Option(help="Sampling temperature: above 0 samples, 0 is greedy.")] = 0.0
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128
     stop: Annotated[
         tuple[str, ...] | None,
-        typer.Option(help="Text that ends the generation, taken as it is; repeatable. A line end in bash: $'\\n'."),
+        typer.Option(help="Stop string, taken literally; repeatable. A newline in bash: $'\\n'."),
     ] = None
-    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer must fit.")] = None
-    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer must match.")] = None
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the output must match. Default: none.")
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole output must match. Default: none.")
+    ] = None
 
     def ignores_filters(self, keys: SamplingKeys) -> bool:
         """Whether there are filters that greedy decoding does not use."""
@@ -103,13 +108,13 @@ class SamplingOptions:
 class PromptOptions:
     """Where the prompt comes from."""
 
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="File with the prompt ('-': stdin); one newline at its end is left out.", allow_dash=True),
+        typer.Option(help="File with the prompt ('-': stdin); one newline at its end is dropped.", allow_dash=True),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="The text is a question, put into the model's chat template.")
+        bool, typer.Option("--chat", help="Treat the text as a question, and apply the model's chat template.")
     ] = False
 
     def text(self) -> str:

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
-Target = Annotated[Path, typer.Option(help="Folder of the model the heads are for.")]
-Data = Annotated[list[Path], typer.Option(help="Text, or .bin with token ids; a file or folder; repeatable.")]
-DataDtype = Annotated[
-    str | None, typer.Option(help="Of the ids in .bin files that have no header: uint16 or uint32. Others say it.")
+Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
+Data = Annotated[
+    list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
 ]
-Out = Annotated[Path, typer.Option(help="Folder for the heads.")]
-WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files; default: OUT/work.")]
+DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
+Out = Annotated[Path, typer.Option(help="Folder for the trained heads.")]
+WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")]
 
 app = typer.Typer()
 
@@ -52,10 +52,12 @@ app = typer.Typer()
 class MedusaHeadOptions:
     """Which Medusa heads are trained."""
 
-    heads: int = field(default=4, metadata={"help": "How many tokens ahead, after the target's own."})
-    layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
+    heads: int = field(
+        default=4, metadata={"help": "Number of heads, that is of tokens to predict after the target's own."}
+    )
+    layers: int = field(default=1, metadata={"help": "Number of residual blocks per head."})
     tie_lm_head: bool = field(
-        default=True, metadata={"help": "Use the target's output layer; otherwise one for each head."}
+        default=True, metadata={"help": "Use the target's output layer; otherwise each head has its own."}
     )
 
 
@@ -242,11 +244,11 @@ def eagle(
 
 @app.command(name="convert-eagle")
 def convert_eagle(
-    source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
+    source: Annotated[Path, typer.Argument(help="Folder of the EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the target the head is for.")],
-    layout: Annotated[str, typer.Option(help="paceline, eagle, nxd or speculators.")] = "paceline",
+    target: Annotated[Path, typer.Option(help="Folder of the head's target. Default: none.")],
+    layout: Annotated[str, typer.Option(help="Layout to write: paceline, eagle, nxd or speculators.")] = "paceline",
 ) -> None:
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
@@ -266,16 +268,18 @@ _PROMPT = 64  # tokens of a prompt that is cut out of data
 class TreeOptions:
     """The tree, and the texts that it is searched and checked on."""
 
-    nodes: int = field(default=64, metadata={"help": "Nodes of the tree."})
-    prompts: Path | None = field(default=None, metadata={"help": 'JSON lines, each with a "prompt", to measure on.'})
+    nodes: int = field(default=64, metadata={"help": "Number of nodes in the tree."})
+    prompts: Path | None = field(
+        default=None, metadata={"help": 'Prompts to evaluate on: JSON lines, each with a "prompt".'}
+    )
     data: tuple[Path, ...] | None = field(
-        default=None, metadata={"help": "Or text to cut prompts from, or .bin; repeatable."}
+        default=None, metadata={"help": "Data to cut prompts from instead: text or .bin; repeatable."}
     )
     data_dtype: str | None = field(
-        default=None, metadata={"help": "Of the ids in .bin files that have no header: uint16 or uint32."}
+        default=None, metadata={"help": "Token id type of .bin files without a header: uint16 or uint32."}
     )
-    eval_samples: int = field(default=48, metadata={"help": "How many texts."})
-    max_new_tokens: int = field(default=128, metadata={"help": "New tokens of a text."})
+    eval_samples: int = field(default=48, metadata={"help": "Number of prompts to use."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Number of new tokens per prompt."})
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.max_new_tokens < 1:
@@ -333,11 +337,11 @@ def medusa_tree(
 
 @app.command(name="convert-medusa")
 def convert_medusa(
-    source: Annotated[Path, typer.Argument(help="Folder of Medusa heads, in any layout.")],
+    source: Annotated[Path, typer.Argument(help="Folder of the Medusa heads, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the target the heads are for.")],
-    layout: Annotated[str, typer.Option(help="paceline, medusa or nxd.")] = "paceline",
+    target: Annotated[Path, typer.Option(help="Folder of the heads' target. Default: none.")],
+    layout: Annotated[str, typer.Option(help="Layout to write: paceline, medusa or nxd.")] = "paceline",
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():

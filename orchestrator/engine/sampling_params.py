@@ -137,16 +137,24 @@ class SamplingParams:
     """
 
     sequence_length: int | None = _param(None, _Kind("an integer", optional=True))
-    max_new_tokens: int | None = _param(None, _Kind("an integer", optional=True), "Most new tokens.")
+    max_new_tokens: int | None = _param(None, _Kind("an integer", optional=True), "Maximum number of new tokens.")
     do_sample: bool = _param(False, _Kind("True or False"))
-    temperature: float = _param(1.0, _Kind("a number"), "Above 0: sample. 0: greedy.")
-    top_k: int | None = _param(None, _Kind("an integer", optional=True), "Sample among so many tokens.")
-    top_p: float | None = _param(None, _Kind("a number", optional=True), "Sample within so much probability.")
+    temperature: float = _param(1.0, _Kind("a number"), "Sampling temperature: above 0 samples, 0 is greedy.")
+    top_k: int | None = _param(
+        None, _Kind("an integer", optional=True), "Keep only the K most likely tokens. Default: all."
+    )
+    top_p: float | None = _param(
+        None,
+        _Kind("a number", optional=True),
+        "Nucleus sampling: keep the smallest token set whose probability sums to P. Default: off.",
+    )
     min_p: float | None = _param(
-        None, _Kind("a number", optional=True), "Leave out tokens below this share of the likeliest."
+        None, _Kind("a number", optional=True), "Drop tokens less likely than P times the likeliest. Default: off."
     )
     seed: int | Sequence[int] | None = _param(
-        0, _Kind("an integer", optional=True, listed=True), "The same seed gives the same tokens, whatever the draft."
+        0,
+        _Kind("an integer", optional=True, listed=True),
+        "Seed of sampling; equal seeds give equal tokens, with any draft.",
     )
     eos_token_id: int | Sequence[int] | None = _param(None, _Kind("an integer", optional=True, listed=True))
     pad_token_id: int | None = _param(None, _Kind("an integer", optional=True))
@@ -162,22 +170,28 @@ class SamplingParams:
     )
     no_repeat_ngram_size: int | None = _param(None, _Kind("an integer", optional=True))
     repetition_penalty: float | None = _param(
-        None, _Kind("a number", optional=True), "Above 1: divides the logits of what is in prompt or answer."
+        None,
+        _Kind("a number", optional=True),
+        "Divide the logits of tokens in the prompt or output by this; 1 switches it off.",
     )
     presence_penalty: float = _param(
-        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, off the logit of what is in the answer."
+        0.0, _Kind("a number", least=-2, most=2), "Subtract this from the logits of tokens already generated (-2 to 2)."
     )
     frequency_penalty: float = _param(
-        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, the same for each time it is there."
+        0.0,
+        _Kind("a number", least=-2, most=2),
+        "Subtract this from the logits of generated tokens once per occurrence (-2 to 2).",
     )
     logit_bias: Mapping[int, float] | None = _param(None, _Kind("a mapping of ids to numbers", optional=True))
-    min_tokens: int = _param(0, _Kind("an integer", least=0), "No end before so many new tokens.")
-    ignore_eos: bool = _param(False, _Kind("True or False"), "No id ends the text.")
+    min_tokens: int = _param(
+        0, _Kind("an integer", least=0), "Number of new tokens before an eos id may end the sequence."
+    )
+    ignore_eos: bool = _param(False, _Kind("True or False"), "Continue after eos ids.")
     n: int = _param(1, _Kind("an integer", least=1, most=128))
     logprobs: int | None = _param(
         None,
         _Kind("an integer", optional=True, least=0, most=20),
-        "With --json: log-probabilities of every token and of so many likeliest, 0 to 20.",
+        "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20.",
     )
     output_scores: bool = _param(False, _Kind("True or False"))
     structured_outputs: StructuredOutput | None = _param(  # noqa: RUF009

@@ -140,25 +140,25 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     ] = None
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     functions: Annotated[
-        list[Any], Field(max_length=0, description="an empty list; give functions by their newer name, tools")
+        list[Any], Field(max_length=0, description="an empty list (give functions as tools, the newer name)")
     ] = []
-    function_call: Annotated[Literal["none", "auto"], Field(description="left out; tool_choice is its newer name")] = (
+    function_call: Annotated[Literal["none", "auto"], Field(description="null (give tool_choice, the newer name)")] = (
         "none"
     )
     response_format: Annotated[
         ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
     ] = ResponseFormat(type="text")
-    prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a text')] = (
+    prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a string')] = (
         None
     )
     modalities: Annotated[
-        list[Literal["text"]], Field(max_length=1, description='["text"]; nothing else is served')
+        list[Literal["text"]], Field(max_length=1, description='["text"], the only supported output')
     ] = ["text"]
-    audio: Annotated[None, Field(description="left out; no audio is served")] = None
-    web_search_options: Annotated[None, Field(description="left out; nothing is searched")] = None
-    reasoning_effort: Annotated[str | None, Field(description="a text; the chat template may read it")] = None
+    audio: Annotated[None, Field(description="null (audio is not supported)")] = None
+    web_search_options: Annotated[None, Field(description="null (web search is not supported)")] = None
+    reasoning_effort: Annotated[str | None, Field(description="a string, which the chat template may read")] = None
     chat_template_kwargs: Annotated[
-        dict[str, Any], Field(description="an object; what the chat template reads beside the messages")
+        dict[str, Any], Field(description="an object with further arguments of the chat template")
     ] = {}
 
     @model_validator(mode="after")

@@ -45,18 +45,20 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     prompt: Annotated[
         str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(max_length=MAX_PROMPTS)],
         AfterValidator(_not_empty),
-        Field(description=f"a text, a list of ids, or a list of at most {MAX_PROMPTS} texts or lists of ids"),
+        Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=1, description="at least 1")] = DEFAULT_TOKENS
     stop: StopField = []
     n: CountField = 1
     best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
     echo: Annotated[bool, Field(description="true or false")] = False
-    suffix: Annotated[str, only(""), Field(description="empty; nothing is inserted before a suffix")] = ""
+    suffix: Annotated[
+        str, only(""), Field(description="an empty string (insertion before a suffix is not supported)")
+    ] = ""
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
     ] = None
-    prediction: Annotated[None, Field(description="left out; it is a field of chat completions")] = None
+    prediction: Annotated[None, Field(description="null (it is a field of chat completions)")] = None
     response_format: Annotated[
         ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
     ] = ResponseFormat(type="text")

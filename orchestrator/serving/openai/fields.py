@@ -113,7 +113,7 @@ class IgnoredFields(Strict):
     service_tier: Annotated[str, Field(description="a text")] = ""
     safety_identifier: Annotated[str, Field(description="a text")] = ""
     prompt_cache_key: Annotated[str, Field(description="a text")] = ""
-    prompt_cache_retention: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_retention: Annotated[str, Field(description="a string")] = ""
 
 
 class OwnSamplingFields(Strict):
@@ -121,10 +121,10 @@ class OwnSamplingFields(Strict):
 
     temperature: Annotated[float, Field(description="a number")] = 1.0
     top_p: Annotated[float | None, Field(description="a number")] = None
-    top_k: Annotated[int | None, Field(description="a whole number, 0 or -1 for off")] = None
+    top_k: Annotated[int | None, Field(description="a whole number; 0 or -1 is off")] = None
     min_p: Annotated[float | None, Field(description="a number")] = None
     seed: Annotated[
-        int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or left out for any")
+        int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or null for a random one")
     ]
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
@@ -135,7 +135,7 @@ class OwnSamplingFields(Strict):
     ] = {}
     min_tokens: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 0
     ignore_eos: Annotated[bool, Field(description="true or false")] = False
-    prompt_logprobs: Annotated[None, Field(description="left out; prompts have no log-probabilities here")] = None
+    prompt_logprobs: Annotated[None, Field(description="null (prompts have no log-probabilities)")] = None
     speculative: Annotated[
         SpeculativeOptions,
         Field(description='an object such as {"enabled": false}, {"k": 2} or {"metrics": "detailed"}'),
@@ -213,7 +213,7 @@ class GuidedFields(Strict):
     ] = None
     guided_json: Annotated[dict[str, Any] | str | None, Field(description="a JSON schema")] = None
     guided_regex: Annotated[str | None, Field(description="a regular expression")] = None
-    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of texts")] = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of strings")] = None
     guided_grammar: Annotated[str | None, Field(description="a grammar")] = None
 
     @model_validator(mode="after")
@@ -241,7 +241,7 @@ class GuidedFields(Strict):
 StopField = Annotated[
     Annotated[str, Field(min_length=1)]
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
-    Field(description=f"a text or a list of at most {MAX_STOPS} texts, none of them empty"),
+    Field(description=f"a string or a list of at most {MAX_STOPS} strings, none of them empty"),
 ]
 ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # no vocabulary has more, and tokenizers fail at more than 32 bits

@@ -14,7 +14,7 @@ class TokenizeRequest(Strict):
     """The ids of a text (``prompt``) or of a conversation (``messages``); one of them is given."""
 
     model: ModelField
-    prompt: Annotated[str | None, Field(description="a text")] = None
+    prompt: Annotated[str | None, Field(description="a string")] = None
     messages: Annotated[
         list[Message] | None, Field(min_length=1, max_length=4096, description="a list of messages")
     ] = None
