@@ -253,10 +253,7 @@ def parse(
         ConfigurationError: ``override`` is for a head of version 1, or the head names no layers of a small target.
     """
     if override is not None and version == 1:
-        raise ConfigurationError(
-            f"{config.where}: aux_layers: expected none for an EAGLE-1 head, which reads the last hidden state, got "
-            "some; omit aux_layers"
-        )
+        raise ConfigurationError(f"{config.where}: aux_layers: expected none for an EAGLE-1 head; omit aux_layers")
     if layout == "paceline":
         config_fields = parse_own(config)
         if override is None:
@@ -264,9 +261,7 @@ def parse(
         return replace(config_fields, layers=overridden(config.where, config_fields.layers, override))
     nested = config.child("transformer_layer_config") if layout == "speculators" else config
     if nested is None:
-        raise CheckpointError(
-            f"{config.where}: expected the key transformer_layer_config, got none; download the file again"
-        )
+        raise CheckpointError(f"{config.where}: the key transformer_layer_config is missing; download the file again")
     if layout == "speculators" and version == 3:
         _check_residual(config)
     # The tensors determine the number of layers: published files have the target's number.
@@ -274,14 +269,12 @@ def parse(
     layer = Fields({**usual, **nested.values}, nested.where)
     if layer.text("model_type") != "llama":  # a head's layer is Llama's for every target
         raise UnknownArchitectureError(
-            f"{layer.where}: model_type: expected llama, the only layer type that heads have (whatever their target "
-            f"is), got {layer.text('model_type')!r}; use such a head"
+            f"{layer.where}: model_type: expected llama in a head, got {layer.text('model_type')!r}; use another head"
         )
     sizes = ModelConfig.from_fields(layer)
     if sizes.blueprint.activation != "silu":
         raise UnknownArchitectureError(
-            f"{layer.where}: hidden_act: expected silu, got {sizes.hidden_act!r}, which is not supported in a head; "
-            "use a head with silu"
+            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
         )
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()

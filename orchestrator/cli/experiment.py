@@ -39,23 +39,11 @@ def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; finished cells in it are kept.")] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="Ray cluster on which cells run in parallel: its address, auto, or local. Default: none, one cell "
-            "at a "
-            "time."
-        ),
-    ] = None,
+    ray: Annotated[str | None, typer.Option(help="Ray cluster for the cells: an address, auto or local.")] = None,
     minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Minutes after which no new cell starts; run the command again to continue. Default: no limit."
-        ),
+        float | None, typer.Option(min=0, help="Minutes until no new cell starts; run again to resume.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time, and run nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the cells and an estimated time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
@@ -163,24 +151,16 @@ class PolicyOptions:
 
     drafter: Annotated[
         tuple[str, ...],
-        typer.Option(
-            help="Drafter to simulate: a recorded one, a text drafter (ngram, suffix:min_match=3), a list a+b, or "
-            "choice:a+b. Repeatable."
-        ),
+        typer.Option(help="Drafter: recorded, a text drafter (ngram, suffix:min_match=3), a list a+b, or choice:a+b."),
     ] = ()
     k: Annotated[
         str | None,
-        typer.Option(
-            help="Draft depths: 4, 1,2,4 or 1:8; or candidate lengths [0,2,4] to choose among in each round, with "
-            "--times. Default: as recorded."
-        ),
+        typer.Option(help="Draft depths: 4, 1,2,4, 1:8, or adaptive [0,2,4], with --times. Default: as recorded."),
     ] = None
     confidence: Annotated[
         str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
     ] = None
-    tree: Annotated[
-        str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3. Default: all.")
-    ] = None
+    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
 
 
 def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
@@ -202,12 +182,8 @@ def whatif(
     asked: PolicyOptions,
     *,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
-    times: Annotated[
-        Path | None, typer.Option(help="round_times.json of an experiment, to predict speed. Default: acceptance only.")
-    ] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Model folder that the trace must belong to. Default: not checked.")
-    ] = None,
+    times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
+    target: Annotated[Path | None, typer.Option(help="Model folder that the trace must belong to.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
@@ -252,9 +228,7 @@ def regret(
     *,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Drafter to choose among; repeatable. Default: all recorded drafters of chains, ngram and suffix."
-        ),
+        typer.Option(help="Drafter to choose among. Default: recorded ones of chains, ngram and suffix."),
     ] = None,
     k: Annotated[int, typer.Option(help="Number of draft tokens per round.", min=1)] = 4,
     as_json: AsJson = False,
@@ -281,7 +255,7 @@ def tune(
     folder: ResultFolder,
     trace: Annotated[Path, typer.Argument(help="Trace in the experiment's traces/ folder.")],
     *,
-    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`. Default: none.")],
+    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
     batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 1,
     max_depth: Annotated[int, typer.Option(help="Largest draft depth to try.")] = 8,
     trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
@@ -335,9 +309,7 @@ def compare(
     *,
     figure: Annotated[
         str,
-        typer.Option(
-            help="Statistic to compare: tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds."
-        ),
+        typer.Option(help="Figure: tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds."),
     ] = "mean_acceptance_length",
     as_json: AsJson = False,
 ) -> None:
@@ -355,10 +327,7 @@ def compare(
         )
         shared = [name for name in ours if name in theirs]
         if not shared:
-            raise ConfigurationError(
-                "the two runs have no cell in common (with equal target, drafter, k, ...); compare runs of the same "
-                "configuration"
-            )
+            raise ConfigurationError("the two runs have no cell in common; compare runs of the same configuration")
         rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
     if as_json:
         comparisons = [
@@ -455,9 +424,7 @@ class MeasuredOptions:
     ] = None
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify", help="Run the best choice at every load and compare it with plain decoding. Needs --trace."
-        ),
+        typer.Option("--verify", help="Compare the best of each load with plain decoding. Needs --trace."),
     ] = False
     time_error: Annotated[float, typer.Option(help="Relative error to assume for predicted times, from 0 to 1.")] = 0.1
 
@@ -469,10 +436,8 @@ class HardwareOptions:
     target: Annotated[Path | None, typer.Option(help="Target: its config.json, or a folder with one.")] = None
     draft: Annotated[Path | None, typer.Option(help="Draft model: its config.json, or a folder with one.")] = None
     instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge"
-    tp: Annotated[
-        tuple[int, ...] | None, typer.Option(help="Tensor-parallel degree to try; repeatable. Default: all.")
-    ] = None
-    acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute, from 0 to 1).")] = 0.05
+    tp: Annotated[tuple[int, ...] | None, typer.Option(help="Degree to try; repeatable. Default: all.")] = None
+    acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute).")] = 0.05
 
 
 @command(app, "plan-speed")
@@ -483,9 +448,7 @@ def plan_speed(
     acceptance: Annotated[
         str | None, typer.Option(help="Acceptance rate of a draft token, or rates by position: 0.8 or 0.8,0.7,0.6.")
     ] = None,
-    batch_sizes: Annotated[
-        str, typer.Option(help="Loads to plan for: numbers of requests decoded at the same time.")
-    ] = "1",
+    batch_sizes: Annotated[str, typer.Option(help="Loads: numbers of concurrent requests.")] = "1",
     max_depth: Annotated[int, typer.Option(min=1, help="Largest draft depth to consider.")] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -498,18 +461,11 @@ def plan_speed(
 
         sizes = parse_depths(batch_sizes, "--batch-sizes")
         if min(sizes) < 1:
-            raise ConfigurationError(
-                f"--batch-sizes: expected at least one request per batch, got {batch_sizes!r}; correct it"
-            )
+            raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, got {batch_sizes!r}; correct it")
         if (measured.experiment is None) == (hardware.target is None):
-            raise ConfigurationError(
-                "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
-                "got neither; give one"
-            )
+            raise ConfigurationError("--experiment: expected it, or --target and --draft for a Neuron chip; give one")
         if measured.verify and measured.experiment is None:
-            raise ConfigurationError(
-                "--verify: expected --experiment and --trace, whose measurements it repeats, got fewer; give both"
-            )
+            raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
         if measured.experiment is not None:
             plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
         else:
@@ -539,9 +495,7 @@ def _measured(
     timed = load_times(folder / "round_times.json")
     error = options.time_error
     if (options.trace is None) == (acceptance is None):
-        raise ConfigurationError(
-            "--acceptance: expected either --trace or --acceptance, got both or neither; give one of them"
-        )
+        raise ConfigurationError("--acceptance: expected either it or --trace; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
         times = timed.of(trace)
@@ -549,13 +503,11 @@ def _measured(
             speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
         ]
     if options.verify:
-        raise ConfigurationError("--verify: expected a trace, whose prompts it runs, got none; give --trace")
+        raise ConfigurationError("--verify: expected --trace with it, whose prompts it runs; give --trace")
     times = timed.alone()
     if options.drafter is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
-        raise ConfigurationError(
-            f"--drafter: expected one of {names}, which were timed, got none; name the one that --acceptance belongs to"
-        )
+        raise ConfigurationError(f"--drafter: expected one of {names} with --acceptance, got none; name one")
     rates = speed_plan.parse_rates(acceptance or "")
     return [
         speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
@@ -572,10 +524,7 @@ def _hardware(
     from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:
-        raise ConfigurationError(
-            "--acceptance: expected --target, --draft and --acceptance for a plan without measurements, got fewer; "
-            "give all three"
-        )
+        raise ConfigurationError("--acceptance: expected --target, --draft and --acceptance; give all three")
     question = HardwareQuestion(
         read_config(options.target),
         read_config(options.draft),

@@ -137,15 +137,10 @@ class Request:
         for name in ("use_speculation", "seed"):
             value = getattr(params, name)
             if isinstance(value, (list, tuple)) and len(value) != len(rows):
-                raise SamplingError(
-                    f"{name}: expected one entry for each of {len(rows)} prompts, got {len(value)}; give one for "
-                    "each, or a single value"
-                )
+                raise SamplingError(f"{name}: expected 1 or {len(rows)} entries, got {len(value)}; give one per prompt")
         stop_strings = StopStrings.of(params.stop_strings)
         if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
-            raise SamplingError(
-                "stop_strings: expected a tokenizer with decode(ids) with them, got none; pass tokenizer=..."
-            )
+            raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         if eos is not None:
