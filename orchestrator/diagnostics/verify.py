@@ -74,7 +74,7 @@ class VerifySettings:
             raise ConfigurationError(f"minutes: expected more than 0, got {self.minutes}; raise it")
         for name in self.only:
             if name not in TESTS:
-                raise ConfigurationError(f"tests: expected {', '.join(TESTS)}, got {name!r}; use one of them")
+                raise ConfigurationError(f"--only: expected {', '.join(TESTS)}, got {name!r}; use one of them")
         if self.max_new_tokens < _LEAST_ROOM:
             raise ConfigurationError(
                 f"max_new_tokens: expected at least {_LEAST_ROOM} for the tests, got {self.max_new_tokens}; raise it"

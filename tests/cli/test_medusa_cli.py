@@ -138,7 +138,7 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
     ("arguments", "said"),
     [
         (["--nodes", 0], "--nodes 0"),
-        (["--max-new-tokens", 0], "must be at least 1"),
+        (["--max-new-tokens", 0], "expected --nodes and --max-new-tokens of at least 1"),
         (["--eval-samples", 1], "one half to search with, one half to check on"),
         (["--eval-samples", 0], "one half to search with, one half to check on"),
         (["--eval-samples", -2], "one half to search with, one half to check on"),
@@ -186,7 +186,7 @@ def test_trainings_that_cannot_be_are_refused(
 
 def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "no text")):
+    for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "expected text, got none")):
         done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--length", 64)
         assert done.exit_code == 2
         assert said in done.stderr

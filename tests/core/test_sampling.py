@@ -28,7 +28,7 @@ from paceline.core.types import SamplingKind
         ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": 1e-38}, "temperature=1e-38 is below 1e-20"),
-        ({"temperature": 9e-21}, "0 is greedy"),
+        ({"temperature": 9e-21}, "use 0 for greedy"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": 1.1e20}, "temperature=1.1e+20 is above 1e+20"),
         ({"temperature": 10**400}, "temperature"),

@@ -213,7 +213,7 @@ def test_widths_of_a_window(workshop: Workshop, width: int, fits: bool) -> None:
     if fits:
         decoder.check_width(width)
     else:
-        with pytest.raises(ConfigurationError, match=rf"window of {width} rows does not fit; 1 to 128"):
+        with pytest.raises(ConfigurationError, match=rf"expected 1 to 128 verified tokens \(k \+ 1\), got {width}"):
             decoder.check_width(width)
 
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_chosen_among_is_refused(workshop: Workshop, tmp_path: An
     ngram = FunctionDrafter(lambda _text: [1], 2)
     for given, options, message in (
         ([ngram], {}, "at least two"),
-        ([ngram, tree], {}, "proposes trees"),
+        ([ngram, tree], {}, "drafters of chains"),
         ([ngram, ngram], {"shadow_every": 0}, "at least 1"),
         ([ngram, ngram], {"choose_by": "luck"}, "'speed' or 'length'"),
     ):

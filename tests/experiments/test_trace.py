@@ -160,7 +160,7 @@ def test_lists_choices_and_parts_of_trees(workshop: Workshop, tmp_path: Path) ->
         whole, part = (ask(tree, Policy(("it",), None, nodes)).acceptance for nodes in (None, (0, 2, 5)))
         assert part.num_rounds >= whole.num_rounds and max(d.drafted for d in part.drafts) == 3
         for nodes in ((2, 4), (0, 9)):
-            with pytest.raises(ConfigurationError, match="no tree"):
+            with pytest.raises(ConfigurationError, match="nodes: expected a subtree"):
                 ask(tree, Policy(("it",), None, nodes))
 
 

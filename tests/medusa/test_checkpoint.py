@@ -163,7 +163,7 @@ def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
     for wrong in (config, TIED):
         with pytest.raises(ConfigurationError, match="layout: NxD Inference expects heads with one block and"):
             checkpoint.renamed(wrong, weights(wrong), "nxd")
-    with pytest.raises(ConfigurationError, match="unknown"):
+    with pytest.raises(ConfigurationError, match="layout: expected one of"):
         checkpoint.renamed(OWN, weights(OWN), "eagle")
 
 

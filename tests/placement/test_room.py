@@ -61,7 +61,7 @@ def test_models_that_start_together_fit_together(home: Path) -> None:
     assert [group.num_cores for group in settled] == [(1,), (1,)] and "does not fit" in settled[1].undrafted
     on_demand = groups(home, {"name": "a"}, *with_draft("b", load="on_demand"))
     assert fit_together(on_demand, SMALL) == on_demand
-    with pytest.raises(RoomError, match="a, b want 3 cores together, and b finds no room"):
+    with pytest.raises(RoomError, match="a, b: 3 cores are needed together, and b does not fit"):
         fit_together(groups(home, {"name": "a", "tp_degree": 2}, {"name": "b"}), SMALL)
 
 
