@@ -150,20 +150,20 @@ REFUSALS: list[tuple[list[str], str]] = [
         ([*GENERATE, *arguments], message)
         for arguments, message in [
             (["--draft", "nosuch"], "draft: expected a folder or one of"),
-            (["--draft", "ngram:size=3"], "has no option 'size'"),
+            (["--draft", "ngram:size=3"], "'size' is not an option"),
             (["--draft", "ngram:prompt_lookup_min=5"], "expected 1 <= prompt_lookup_min <= prompt_lookup_max"),
             (["--draft", "suffix:corpus=nosuch.bin"], "the corpus nosuch.bin does not exist"),
-            (["--draft", "ngram", "--k", "500"], "a window of 501 rows does not fit"),
-            (["--draft", "DRAFT", "--k", "500"], "a window of 501 rows does not fit"),
-            (["--draft", "DRAFT", "--k", "x"], "k='x' is no draft length"),
-            (["--draft", "DRAFT:amp=x"], "amp='x' is unknown"),
-            (["--draft", "DRAFT:batch_sise=2"], "has no option 'batch_sise'"),
+            (["--draft", "ngram", "--k", "500"], "got 501"),
+            (["--draft", "DRAFT", "--k", "500"], "got 501"),
+            (["--draft", "DRAFT", "--k", "x"], "got 'x'"),
+            (["--draft", "DRAFT:amp=x"], "got 'x'"),
+            (["--draft", "DRAFT:batch_sise=2"], "'batch_sise' is not an option"),
             (["--draft", "ngram", "--fused"], "cannot share a graph"),
             (
                 ["--draft", "ngram", "--confidence-threshold", "0.5"],
                 "expected a draft model with it, got none in draft; omit it",
             ),
-            (["--draft", "ngram", "--acceptor", "nosuch"], "acceptor='nosuch' is unknown"),
+            (["--draft", "ngram", "--acceptor", "nosuch"], "got 'nosuch'"),
             (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon of typical acceptance must be between"),
             (
                 ["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
@@ -179,16 +179,16 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--stop", ""], "stop_strings: expected strings that are not empty, got an"),
             (["--json-schema", "nosuch.json"], "cannot read nosuch.json"),
             (["--regex", "a", "--json-schema", "nosuch.json"], "give one of them"),
-            (["--backend", "nosuch"], "backend='nosuch' is unknown"),
+            (["--backend", "nosuch"], "got 'nosuch'"),
             (["--backend", "xla", "--tp-degree", "2"], "tp_degree: expected 1 for backend="),
             (["--backend", "xla", "--kv-cache-dtype", "int8"], "keeps keys and values as amp says"),
-            (["--quantization", "nosuch"], "quantization='nosuch' is unknown"),
+            (["--quantization", "nosuch"], "got 'nosuch'"),
             (["--quantization", "gguf"], "expected a GGUF file"),
-            (["--kv-cache-dtype", "nosuch"], "kv_cache_dtype='nosuch' is unknown"),
-            (["--amp", "nosuch"], "amp='nosuch' is unknown"),
+            (["--kv-cache-dtype", "nosuch"], "got 'nosuch'"),
+            (["--amp", "nosuch"], "got 'nosuch'"),
             (["--batch-size", "0"], "batch_size must be a positive number"),
             (["--n-positions", "4096"], "more than the 512 positions"),
-            (["--n-positions", "2"], "leaves no room in 2 positions"),
+            (["--n-positions", "2"], "a prompt shorter than 2 positions"),
             (["--prompt-file", "nosuch.txt"], "one of them"),
             (["--nosuch"], "No such option"),
         ]
@@ -198,7 +198,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["chat", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["chat", "--target", "TARGET", "--max-new-tokens", "0"], "expected at least 1"),
     (["compile", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
-    (["compile", "TARGET", "--draft", "DRAFT", "--k", "500"], "a window of 501 rows"),
+    (["compile", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
     (["compile", "TARGET", "--sampling", "nosuch"], "give one or more of greedy"),
     (
         ["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
@@ -207,13 +207,13 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"], "cannot read nosuch.jsonl"),
     (
         ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"],
-        "a window of 501 rows",
+        "got 501",
     ),
     (["verify", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["verify", "--target", "TARGET", "--batch-sizes", "x"], "expected numbers from 1 on"),
     (["serve", "--target", "TARGET", "--draft", "nosuch"], "nosuch"),
-    (["serve", "--target", "TARGET", "--draft", "ngram", "--k", "500"], "a target verifies at most 127"),
-    (["serve", "--target", "TARGET", "--draft", "ngram:size=3"], "has no option 'size'"),
+    (["serve", "--target", "TARGET", "--draft", "ngram", "--k", "500"], "expected at most 127 draft tokens"),
+    (["serve", "--target", "TARGET", "--draft", "ngram:size=3"], "'size' is not an option"),
     (["serve", "--target", "TARGET", "--backend", "nosuch"], "nosuch"),
     (["serve", "--target", "TARGET", "--host", "0.0.0.0"], "makes the server reachable for others"),
     (["serve", "--target", "nosuch"], "nosuch is not a folder"),
@@ -254,9 +254,9 @@ def test_a_refusal_comes_before_pytorch(refused: list[tuple[int, str, list[str]]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "nosuch"}, "backend='nosuch' is unknown"),
+        ({"backend": "nosuch"}, "got 'nosuch'"),
         ({"n_positions": 4096}, "more than the 512 positions"),
-        ({"kv_cache_dtype": "nosuch"}, "kv_cache_dtype='nosuch' is unknown"),
+        ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )
 def test_python_refuses_before_it_opens_weights(trap: Trap, options: dict[str, object], message: str) -> None:
@@ -269,13 +269,13 @@ def test_python_refuses_before_it_opens_weights(trap: Trap, options: dict[str, o
 def test_a_draft_is_refused_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
     target = workshop.decoder()
     for options, message in (
-        ({"draft": f"{trap.draft}:k=500"}, "a window of 501 rows"),
-        ({"draft": f"{trap.draft}:amp=x"}, "amp='x' is unknown"),
+        ({"draft": f"{trap.draft}:k=500"}, "got 501"),
+        ({"draft": f"{trap.draft}:amp=x"}, "got 'x'"),
         (
             {"draft": ["ngram", f"{trap.draft}"], "acceptor": "reject"},
             "acceptor: expected 'match' for a list of drafters, none of",
         ),
-        ({"draft": f"{trap.draft}"}, "have vocabularies of 280"),
+        ({"draft": f"{trap.draft}"}, "the vocabularies of 280"),
     ):
         with pytest.raises((ConfigurationError, PairingError), match=message):
             SpeculativeGenerator(target=target, **options)  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
     [
         (["--draft", "HEADS", "--draft", "ngram"], "use it without a list"),
         (["--acceptor", "typical"], "expected a drafter with it, got draft=None; give a draft"),
-        (["--draft", "HEADS", "--k", "7"], "k=7 says otherwise"),
+        (["--draft", "HEADS", "--k", "7"], "got 7"),
         (["--draft", "HEADS", "--acceptor", "best"], "unknown"),
         (["--draft", "medusa:path=absent"], "expected a folder"),
         (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
@@ -165,7 +165,7 @@ def test_trees_that_cannot_be_are_refused(
     ("arguments", "said"),
     [
         (["--heads", 0], "at least 1"),
-        (["--heads", 60], "must be room for 60 drafts"),
+        (["--heads", 60], "60 draft positions after"),
         (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
         (["--learning-rate", "nan"], "expected a positive"),
@@ -186,7 +186,10 @@ def test_trainings_that_cannot_be_are_refused(
 
 def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "expected text, got none")):
+    for wrong, said in (
+        (tmp_path / "absent.txt", "does not exist"),
+        (tmp_path / "empty.txt", "expected text, got none"),
+    ):
         done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--length", 64)
         assert done.exit_code == 2
         assert said in done.stderr

@@ -153,7 +153,7 @@ def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
         folder, tensors = altered(quantized, tmp_path / str(index))
         tensors[name + "_scale"][0] = value
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(WeightValueError, match="a positive number for each of 48 rows"):
+        with pytest.raises(WeightValueError, match="a positive scale for each of 48 rows"):
             load(folder)
     folder, tensors = altered(quantized, tmp_path / "no scale")
     scale = tensors.pop(name + "_scale")

@@ -191,7 +191,11 @@ def test_the_command(workshop: Workshop) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    for wrong, message in (({"minutes": 0}, "minutes: expected"), ({"only": ["x"]}, "--only: expected"), ({"max_new_tokens": 2}, "24")):
+    for wrong, message in (
+        ({"minutes": 0}, "minutes: expected"),
+        ({"only": ["x"]}, "--only: expected"),
+        ({"max_new_tokens": 2}, "24"),
+    ):
         with pytest.raises(ConfigurationError, match=message):
             VerifySettings(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="prompts: expected at least"):

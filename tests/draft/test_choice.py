@@ -150,5 +150,5 @@ def test_what_cannot_be_chosen_among_is_refused(workshop: Workshop, tmp_path: An
     spec = DraftSpec("choice", parts=parse_draft(["ngram", "suffix"]))
     with pytest.raises(ConfigurationError, match="acceptor='match'"):
         SpeculativeGenerator(spec, target, acceptor="reject")
-    with pytest.raises(ConfigurationError, match="no option 'shadow'"):
+    with pytest.raises(ConfigurationError, match="'shadow' is not an option"):
         SpeculativeGenerator({"type": "choice", "drafts": ["ngram", "suffix"], "shadow": 1}, target)

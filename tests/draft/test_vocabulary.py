@@ -68,7 +68,7 @@ def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: p
         SpeculativeGenerator(draft, target, vocabulary="intersection")
     draft.folder, target.folder = "draft", "target"  # type: ignore[assignment]
     monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
-    with pytest.raises(PairingError, match="only 0 of the target's 12 tokens"):
+    with pytest.raises(PairingError, match="one with 0 of its 12 tokens"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
     with pytest.raises(ConfigurationError, match="'same', 'intersection', 'retokenize'"):
         SpeculativeGenerator(draft, target, vocabulary="union")

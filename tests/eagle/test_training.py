@@ -152,8 +152,8 @@ def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Worksho
         (EagleHeadOptions(version=3, layers=(-1,)), "numbered 0 to 2"),
         (EagleHeadOptions(version=3, draft_vocab_size=0), "1 to 96 ids"),
         (EagleHeadOptions(version=3, draft_vocab_size=97), "1 to 96 ids"),
-        (EagleHeadOptions(version=1, draft_vocab_size=60), "not possible for version 1"),
-        (EagleHeadOptions(depth=20), "room for 20 drafts"),
+        (EagleHeadOptions(version=1, draft_vocab_size=60), "for version 1; correct it"),
+        (EagleHeadOptions(depth=20), "20 draft positions"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             train.check(plan, SHORT, sizes)
@@ -265,5 +265,5 @@ def test_a_trained_head_is_trained_on(workshop: Workshop, tmp_path: Path) -> Non
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     with pytest.raises(ConfigurationError, match="start: expected the layers and draft vocabulary of that"):
         train.check(EagleHeadOptions(layers=LAYERS, start=tmp_path / "first"), SHORT, sizes)
-    with pytest.raises(ConfigurationError, match="a head of version 3; give version=3"):
+    with pytest.raises(ConfigurationError, match="version: expected 3"):
         train.check(EagleHeadOptions(version=1, start=tmp_path / "first"), SHORT, sizes)

@@ -189,8 +189,8 @@ def test_the_number_of_heads_is_that_of_the_tensors(tmp_path: Path) -> None:
     path.unlink()
     assert checkpoint.load(tmp_path, vocab_size=9).config == replace(OWN, base="")
     for key, value, said in (
-        ("medusa_num_heads", 4, "there are 3 heads"),
-        ("medusa_num_layers", 2, "the heads have 1"),
+        ("medusa_num_heads", 4, "medusa_num_heads: expected 3"),
+        ("medusa_num_layers", 2, "medusa_num_layers: expected 1"),
     ):
         path.write_text(json.dumps({key: value}))
         with pytest.raises(MissingWeightsError, match=said):
@@ -272,7 +272,7 @@ def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -
     path.write_text(json.dumps({**told, "num_attention_heads": 4, "medusa_choices": None}))
     checkpoint.load(tmp_path, vocab_size=9)
     for more, said in (
-        ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a setting"),
+        ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a known setting"),
         ({"model_type": "medusa", "num_heads": 5}, "vLLM's layout"),
     ):
         path.write_text(json.dumps({**told, **more}))

@@ -300,7 +300,7 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
     assert done.sequences.tolist() == wanted
     assert done.statistics.tau > 1.3 or len(made) == 1
     assert len(runtime().locks) == 4
-    with pytest.raises(ConfigurationError, match="has tp_degree=4"):
+    with pytest.raises(ConfigurationError, match="load it with tp_degree=4"):
         fresh(workshop.checkpoint(), backend="neuron")
 
 

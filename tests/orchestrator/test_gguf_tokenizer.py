@@ -76,7 +76,7 @@ def test_a_written_tokenizer_is_the_same(path: Path, tmp_path: Path) -> None:
     sizes = (len(TOKENS), len(TOKENS))
     check_same_tokenizer((path, tmp_path), sizes)
     other = changed(tmp_path, tokens=[*TOKENS[:-4], "other", *TOKENS[-3:]], merges=MERGES[:-1])
-    with pytest.raises(PairingError, match="2 tokens have other ids, such as '12'"):
+    with pytest.raises(PairingError, match="2 other ids, such as '12'"):
         check_same_tokenizer((path, other), sizes)
 
 
@@ -133,7 +133,7 @@ def test_sentencepiece_vocabularies_merge_by_their_scores(tmp_path: Path) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "no split": ({"pre": None}, "tokenizer.ggml.pre = 'default' is not known"),
+    "no split": ({"pre": None}, "got 'default'"),
     "another split": (
         {"pre": "bloom"},
         "expected one of gpt-2, smollm.*, got 'bloom'",
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"tokens": [TOKENS[1], *TOKENS[1:]]},
         "expected every token of the vocabulary once, got one twice",
     ),
-    "merges of others": ({"merges": ["x yy"]}, "the merge 'x yy' is of tokens that are not in its vocabulary"),
+    "merges of others": ({"merges": ["x yy"]}, "tokens in the vocabulary, got 'x yy'"),
     "no merges": ({"merges": None}, "'tokenizer.ggml.merges' is missing"),
     "no scores": ({"model": "llama", "merges": None}, "'tokenizer.ggml.scores' is missing or too short"),
     "eos outside": ({"eos_token_id": 9999}, "eos_token_id = 9999 is outside the vocabulary"),

@@ -223,7 +223,10 @@ def test_what_is_no_grammar_is_named_before_any_work(asked: StructuredOutput, sa
 
 def test_what_cannot_be_compiled_for_other_reasons_is_named_too() -> None:
     made = generator("ngram")
-    for more, said in (({}, "expected a fast Hugging Face tokenizer"), ({"tokenizer": WORDS, "eos_token_id": []}, "expected an eos id")):
+    for more, said in (
+        ({}, "expected a fast Hugging Face tokenizer"),
+        ({"tokenizer": WORDS, "eos_token_id": []}, "expected an eos id"),
+    ):
         with pytest.raises(SamplingError, match=said):
             made.sample([[BOS]], structured_outputs=ASKED["flat"], **more)  # type: ignore[call-overload]
     with pytest.raises(SamplingError, match="ignore_eos: expected False with structured_outputs, which"):

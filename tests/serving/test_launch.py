@@ -141,7 +141,7 @@ def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     played = Played()
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(ConfigurationError, match=r"nothing can listen at 127\.0\.0\.1"),
+        pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1"),
     ):
         serve(played, monkeypatch, ready=never, port=other.getsockname()[1], address=None)
     assert not played.calls

@@ -44,7 +44,7 @@ def test_an_error_is_shown_in_its_words(tmp_path: Path) -> None:
     app, engine, _ = scripted(lambda _: "yes")
     engine.full = True
     with running(app) as address:
-        assert "4 requests wait already" in page(tmp_path, f"{address}/?prompt=x&run")
+        assert "4 requests wait" in page(tmp_path, f"{address}/?prompt=x&run")
 
 
 def test_the_page_asks_nobody_else() -> None:
