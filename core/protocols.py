@@ -113,7 +113,10 @@ class Drafter(ABC):
         """
         proposal = self.propose(commit, sampling, limits)
         if proposal.draft_probs is not None:
-            raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")
+            raise ConfigurationError(
+                "acceptor: expected 'match' for a list of drafters, got a drafter that samples from its "
+                "probabilities; use acceptor='match'"
+            )
         return [list(takewhile(lambda token: token >= 0, row)) for row in proposal.tokens.tolist()]
 
     def propose_allowed(
@@ -137,7 +140,8 @@ class Drafter(ABC):
             ConfigurationError: it has one length only.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has one draft length only; give one number as k, or a draft model or 'ngram'"
+            f"k: expected one number, since {type(self).__name__} has one draft length, got several; give one "
+            "number, or use a draft model or 'ngram'"
         )
 
 

@@ -55,33 +55,41 @@ class Sampling:
     def __post_init__(self) -> None:
         wrong = None
         if not 0 <= self.temperature < math.inf:
-            wrong = f"temperature must be a finite number >= 0, not {self.temperature}; 0 is greedy"
+            wrong = f"temperature: expected a finite number of at least 0, got {self.temperature}; 0 is greedy"
         elif 0 < self.temperature < _LEAST_TEMPERATURE:
             wrong = (
-                f"temperature={self.temperature} is below {_LEAST_TEMPERATURE}, the least that float32 logits can be "
-                "divided by; 0 is greedy"
+                f"temperature: expected 0 or at least {_LEAST_TEMPERATURE}, the least that float32 logits can be "
+                f"divided by, got {self.temperature}; use 0 for greedy decoding"
             )
         elif self.temperature > _MOST_TEMPERATURE:
             wrong = (
-                f"temperature={self.temperature} is above {_MOST_TEMPERATURE}, the most that banned tokens stay banned "
-                "at; all tokens are equally likely long before that"
+                f"temperature: expected at most {_MOST_TEMPERATURE}, above which banned tokens could be sampled, "
+                f"got {self.temperature}; lower it, since all tokens are equally likely long before that"
             )
         if wrong is not None:
             raise SamplingError(wrong, param="temperature")
         if self.top_k < 0:
-            raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}", param="top_k")
+            raise SamplingError(
+                f"top_k: expected 0 (off) or a positive integer, got {self.top_k}; correct it", param="top_k"
+            )
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off", param="top_p")
+            raise SamplingError(
+                f"top_p: expected a number above 0 and at most 1, got {self.top_p}; 1 switches it off", param="top_p"
+            )
         if self.top_p < _LEAST_TOP_P:
             raise SamplingError(
-                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; temperature 0 is "
-                "greedy",
+                f"top_p: expected at least {_LEAST_TOP_P}, the least that float32 distinguishes from 0, got "
+                f"{self.top_p}; use temperature=0 for greedy decoding",
                 param="top_p",
             )
         if not 0 <= self.min_p <= 1:
-            raise SamplingError(f"min_p must be in [0, 1], not {self.min_p}; 0 switches it off", param="min_p")
+            raise SamplingError(
+                f"min_p: expected a number from 0 to 1, got {self.min_p}; 0 switches it off", param="min_p"
+            )
         if not -(1 << 63) <= self.seed < 1 << 64:
-            raise SamplingError(f"seed must fit in 64 bits, not {self.seed}", param="seed")
+            raise SamplingError(
+                f"seed: expected an integer of at most 64 bits, got {self.seed}; give a smaller one", param="seed"
+            )
 
 
 def param_row(sampling: Sampling) -> list[float]:
@@ -133,7 +141,9 @@ def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
         ConfigurationError: there is no such mode, or no name.
     """
     if not names or any(name not in SAMPLING_KINDS for name in names):
-        raise ConfigurationError(f"kinds={list(names)} of sampling: give one or more of {', '.join(SAMPLING_KINDS)}")
+        raise ConfigurationError(
+            f"kinds: expected one or more of {', '.join(SAMPLING_KINDS)}, got {list(names)}; correct the list"
+        )
     return tuple(kind for kind in SAMPLING_KINDS if kind in names)
 
 

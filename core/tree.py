@@ -33,7 +33,8 @@ def check(parents: tuple[int, ...]) -> None:
     for node, parent in enumerate(parents):
         if not ROOT <= parent < node:
             raise ConfigurationError(
-                f"node {node} of a token tree has parent {parent}; a parent is -1 (the root) or an earlier node"
+                f"tree: expected -1 (the root) or an earlier node as the parent of node {node}, got {parent}; "
+                "reorder the nodes"
             )
 
 

@@ -63,7 +63,7 @@ class DraftShape:
             ConfigurationError: the length is negative, or not an integer.
         """
         if not isinstance(length, int) or length < 0:
-            raise ConfigurationError(f"a drafter cannot propose {length!r} tokens a round; give 0 or more")
+            raise ConfigurationError(f"k: expected at least 0 draft tokens per round, got {length!r}; correct it")
         return cls(length, length)
 
     @property

@@ -266,7 +266,7 @@ class CompiledDecoder:
             ArtefactError: nothing is compiled, or this backend has nothing to save.
         """
         if not self._used:
-            raise ArtefactError("no graph is compiled yet: call compile() or generate something before save()")
+            raise ArtefactError("save: expected compiled graphs, got none; call compile() or generate something first")
         self.backend.save([graph for graph, _ in self._used], Path(folder))
 
     def load(self, folder: str | Path) -> None:
@@ -289,7 +289,7 @@ class CompiledDecoder:
         """
         if self._holder is not None and self._holder is not holder:
             raise DecoderBusyError(
-                "this decoder is in the middle of another generation: finish or close that one first, or load a "
+                "this decoder is in the middle of another generation; finish or close that one first, or load a "
                 "second decoder"
             )
         before, self._holder = self._holder, holder
@@ -308,7 +308,9 @@ class CompiledDecoder:
             ConfigurationError: the model is sharded over ranks, whose processes hold one cache for it.
         """
         if self.options.layout.degree > 1:
-            raise ConfigurationError("a model with tp_degree above 1 has one cache; load it once for every target")
+            raise ConfigurationError(
+                "target: a model with tp_degree above 1 has one cache; load it once for each target"
+            )
         shared = {id(weight): weight for weight in self.body.parameters()}
         sibling = copy.copy(self)
         sibling.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})

@@ -31,7 +31,9 @@ def cache_root() -> Path:
     try:
         return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
     except RuntimeError as error:
-        raise ConfigurationError(f"no folder for the cache ({error}); set PACELINE_CACHE to one") from error
+        raise ConfigurationError(
+            f"PACELINE_CACHE: expected a folder for the cache, got none ({error}); set it to one"
+        ) from error
 
 
 def compiler() -> str:

@@ -19,15 +19,17 @@ def read_json_object(path: Path) -> dict[str, object]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} does not exist; give the folder of a Hugging Face checkpoint, downloaded in full."
+            f"{path}: the file does not exist; give the folder of a Hugging Face checkpoint, downloaded in full"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); check the path and its permissions.") from error
+        raise CheckpointError(
+            f"{path}: the file cannot be read ({error}); check the path and its permissions"
+        ) from error
     # Deep nesting exhausts the parser's stack; to a caller that is a syntax error.
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again.") from error
+        raise CheckpointError(f"{path}: expected JSON, got {error}; download the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download the file again.")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
     return value
 
 
@@ -116,10 +118,10 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.where}: the key {key!r} is missing; download the file again or add the key.")
+            raise CheckpointError(f"{self.where}: the key {key!r} is missing; download the file again or add the key")
         return value
 
     def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return CheckpointError(f"{self.where}: {key} is {shown}, but must be {expected}; correct the file.")
+        return CheckpointError(f"{self.where}: {key}: expected {expected}, got {shown}; correct the file")

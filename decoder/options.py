@@ -46,50 +46,58 @@ class LoadOptions:
         ConfigurationError: a value is unknown or out of range, whatever the model.
     """
 
-    backend: str = _option("native", f"What runs the model: {', '.join(BACKENDS)}.")
+    backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")
     amp: str = _option("bf16", "Number format of weights and cache: bf16, f16 or f32.")
     batch_size: int | Sequence[int] = _option(
         1,
-        "Requests decoded at the same time. Where idle slots are computed (all backends but native), rounds of the "
-        "first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many.",
+        "Number of requests decoded at the same time. Backends that compute idle slots (all but native) have "
+        "separate graphs for the first 1, 2, 4, ... slots; an ascending list sets these numbers.",
     )
     n_positions: int | Sequence[int] | None = _option(
         None,
-        "Longest text, prompt included; default: the model's own. The cache length has buckets 128, 256, ... up to it; "
-        "an ascending list says which.",
+        "Maximum number of tokens of a sequence, prompt included. Default: the model's. The cache length has "
+        "buckets 128, 256, ... up to it; an ascending list sets them.",
     )
     context_length_estimate: Sequence[int] | int | None = _option(
-        None, "Length of a prefill graph, or several. Default: 64 and 256."
+        None, "Number of tokens of a prefill graph, or several. Default: 64 and 256."
     )
-    tp_degree: int = _option(1, "Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+    tp_degree: int = _option(
+        1,
+        "Tensor-parallel degree: number of ranks that each model is sharded over; above 1 with eager, neuron and "
+        "neuron-native.",
+    )
     group_query_attention: GQA | str | None = _option(  # noqa: RUF009  # like the others
         None,
-        "K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads; default: whole heads, "
-        "else copies.",
+        "Sharding of K/V heads: shard-over-heads, replicated-heads or all-gather-heads. Default: shard-over-heads "
+        "where they divide evenly, else replicated-heads.",
     )
     quantization: str | None = _option(
         None,
         f"Format of the weight matrices: {', '.join(item.value for item in WeightFormat)}, or gguf to keep a GGUF "
-        "file's; default: the one that amp names.",
+        "file's. Default: the format of amp.",
     )
     kv_cache_dtype: str | None = _option(
-        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: the one that amp names."
+        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2. Default: the format of amp."
     )
     modules_to_not_convert: Sequence[str] = _option(
-        (), "Left alone by quantization: lm_head, embed_tokens or both; if tied, always both."
+        (),
+        "Matrices that quantization leaves alone: lm_head, embed_tokens or both (tied ones always together). "
+        "Default: none.",
     )
 
     def __post_init__(self) -> None:
         registry.check(self.backend)
         if not isinstance(self.amp, str) or self.amp not in AMP:
-            raise ConfigurationError(f"amp={self.amp!r} is unknown; use one of {', '.join(AMP)}")
+            raise ConfigurationError(f"amp: expected one of {', '.join(AMP)}, got {self.amp!r}; use one of them")
         for name in ("batch_size", "n_positions", "context_length_estimate"):
             if (value := getattr(self, name)) is not None or name == "batch_size":
                 _ascending(name, value)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         if not isinstance(self.tp_degree, int) or isinstance(self.tp_degree, bool) or self.tp_degree < 1:
-            raise ConfigurationError(f"tp_degree must be a number of ranks, 1 or more, not {self.tp_degree!r}")
+            raise ConfigurationError(
+                f"tp_degree: expected a number of ranks of at least 1, got {self.tp_degree!r}; correct it"
+            )
         if self.group_query_attention is not None:
             object.__setattr__(self, "group_query_attention", GQA.of(self.group_query_attention).value)
         if self.quantization not in (None, "gguf"):
@@ -97,11 +105,11 @@ class LoadOptions:
         caches = [form.value for form in CACHE_FORMATS]
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in caches:
             raise ConfigurationError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is unknown; use one of {', '.join(caches)}, or leave it out "
-                "to keep keys and values as amp says"
+                f"kv_cache_dtype: expected one of {', '.join(caches)}, got {self.kv_cache_dtype!r}; use one of "
+                "them, or omit it to store keys and values as amp says"
             )
         if not isinstance(modules := self.modules_to_not_convert, list | tuple):
-            raise ConfigurationError(f"modules_to_not_convert={modules!r} must be a list of names")
+            raise ConfigurationError(f"modules_to_not_convert: expected a list of names, got {modules!r}; correct it")
         object.__setattr__(self, "modules_to_not_convert", tuple(modules))
 
     @classmethod
@@ -110,7 +118,7 @@ class LoadOptions:
         names = [one.name for one in fields(cls)]
         for name in options:
             if name not in names:
-                raise ConfigurationError(f"there is no option {name!r}; the options are {', '.join(names)}")
+                raise ConfigurationError(f"{name}: not an option of a decoder; use one of {', '.join(names)}")
         return cls(**options)
 
     @classmethod
@@ -189,7 +197,7 @@ class DecoderOptions:
 def check_width(width: int) -> None:
     """Raise ConfigurationError unless a window of ``width`` rows fits."""
     if not 1 <= width <= MAX_WIDTH:
-        raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
+        raise ConfigurationError(f"k: expected 1 to {MAX_WIDTH} verified tokens (k + 1), got {width}; lower k")
 
 
 def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> DecoderOptions:
@@ -202,8 +210,8 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
     last = load.longest(trained)
     if last > trained:
         raise ConfigurationError(
-            f"n_positions={last} is more than the {trained} positions the model was trained on "
-            "(max_position_embeddings); ask for fewer"
+            f"n_positions: expected at most {trained}, which the model was trained on (max_position_embeddings), "
+            f"got {last}; lower it"
         )
     kv_buckets = _powers(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
     chunks = tuple(sorted({min(chunk, last) for chunk in load.chunks}))
@@ -216,7 +224,9 @@ def _ascending(name: str, one_or_more: object) -> None:
     values = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
-        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {one_or_more!r}")
+        raise ConfigurationError(
+            f"{name}: expected a positive number or an ascending list of them, got {one_or_more!r}; correct it"
+        )
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def append_tokens(path: Path, ids: ArrayLike) -> None:
     """
     header = _header(path)
     if header is None:
-        raise ConfigurationError(f"{path} has no header of a file of token ids; begin it with write_tokens")
+        raise ConfigurationError(f"{path}: expected a header of token ids, got none; start the file with write_tokens")
     packed = _packed(path, np.asarray(ids).reshape(-1), header[1])
     with atomic_write(path), path.open("ab") as file:
         file.write(packed)
@@ -77,34 +77,39 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
         ConfigurationError: the width is unknown or not that of the vocabulary, or an id is not in the vocabulary.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigurationError(f"the data type {dtype!r} of token ids is unknown; use one of {', '.join(DTYPES)}")
+        raise ConfigurationError(
+            f"dtype: expected one of {', '.join(DTYPES)} for token ids, got {dtype!r}; use one of them"
+        )
     header = _header(path)
     width, start = (DTYPES[dtype], 0) if header is None and dtype is not None else (0, HEADER_BYTES)
     if header is not None:
         width = header[0]
         if vocab_size is not None and header[1] > vocab_size:
             raise ConfigurationError(
-                f"{path} holds ids of a vocabulary of {header[1]}, and the target has {vocab_size}; give data of its "
-                "own tokenizer"
+                f"{path}: expected ids of the target's vocabulary of {vocab_size}, got ids of one of {header[1]}; "
+                "use data of the target's own tokenizer"
             )
     elif dtype is None:
         raise ConfigurationError(
-            f"{path} has no header that says how wide its token ids are; write it with "
-            "paceline.decoder.token_files.write_tokens, or say --data-dtype uint16 or uint32"
+            f"{path}: expected a header with the size of the token ids, got none; write it with "
+            "paceline.decoder.token_files.write_tokens, or give --data-dtype uint16 or uint32"
         )
     if vocab_size is not None and width != _width(vocab_size):
         raise ConfigurationError(
-            f"{path} holds ids of {8 * width} bits, and ids of a vocabulary of {vocab_size} have "
-            f"{8 * _width(vocab_size)}; it is another tokenizer's, or was written wrong: write it again"
+            f"{path}: expected ids of {8 * _width(vocab_size)} bits for a vocabulary of {vocab_size}, got "
+            f"{8 * width}; write the file again with the target's tokenizer"
         )
     if (path.stat().st_size - start) % width:
-        raise ConfigurationError(f"{path} ends in the middle of a number of {8 * width} bits; write it again")
+        raise ConfigurationError(
+            f"{path}: expected a whole number of {8 * width}-bit ids, got a part of one at the end; write the file "
+            "again"
+        )
     ids = np.fromfile(path, dtype=f"<u{width}", offset=start)
     limit = vocab_size if header is None else header[1]
     if limit is not None and len(ids) and ids.max() >= limit:
         raise ConfigurationError(
-            f"{path} holds the token id {ids.max()}, and its vocabulary has {limit} ids; give data of the target's own "
-            "tokenizer, or another --data-dtype"
+            f"{path}: expected token ids below the vocabulary size {limit}, got {ids.max()}; use data of the "
+            "target's own tokenizer, or another --data-dtype"
         )
     return ids.astype(np.int32)
 
@@ -117,7 +122,8 @@ def _width(vocab_size: int) -> int:
 def _packed(path: Path, ids: np.ndarray, vocab_size: int) -> bytes:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ConfigurationError(
-            f"{path}: token ids {ids.min()} to {ids.max()} are not of a vocabulary of {vocab_size}; give its own size"
+            f"{path}: expected token ids of a vocabulary of {vocab_size}, got {ids.min()} to {ids.max()}; give the "
+            "size of their own vocabulary"
         )
     return ids.astype(f"<u{_width(vocab_size)}").tobytes()
 
@@ -131,7 +137,7 @@ def _header(path: Path) -> tuple[int, int] | None:
     _, version, width, vocab_size = _HEADER.unpack(raw)
     if version != 1 or width != _width(vocab_size):
         raise ConfigurationError(
-            f"{path} has a header of token ids that is not understood (version {version}, {width} bytes an id, "
-            f"{vocab_size} ids); write it again"
+            f"{path}: expected a known header of token ids, got version {version}, {width} bytes per id and "
+            f"{vocab_size} ids; write the file again"
         )
     return width, vocab_size

@@ -140,7 +140,8 @@ class FunctionDrafter(TextDrafter[list[int]]):
     def __init__(self, function: Function, k: int) -> None:
         if not callable(function):
             raise ConfigurationError(
-                f"FunctionDrafter takes a function from ids to ids, not a {type(function).__name__}"
+                f"draft: expected a function from ids to ids, got a {type(function).__name__}; pass one to "
+                "FunctionDrafter"
             )
         super().__init__(k)
         self._function = function
@@ -153,7 +154,8 @@ class FunctionDrafter(TextDrafter[list[int]]):
             tokens = [int(token) for token in islice(answer, limit)]
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
-                f"the drafting function returned {answer!r:.80}; it must return token ids, or None for nothing"
+                f"draft: expected token ids or None from the drafting function, got {answer!r:.80}; change what it "
+                "returns"
             ) from error
         illegal = next((i for i, token in enumerate(tokens) if not 0 <= token < 1 << 31), len(tokens))
         return tokens[:illegal]

@@ -86,12 +86,12 @@ class FallbackDrafter(_SeveralDrafters):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise ConfigurationError("a list of drafters needs at least one")
+            raise ConfigurationError("draft: expected at least one drafter in the list, got none; add one")
         for drafter in drafters:
             if not drafter.draft_shape.is_chain or drafter.reads is not None:
                 raise ConfigurationError(
-                    f"{type(drafter).__name__} cannot be in a list of drafters, because it proposes trees or reads the "
-                    "target's states; use it alone"
+                    "draft: expected drafters of chains that do not read the target's hidden states in a list, got "
+                    f"{type(drafter).__name__}; use it without a list"
                 )
         # A drafter of no tokens never has anything to propose.
         self._take([drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens])
@@ -306,20 +306,27 @@ class ChoiceDrafter(_SeveralDrafters):
         choose_by: ChooseBy = "speed",
     ) -> None:
         if len(drafters) < 2:
-            raise ConfigurationError("a choice needs at least two drafters; use a single one by itself")
+            raise ConfigurationError(
+                "drafts: expected at least two drafters in a choice, got one; use a single one without a choice"
+            )
         if isinstance(shadow_every, bool) or not isinstance(shadow_every, int) or shadow_every < 1:
-            raise ConfigurationError(f"shadow_every={shadow_every!r} must be a whole number of at least 1")
+            raise ConfigurationError(
+                f"shadow_every: expected a whole number of at least 1, got {shadow_every!r}; correct it"
+            )
         if choose_by not in ("speed", "length"):
-            raise ConfigurationError(f"choose_by={choose_by!r} is unknown; use 'speed' or 'length'")
+            raise ConfigurationError(f"choose_by: expected 'speed' or 'length', got {choose_by!r}; use one of them")
         for drafter in drafters:
             if not drafter.draft_shape.is_chain:
                 raise ConfigurationError(
-                    f"{type(drafter).__name__} cannot be in a choice of drafters, because it proposes trees; let it "
-                    "draft a chain, or use it alone"
+                    f"drafts: expected drafters of chains in a choice, got {type(drafter).__name__}, which proposes "
+                    "trees; let it draft a chain, or use it without a choice"
                 )
         features = [drafter.reads for drafter in drafters if drafter.reads is not None]
         if any(spec != features[0] for spec in features):
-            raise ConfigurationError("drafters of a choice read different states of the target; use one of them")
+            raise ConfigurationError(
+                "drafts: expected drafters that read the same hidden states of the target, got different ones; use "
+                "one of them"
+            )
         self.reads = features[0] if features else None
         self._take(drafters)
         self.names = tuple(_numbered(names or [type(drafter).__name__ for drafter in drafters]))

@@ -367,8 +367,8 @@ class HeadDrafter(TraceableDrafter):
         """
         if not self.draft_shape.is_chain:
             raise ConfigurationError(
-                f"{type(self).__name__} drafts a {self.draft_shape} and has one depth only; give one number as k, or "
-                "let it draft a chain"
+                f"k: expected one number, since {type(self).__name__} drafts a {self.draft_shape}, got several; "
+                "give one number, or let it draft a chain"
             )
         shorter = copy.copy(self)
         shorter.draft_shape = DraftShape.chain(length)
@@ -519,7 +519,7 @@ class HeadDrafter(TraceableDrafter):
 def _features(features: Tensor | None, drafter: HeadDrafter) -> Tensor:
     if features is None:
         raise ConfigurationError(
-            f"{type(drafter).__name__} reads the target's states, and there are none; use it in a SpeculativeGenerator "
-            "with the target it was loaded for"
+            f"draft: expected a generator that passes the target's hidden states to {type(drafter).__name__}, got "
+            "none; use it in a SpeculativeGenerator with the target it was loaded for"
         )
     return features

@@ -78,7 +78,8 @@ class ModelDrafter(HeadDrafter):
     ) -> None:
         if not isinstance(confidence_threshold, (int, float)) or not 0 <= confidence_threshold <= 1:
             raise ConfigurationError(
-                f"confidence_threshold={confidence_threshold!r} is not a probability; give 0 (off) to 1"
+                f"confidence_threshold: expected a probability from 0 (off) to 1, got {confidence_threshold!r}; "
+                "correct it"
             )
         self._model = ModelHead(decoder.body, vocabulary, decoder.options)
         super().__init__(self._model, decoder, k)
@@ -110,7 +111,10 @@ class ModelDrafter(HeadDrafter):
             ConfigurationError: tokens are sampled from probabilities.
         """
         if self._drawn:
-            raise ConfigurationError("a drafter that draws from probabilities reports these; use acceptor: match")
+            raise ConfigurationError(
+                "acceptor: expected 'match' for a drafter that does not report the probabilities it samples from, "
+                "got another rule; use acceptor='match'"
+            )
         reporting = copy.copy(self)
         reporting._reports, reporting._variant = True, f"vocabulary {self.vocabulary.name}, reports confidence"
         tokens, largest = reporting._outputs(commit, sampling, limits)

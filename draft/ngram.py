@@ -63,11 +63,11 @@ class NgramDrafter(TextDrafter[NgramIndex]):
         super().__init__(k)
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigurationError(
-                f"prompt_lookup_min={prompt_lookup_min} and prompt_lookup_max={prompt_lookup_max} do not fit; "
-                "1 <= prompt_lookup_min <= prompt_lookup_max"
+                f"prompt_lookup_min: expected 1 <= prompt_lookup_min <= prompt_lookup_max, got {prompt_lookup_min} "
+                f"and prompt_lookup_max={prompt_lookup_max}; correct one of them"
             )
         if prefer not in ("recent", "first"):
-            raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
+            raise ConfigurationError(f"prefer: expected 'recent' or 'first', got {prefer!r}; use one of them")
         self._sizes, self._first = range(prompt_lookup_min, prompt_lookup_max + 1), prefer == "first"
 
     def new_text(self, prompt: Sequence[int]) -> NgramIndex:

@@ -156,7 +156,7 @@ class OutputCorpus:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ConfigurationError(f"max_cached_tokens={size} keeps nothing; give 1 or more, or None for no corpus")
+            raise ConfigurationError(f"max_cached_tokens: expected at least 1, got {size}; give None for no corpus")
         self._size, self.generation = size, 0
         self.automaton = SuffixAutomaton()
 
@@ -219,15 +219,17 @@ class SuffixDrafter(TextDrafter[SuffixText]):
     ) -> None:
         super().__init__(k)
         if min_match < 1:
-            raise ConfigurationError(f"min_match={min_match} tokens repeat nothing; give 1 or more")
+            raise ConfigurationError(f"min_match: expected at least 1, got {min_match}; raise it")
         if not min_match * max_spec_factor >= 1:
             raise ConfigurationError(
-                f"max_spec_factor={max_spec_factor} leaves a repetition of {min_match} tokens without a draft; give a "
-                "larger one"
+                f"max_spec_factor: expected at least 1 draft token after a match of {min_match} tokens, got "
+                f"{max_spec_factor}; raise it"
             )
         self._min_match, self._max_spec_factor = min_match, max_spec_factor
         if corpus is not None and max_cached_tokens is not None:
-            raise ConfigurationError("a suffix drafter has a corpus or max_cached_tokens; leave one of them out")
+            raise ConfigurationError(
+                "max_cached_tokens: expected either a corpus or max_cached_tokens, got both; leave one of them out"
+            )
         self._corpus = None if max_cached_tokens is None else OutputCorpus(max_cached_tokens)
         self._grows = corpus is None
         if corpus is not None:
@@ -282,10 +284,14 @@ class SuffixDrafter(TextDrafter[SuffixText]):
 
 def _read(path: Path) -> list[int]:
     if not path.is_file():
-        raise ConfigurationError(f"the corpus {path} does not exist; give a file of token ids")
+        raise ConfigurationError(
+            f"corpus: expected a file of token ids, got {path}, which does not exist; correct the path"
+        )
     from paceline.decoder.token_files import read_tokens
 
     tokens: list[int] = read_tokens(path).tolist()
     if not tokens:
-        raise ConfigurationError(f"the corpus {path} holds no tokens; give one that does, or none")
+        raise ConfigurationError(
+            f"corpus: expected at least one token, got an empty file {path}; give another file, or no corpus"
+        )
     return tokens

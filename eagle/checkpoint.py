@@ -38,7 +38,7 @@ def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = 
         return
     reason = _reason(config, layout, num_layers)
     if reason:
-        raise ConfigurationError(f"layout {layout!r} cannot hold this head: {reason}; keep it in layout 'paceline'")
+        raise ConfigurationError(f"layout: {layout!r} cannot store this head ({reason}); use layout='paceline'")
 
 
 def _reason(config: EagleConfig, layout: str, num_layers: int | None) -> str:
@@ -72,7 +72,10 @@ def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
     if config.target_hidden_size != config.hidden_size:
         return "NxD Inference takes the width of the head for that of the target"
     if num_layers is None:
-        raise ConfigurationError("layout 'nxd' depends on how many layers the target has: give the target")
+        raise ConfigurationError(
+            "target: expected the target's folder for layout='nxd', whose names depend on its number of layers, got "
+            "none; give the target"
+        )
     expected = (2, num_layers // 2, num_layers - 3)
     if config.layers != expected:
         return (
@@ -145,11 +148,14 @@ def load(
     if embedding is not None:
         tensors[EMBEDDING], shapes[EMBEDDING] = embedding, (config.vocab_size, config.hidden_size)
     elif config.hidden_size != config.target_hidden_size:
-        raise MissingWeightsError(f"{folder} lacks {EMBEDDING}; a head of another width cannot borrow the target's")
+        raise MissingWeightsError(
+            f"{folder}: expected the tensor {EMBEDDING}, since a head of another width cannot share the target's, "
+            "got none; download the checkpoint in full"
+        )
     if version == 3 and HEAD not in tensors:
         raise MissingWeightsError(
-            f"{folder} lacks {HEAD}: it shares the target's output layer, which is not supported in version 3, or is "
-            "not complete; use a head with an output layer of its own"
+            f"{folder}: expected the tensor {HEAD}, got none: a version-3 head that shares the target's output "
+            "layer is not supported; use a head with its own output layer, or download the checkpoint in full"
         )
     check(folder, tensors, shapes)
     tensors.pop(EMBEDDING, None)
@@ -189,7 +195,10 @@ def save(
     config, version = checkpoint.config, checkpoint.config.version
     facts = formats.written(config, layout, base=base)
     if layout == "nxd" and target is None:
-        raise ConfigurationError("layout 'nxd' holds the target's embedding and output layer: give the target")
+        raise ConfigurationError(
+            "target: expected the target's folder for layout='nxd', which stores its embedding and output layer, "
+            "got none; give the target"
+        )
     _check_export(config, layout, num_layers=None if target is None else target.num_layers)
     tensors, embedding = dict(checkpoint.weights), checkpoint.embedding
     if version == 3:
@@ -228,26 +237,35 @@ def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None
     for name, value in ((OFFSETS, offsets), (MASK, mask)):
         if value is not None and value.dtype not in _WHOLE:  # bfloat16 cannot hold every integer above 256
             raise CheckpointError(
-                f"{where}: {name} is stored as {value.dtype}, and ids must be whole numbers; fetch the checkpoint again"
+                f"{where}: expected whole numbers in {name}, got {value.dtype}; download the checkpoint again"
             )
     if offsets is None:
         if count != every:
             raise MissingWeightsError(
-                f"{where} drafts {count} of {every} ids and lacks {OFFSETS}, which says which; fetch it in full"
+                f"{where}: expected the tensor {OFFSETS}, which lists the {count} of {every} ids that the head "
+                "drafts, got none; download the checkpoint in full"
             )
         offsets = torch.zeros(count, dtype=torch.int64)
     if offsets.shape != (count,):
-        raise WeightShapeError(f"{where}: {OFFSETS} has shape {list(offsets.shape)}, but must be [{count}]")
+        raise WeightShapeError(
+            f"{where}: expected {OFFSETS} of shape [{count}], got {list(offsets.shape)}; download the checkpoint again"
+        )
     ids = offsets.to(torch.int64) + torch.arange(count)
     if bool((ids < 0).any()) or bool((ids >= every).any()) or len(ids.unique()) != count:
         raise CheckpointError(
-            f"{where}: {OFFSETS} holds no offsets: id + d2t[id] must be {count} different ids below {every}"
+            f"{where}: expected {count} different ids below {every} as id + d2t[id], got other values in {OFFSETS}; "
+            "download the checkpoint again"
         )
     if mask is not None:
         if mask.shape != (every,):
-            raise WeightShapeError(f"{where}: {MASK} has shape {list(mask.shape)}, but must be [{every}]")
+            raise WeightShapeError(
+                f"{where}: expected {MASK} of shape [{every}], got {list(mask.shape)}; download the checkpoint again"
+            )
         if not torch.equal(mask.nonzero().flatten(), ids.sort().values):
-            raise CheckpointError(f"{where}: {MASK} and {OFFSETS} name different ids; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{where}: expected the same ids in {MASK} and {OFFSETS}, got different ones; download the "
+                "checkpoint again"
+            )
     return ids
 
 
@@ -257,6 +275,6 @@ def _same_head(folder: Path, copy: Tensor | None, head: Tensor | None, *, size: 
     alike = copy.shape == (size, head.shape[1])
     if not alike or not torch.allclose(copy[: len(head)].float(), head.float(), rtol=1e-2, atol=1e-3):
         raise CheckpointError(
-            f"{folder}: {HEAD} is not the target's output layer, which a head of version 1 shares; "
-            "use the head that was made for this target"
+            f"{folder}: expected {HEAD} equal to the target's output layer, which a version-1 head shares, got "
+            "another tensor; use the head that was made for this target"
         )

@@ -44,8 +44,9 @@ def default_layers(count: int) -> tuple[int, int, int]:
     layers = (2, count // 2, count - 3)
     if not layers[0] < layers[1] < layers[2]:
         raise ConfigurationError(
-            "the default streams of an EAGLE-3 head, before layers 2, L/2 and L - 3, are not three different ones of a "
-            f"target with {count} layers; name streams of 0 to {count}: --layers of a training, aux_layers of a draft"
+            "aux_layers: the default residual streams of an EAGLE-3 head (before layers 2, L/2 and L - 3) are not "
+            f"three different ones for a target of {count} layers; give streams from 0 to {count} (--layers when "
+            "training, aux_layers in a draft)"
         )
     return layers
 
@@ -62,7 +63,8 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
     numbers = [str(part).strip() for part in parts if isinstance(part, int | str) and not isinstance(part, bool)]
     if not parts or len(numbers) != len(parts) or not all(number.isdecimal() for number in numbers):
         raise ConfigurationError(
-            f"aux_layers={value!r} must be residual streams of the target, as in 2,16,29: whole numbers from 0 on"
+            "aux_layers: expected residual streams of the target as whole numbers from 0 on, such as 2,16,29, got "
+            f"{value!r}; correct it"
         )
     return tuple(map(int, numbers))
 
@@ -114,8 +116,8 @@ def _written_ids(config: Fields) -> tuple[int, ...] | None:
     top, inner = _layer_ids(config, _LAYERS_KEY), None if nested is None else _layer_ids(nested, _LAYERS_KEY)
     if top and inner and top != inner:
         raise CheckpointError(
-            f"{config.where}: {_LAYERS_KEY} is {list(top)}, and in eagle_config {list(inner)}; keep the one the head "
-            "was trained with"
+            f"{config.where}: expected the same {_LAYERS_KEY} at the top level and in eagle_config, got {list(top)} "
+            f"and {list(inner)}; keep the one the head was trained with"
         )
     return top or inner or None
 
@@ -130,7 +132,9 @@ def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
-        raise CheckpointError(f"{fields.where}: {key} is {value!r}, but must be a list of layer numbers from 0 on")
+        raise CheckpointError(
+            f"{fields.where}: {key}: expected a list of layer numbers from 0 on, got {value!r}; correct the file"
+        )
     return tuple(value)
 
 
@@ -182,16 +186,23 @@ class EagleConfig:
     def __post_init__(self) -> None:
         check_version(self.version)
         if self.version == 3 and not self.layers:
-            raise CheckpointError("an EAGLE-3 head must say which residual streams of the target it reads: set layers")
+            raise CheckpointError(
+                "layers: expected the residual streams of the target that an EAGLE-3 head reads, got none; set layers"
+            )
         if self.version == 1 and (self.layers or self.draft_vocab_size != self.vocab_size):
-            raise CheckpointError("an EAGLE-1 head reads the last hidden state and drafts the whole vocabulary")
+            raise CheckpointError(
+                "layers: expected no layers and no reduced vocabulary for an EAGLE-1 head, which reads the last "
+                "hidden state, got some; remove them"
+            )
         if self.version == 1 and self.hidden_size != self.target_hidden_size:
             raise CheckpointError(
-                f"an EAGLE-1 head predicts the target's hidden state and so has its width, {self.target_hidden_size}, "
-                f"not {self.hidden_size}"
+                f"hidden_size: expected the target's hidden size {self.target_hidden_size} for an EAGLE-1 head, "
+                f"which predicts the target's hidden state, got {self.hidden_size}; correct it"
             )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise CheckpointError(f"draft_vocab_size must be 1 to {self.vocab_size}, not {self.draft_vocab_size}")
+            raise CheckpointError(
+                f"draft_vocab_size: expected 1 to {self.vocab_size}, got {self.draft_vocab_size}; correct it"
+            )
 
     @property
     def reads(self) -> FeatureSpec:
@@ -240,13 +251,13 @@ class EagleConfig:
         ):
             if head_value != target_value:
                 raise PairingError(
-                    f"the EAGLE head is for a target with {name} {head_value}, and this one has {target_value}; "
+                    f"draft: expected a target with {name} {head_value} for this EAGLE head, got {target_value}; "
                     "use the head that was trained for this target"
                 )
         if any(not 0 <= layer <= target.num_layers for layer in self.layers):
             raise PairingError(
-                f"the EAGLE head reads residual streams {self.layers}, and the target has {target.num_layers} layers; "
-                "use the head that was trained for this target"
+                f"draft: expected a target with the residual streams {self.layers} that the EAGLE head reads, got "
+                f"one of {target.num_layers} layers; use the head that was trained for this target"
             )
 
 
@@ -262,7 +273,7 @@ def check_own(folder: Path, target: ModelConfig) -> None:
 def check_version(version: int) -> None:
     """Raise CheckpointError unless the version exists."""
     if version not in (1, 3):
-        raise CheckpointError(f"version {version} of an EAGLE head is unknown; give 1 (also for EAGLE-2) or 3")
+        raise CheckpointError(f"version: expected 1 (also for EAGLE-2) or 3, got {version}; correct it")
 
 
 def parse_own(fields: Fields) -> EagleConfig:
@@ -274,7 +285,7 @@ def parse_own(fields: Fields) -> EagleConfig:
     names = EagleConfig.__dataclass_fields__
     unknown = sorted(set(fields.values) - set(names) - {"paceline_eagle"})
     if unknown:
-        raise CheckpointError(f"{fields.where}: {unknown[0]!r} is no setting of an EAGLE head; remove it")
+        raise CheckpointError(f"{fields.where}: {unknown[0]!r} is not a setting of an EAGLE head; remove it")
     numbers = ("version", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     sizes = ("max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size")
     flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual")
@@ -292,7 +303,10 @@ def _rope(fields: Fields) -> RopeConfig:
     rope = fields.child("rope")
     names = RopeConfig.__dataclass_fields__
     if rope is None or set(rope.values) != set(names):
-        raise CheckpointError(f"{fields.where}: rope must be an object with the keys {', '.join(names)}")
+        raise CheckpointError(
+            f"{fields.where}: rope: expected an object with the keys {', '.join(names)}, got another value; correct "
+            "the file"
+        )
     plain: dict[str, object] = {
         "type": rope.text("type"),
         "truncate": rope.flag("truncate", True),
@@ -349,14 +363,25 @@ class EagleHeadOptions:
     start             folder of a head whose training continues; its version, layers and drafted ids are kept
     """
 
-    version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
+    version: int = field(default=3, metadata={"help": "EAGLE version: 1 (also for EAGLE-2) or 3."})
     layers: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: before layers 2, L/2, L - 3."},
+        metadata={
+            "help": "Version 3: residual stream of the target to read; repeatable. Default: those before layers 2, "
+            "L/2 and "
+            "L - 3."
+        },
     )
-    draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
-    depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
-    start: Path | None = field(default=None, metadata={"help": "Folder of a head to train on; default: a fresh one."})
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={"help": "Version 3: number of token ids that can be drafted. Default: the whole vocabulary."},
+    )
+    depth: int = field(
+        default=5, metadata={"help": "Number of draft tokens of the chains that acceptance is measured on."}
+    )
+    start: Path | None = field(
+        default=None, metadata={"help": "Folder of a head to continue training from. Default: a new head."}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,24 +400,30 @@ class EagleTraining(TrainingOptions):
         ConfigurationError: a number is out of range.
     """
 
-    learning_rate: float = field(default=2e-3, metadata={"help": "Largest learning rate."})
-    tokens: int = field(default=1_000_000, metadata={"help": "Tokens to train on, repeats counted."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
     ttt_steps: int | None = field(
-        default=None, metadata={"help": "Passes of the training-time test. Default: 7; version 1: 1."}
+        default=None, metadata={"help": "Number of passes of the training-time test. Default: 7; version 1: 1."}
     )
-    ttt_decay: float = field(default=0.8, metadata={"help": "Weight of a pass in terms of the one before."})
-    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: of the feature loss."})
-    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: of the cross-entropy."})
+    ttt_decay: float = field(
+        default=0.8, metadata={"help": "Weight of a pass relative to the previous one, above 0 and at most 1."}
+    )
+    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: weight of the feature loss."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: weight of the cross-entropy loss."})
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if self.tokens < 1 or (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
-            raise ConfigurationError("tokens and ttt_steps must be positive, and ttt_decay in (0, 1]")
+            raise ConfigurationError(
+                "expected positive tokens and ttt_steps, and ttt_decay above 0 and at most 1, got other values; "
+                "correct them"
+            )
         if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
-            raise ConfigurationError("feature_weight and ce_weight must be 0 or more")
+            raise ConfigurationError("expected feature_weight and ce_weight of at least 0, got less; correct them")
         if TEXTS_PER_FILE % self.batch_size:
             raise ConfigurationError(
-                f"batch_size={self.batch_size} leaves texts out: give a divisor of {TEXTS_PER_FILE}"
+                f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "
+                "remaining sequences would be left out"
             )
 
     def passes(self, version: int) -> int:

@@ -92,13 +92,13 @@ def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool
         return saved >= WORTH_DIVIDING
     if not isinstance(divided, bool):
         raise ConfigurationError(
-            f"divided={divided!r} must be true or false: whether the target's ranks share an EAGLE head; leave it away "
-            "to have what is faster"
+            f"divided: expected true or false (whether the target's ranks share an EAGLE head), got {divided!r}; "
+            "omit it to use the faster one"
         )
     if divided and degree == 1:
         raise ConfigurationError(
-            "divided=True divides an EAGLE head over the ranks of its target, which has one; load the target with "
-            "tp_degree=2 or more, or leave divided away"
+            "divided: expected a target with tp_degree=2 or more for divided=True, got one rank; load the target "
+            "with a higher tp_degree, or omit divided"
         )
     return divided
 

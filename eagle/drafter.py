@@ -42,15 +42,16 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, head: EagleHead, target: CompiledDecoder, draft_tree: DraftTree) -> None:
         if not isinstance(draft_tree, DraftTree):
             raise ConfigurationError(
-                f"draft_tree={draft_tree!r} is not one; give Chain(k), StaticTree(parents) or DynamicTree(...)"
+                f"draft_tree: expected Chain(k), StaticTree(parents) or DynamicTree(...), got {draft_tree!r}; "
+                "correct it"
             )
         head.config.check_target(target.config)
         super().__init__(head, target, draft_tree.draft_shape)
         room = target.options.rows - target.n_positions
         if draft_tree.rows > room:
             raise ConfigurationError(
-                f"drafts of {draft_tree.name} take {draft_tree.rows} cache rows while they grow, and there are {room} "
-                "after the last position; take less width or less depth"
+                f"draft_tree: expected at most {room} cache rows after the last position, got {draft_tree.rows} for "
+                f"a {draft_tree.name} while it grows; reduce its width or depth"
             )
         self.head: EagleHead = head
         self.draft_tree = draft_tree

@@ -94,7 +94,7 @@ def _check_keys(config: Fields) -> None:
     if layer is None and config.values.get("norm_output") is not None:
         raise UnknownArchitectureError(
             f"{config.where}: norm_output has two meanings: in vLLM true feeds back the state after the last norm "
-            "(EAGLE-3.1), which is not supported, and in SpecForge false leaves out the norm before the output layer; "
+            "(EAGLE-3.1), which is not supported, and in SpecForge false omits the norm before the output layer; "
             "remove the key if the head is a plain EAGLE-3 head"
         )
     Keys(_OF, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE).check(config)
@@ -107,7 +107,8 @@ def _check_keys(config: Fields) -> None:
         first, second = config.values.get(first_key), config.values.get(second_key)
         if first is not None and first != second:
             raise CheckpointError(
-                f"{config.where}: {first_key} is {first!r} and {second_key} {second!r}; correct the file"
+                f"{config.where}: expected equal values, got {first_key}={first!r} and {second_key}={second!r}; "
+                "correct the file"
             )
 
 
@@ -118,8 +119,8 @@ def _check_residual(config: Fields) -> None:
     """
     if config.values.get("norm_before_residual") is None:
         raise CheckpointError(
-            f"{config.where}: norm_before_residual is missing; vLLM takes that for true and speculators for false, so "
-            'add "norm_before_residual": true or false, as the head was trained'
+            f"{config.where}: expected the key norm_before_residual, got none, and its default differs (true in "
+            'vLLM, false in speculators); add "norm_before_residual": true or false, as the head was trained'
         )
 
 
@@ -127,15 +128,16 @@ def _check_kind(config: Fields) -> None:
     kind = config.values.get("speculators_model_type")
     if kind is not None and kind not in ("eagle", "eagle3"):
         raise UnknownArchitectureError(
-            f"{config.where}: speculators_model_type {kind!r} is not supported; supported: eagle, eagle3"
+            f"{config.where}: speculators_model_type: expected eagle or eagle3, got {kind!r}; use a head of one of "
+            "these types"
         )
     architectures = config.values.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         for part, meaning in _OTHER_KINDS.items():
             if part in str(name).lower():
                 raise UnknownArchitectureError(
-                    f"{config.where}: architectures names {name}, a head of another kind ({meaning}), which is not "
-                    "supported; use an EAGLE-1, -2 or -3 head"
+                    f"{config.where}: architectures: expected an EAGLE-1, -2 or -3 head, got {name} ({meaning}), "
+                    "which is not supported; use an EAGLE head"
                 )
 
 
@@ -145,12 +147,12 @@ def _check_attention(layer: Fields) -> None:
     full = isinstance(types, list) and all(name == "full_attention" for name in types)
     if types is not None and not full:
         raise UnknownArchitectureError(
-            f"{layer.where}: layer_types = {types!r} is not supported; use a head with full attention"
+            f"{layer.where}: layer_types: expected full attention only, got {types!r}; use a head with full attention"
         )
     if window is not None and not full and layer.values.get("use_sliding_window") is not False:
         raise UnknownArchitectureError(
-            f"{layer.where}: sliding_window = {window!r} is not supported: attention sees a window of the text only; "
-            'use a head with full attention, or add "use_sliding_window": false if it has'
+            f"{layer.where}: sliding_window: expected none, since sliding-window attention is not supported, got "
+            f'{window!r}; use a head with full attention, or add "use_sliding_window": false if it has'
         )
 
 
@@ -194,7 +196,10 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
     if kind is not None:
         return "speculators", 3 if kind == "eagle3" else 1
     if "fc.weight" not in bare_names:
-        raise CheckpointError(f"{config.where}: the weights beside it hold no fc.weight, so this is no EAGLE head")
+        raise CheckpointError(
+            f"{config.where}: expected the tensor fc.weight among the weights, got none, so this is not an EAGLE "
+            "head; use the folder of an EAGLE head"
+        )
     if any(name.startswith("midlayer.") for name in bare_names):
         return "eagle", 3
     if OFFSETS in bare_names or "layers.0.hidden_norm.weight" in bare_names:
@@ -212,12 +217,13 @@ def own_name(name: str, layout: str, version: int) -> str | None:
         name = name.removeprefix(_MODEL)
     if _FURTHER.fullmatch(name):
         raise UnknownArchitectureError(
-            f"the tensor {name} belongs to a head of several layers, which is not supported; use a head of one layer"
+            f"weights: expected a head of one layer, got the tensor {name} of a head of several, which is not "
+            "supported; use a head of one layer"
         )
     if _REFUSED.fullmatch(name):
         raise UnknownArchitectureError(
-            f"the tensor {name} belongs to a variant of EAGLE with more norms, which is not supported; "
-            "use a head without it"
+            f"weights: expected a plain EAGLE head, got the tensor {name} of a variant with more norms, which is "
+            "not supported; use a head without it"
         )
     if any(name.endswith(end) for end in _HARMLESS_TENSORS):
         return None
@@ -247,7 +253,7 @@ def parse(
         ConfigurationError: ``override`` is for a head of version 1, or the head names no layers of a small target.
     """
     if override is not None and version == 1:
-        raise ConfigurationError(f"{config.where}: an EAGLE-1 head reads the last hidden state; leave aux_layers out")
+        raise ConfigurationError(f"{config.where}: aux_layers: expected none for an EAGLE-1 head; omit aux_layers")
     if layout == "paceline":
         config_fields = parse_own(config)
         if override is None:
@@ -255,7 +261,7 @@ def parse(
         return replace(config_fields, layers=overridden(config.where, config_fields.layers, override))
     nested = config.child("transformer_layer_config") if layout == "speculators" else config
     if nested is None:
-        raise CheckpointError(f"{config.where}: transformer_layer_config is missing; download the file again")
+        raise CheckpointError(f"{config.where}: the key transformer_layer_config is missing; download the file again")
     if layout == "speculators" and version == 3:
         _check_residual(config)
     # The tensors determine the number of layers: published files have the target's number.
@@ -263,13 +269,12 @@ def parse(
     layer = Fields({**usual, **nested.values}, nested.where)
     if layer.text("model_type") != "llama":  # a head's layer is Llama's for every target
         raise UnknownArchitectureError(
-            f"{layer.where}: model_type {layer.text('model_type')!r} is not supported; supported: llama, of whose "
-            "kind the layers of a head are, whatever its target is"
+            f"{layer.where}: model_type: expected llama in a head, got {layer.text('model_type')!r}; use another head"
         )
     sizes = ModelConfig.from_fields(layer)
     if sizes.blueprint.activation != "silu":
         raise UnknownArchitectureError(
-            f"{layer.where}: hidden_act {sizes.hidden_act!r} is not supported in a head; supported: silu"
+            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
         )
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
@@ -302,8 +307,8 @@ def _check_count(config: Fields, layers: Sequence[int]) -> None:
         count = fields.values.get("num_aux_hidden_states") if fields is not None else None
         if layers and count is not None and count != len(layers):
             raise CheckpointError(
-                f"{config.where}: num_aux_hidden_states is {count!r}, and the head reads residual streams "
-                f"{list(layers)}; correct the file, or set aux_layers"
+                f"{config.where}: num_aux_hidden_states: expected {len(layers)}, since the head reads residual "
+                f"streams {list(layers)}, got {count!r}; correct the file, or set aux_layers"
             )
 
 

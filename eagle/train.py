@@ -113,7 +113,8 @@ def acceptance(
     places[:, :skip] = False
     if not bool(places.any()):
         raise ConfigurationError(
-            f"no text to measure on has a place that counts with room for {depth} drafts; give more or longer ones"
+            f"data: expected at least one sequence to evaluate on with space for {depth} draft tokens, got none; "
+            "give more or longer ones"
         )
     return [float(row[places].double().mean()) for row in agreed.unbind(1)]
 
@@ -199,7 +200,10 @@ def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHea
         CheckpointError: it has its own embedding, which this training does not support.
     """
     if found.embedding is not None:
-        raise CheckpointError(f"{where} has an embedding of its own; only heads that share the target's are trained on")
+        raise CheckpointError(
+            f"start: expected a head that shares the target's embedding, got {where} with its own; continue from "
+            "another head"
+        )
     network = TrainableHead(
         found.config, target.embedding, target.output.detach() if found.config.version == 1 else None
     )
@@ -369,19 +373,23 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
     check_version(head.version)
     if head.start is not None:
         if head.layers or head.draft_vocab_size is not None:
-            raise ConfigurationError("start: the layers and the drafted ids are those of that head; give no others")
+            raise ConfigurationError(
+                "start: expected the layers and draft vocabulary of that head, got others; omit them"
+            )
         version = checkpoint.load(head.start, sizes).config.version
         if version != head.version:
-            raise ConfigurationError(f"{head.start} is a head of version {version}; give version={version}")
+            raise ConfigurationError(
+                f"version: expected {version}, the version of {head.start}, got another one; give version={version}"
+            )
     if any(not 0 <= layer <= sizes.num_layers for layer in head.layers):
         raise ConfigurationError(
-            f"the target has {sizes.num_layers} layers, and residual streams are numbered 0 to {sizes.num_layers}; "
-            f"{list(head.layers)} is not among them"
+            f"layers: expected residual streams from 0 to {sizes.num_layers} of this target, got "
+            f"{list(head.layers)}; correct them"
         )
     if head.draft_vocab_size is not None and (head.version != 3 or not 1 <= head.draft_vocab_size <= sizes.vocab_size):
         raise ConfigurationError(
-            f"a head of version 3 drafts 1 to {sizes.vocab_size} ids of this target, and one of version 1 all of them; "
-            f"{head.draft_vocab_size} is not possible for version {head.version}"
+            f"draft_vocab_size: expected 1 to {sizes.vocab_size} for a head of version 3, and all ids for version "
+            f"1, got {head.draft_vocab_size} for version {head.version}; correct it"
         )
     texts.check_room(sizes.max_position_embeddings, head.depth)
     if head.version == 3 and not head.layers and head.start is None:

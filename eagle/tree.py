@@ -122,7 +122,8 @@ class DynamicTree(nn.Module):
         most = width + (depth - 1) * width * width
         if min(nodes, depth, width) < 1 or not depth <= nodes <= most:
             raise ConfigurationError(
-                f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
+                f"draft_tree: expected {depth} to {most} nodes for a dynamic tree of depth {depth} and width "
+                f"{width}, got {nodes}; correct the number"
             )
         self.draft_shape = DraftShape(nodes, depth, None, dynamic=True)
         self.rows = 1 + width * (depth - 1)  # the root and expanded nodes; more than the kept ones if the tree is deep
@@ -182,8 +183,8 @@ def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
         return Chain(k, drawn=drawn)
     if drawn:
         raise ConfigurationError(
-            "only chains can be drawn from the head's probabilities (acceptor='reject'): use draft tree 'chain', or "
-            "acceptor='match', which is exact for trees too"
+            "draft_tree: expected 'chain' for acceptor='reject', since only chains can be sampled from the head's "
+            "probabilities, got a tree; use draft_tree='chain', or acceptor='match', which is exact for trees too"
         )
     try:
         numbers = tuple(int(part) for part in arguments.split(","))
@@ -193,7 +194,7 @@ def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
         return StaticTree(numbers)
     if kind == "dynamic" and len(numbers) == 3:
         return DynamicTree(numbers[0], depth=numbers[1], width=numbers[2])
-    raise ConfigurationError(f"unknown draft tree {text!r}; expected {_FORMS}")
+    raise ConfigurationError(f"draft_tree: expected {_FORMS}, got {text!r}; correct it")
 
 
 class TreeFrontier:

@@ -42,7 +42,9 @@ def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool]
         CheckpointError: the folder does not exist, or its contents cannot be used.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds the heads")
+        raise CheckpointError(
+            f"{folder}: expected a folder, got a file or nothing; give the folder that contains the heads"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files or find_weight_files(folder):
         with open_weight_file(file) as source:
@@ -50,7 +52,9 @@ def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool]
                 if wanted is not None and not wanted(name):
                     continue
                 if name in tensors:
-                    raise CheckpointError(f"{name} is in two files of {folder}; fetch the checkpoint again")
+                    raise CheckpointError(
+                        f"{folder}: expected every tensor once, got {name} in two files; download the checkpoint again"
+                    )
                 tensors[name] = source.read(name).clone()
     return tensors
 
@@ -62,16 +66,20 @@ def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
         MissingWeightsError, WeightShapeError, WeightValueError, CheckpointError: a check fails.
     """
     if missing := sorted(set(shapes) - set(weights)):
-        raise MissingWeightsError(f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own {CONFIG}")
+        raise MissingWeightsError(
+            f"{folder}: expected the tensors {', '.join(missing[:4])}, got none; download the checkpoint in full, "
+            f"with its own {CONFIG}"
+        )
     if surplus := sorted(set(weights) - set(shapes)):
         raise CheckpointError(
-            f"{folder} holds tensors that a head with this {CONFIG} does not use: {', '.join(surplus[:4])}"
+            f"{folder}: expected only tensors that a head with this {CONFIG} uses, got also "
+            f"{', '.join(surplus[:4])}; use the {CONFIG} that belongs to the weights"
         )
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise WeightShapeError(
-                f"{folder}: {name} has shape {list(weights[name].shape)}, but its {CONFIG} and the target ask for "
-                f"{list(shape)}; use the {CONFIG} and the target that belong to it"
+                f"{folder}: {name}: expected shape {list(shape)} from its {CONFIG} and the target, got "
+                f"{list(weights[name].shape)}; use the {CONFIG} and the target that belong to it"
             )
         check_finite(name, weights[name], weights[name].dtype, where=folder)
 

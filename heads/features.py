@@ -72,9 +72,9 @@ class FeatureCache:
         needed = TEXTS_PER_FILE + options.eval_samples
         if room < needed:
             raise ConfigurationError(
-                f"the data hold {len(stream)} tokens, and training needs at least {needed * options.length} "
-                f"({TEXTS_PER_FILE} texts of {options.length} to learn from and {options.eval_samples} to measure on); "
-                "give more"
+                f"data: expected at least {needed * options.length} tokens ({TEXTS_PER_FILE} sequences of "
+                f"{options.length} to train on and {options.eval_samples} to evaluate on), got {len(stream)}; give "
+                "more"
             )
         self._target, self._stream, self._options = target, stream, options
         self._order = np.random.default_rng(options.seed).permutation(room)
@@ -138,7 +138,8 @@ def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
     room = len(stream) // length
     if count > room:
         raise ConfigurationError(
-            f"the data hold {len(stream)} tokens, enough for {room} texts of {length} and not for {count}; give more"
+            f"data: expected enough tokens for {count} sequences of {length}, got {len(stream)}, enough for {room}; "
+            "give more"
         )
     places = np.random.default_rng(seed).permutation(room)[:count] * length
     return torch.from_numpy(np.stack([stream[at : at + length] for at in places]).astype(np.int64))

@@ -38,7 +38,9 @@ def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
         try:
             return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True).eval()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{place} is not a checkpoint that transformers can load ({error})") from error
+            raise CheckpointError(
+                f"{place}: expected a checkpoint that transformers can load, got an error ({error}); correct the folder"
+            ) from error
     weights = load_weights(place, ModelConfig.from_pretrained(place), dtype)
     keys: dict[str, Any] = read_config(place)
     config = AutoConfig.for_model(**keys)
@@ -61,7 +63,9 @@ def products(precision: str, device: str = "cpu") -> torch.autocast:
         ConfigurationError: the precision does not exist.
     """
     if precision not in PRECISIONS:
-        raise ConfigurationError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+        raise ConfigurationError(
+            f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}; use one of them"
+        )
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -72,11 +76,11 @@ def check_device(device: str) -> None:
     except RuntimeError:
         found = None
     if found is None or found.type not in {"cpu", "cuda"}:
-        raise ConfigurationError(f"device={device!r} is unknown; use cpu, cuda or cuda:N")
+        raise ConfigurationError(f"device: expected cpu, cuda or cuda:N, got {device!r}; use one of them")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
-            f"device={device!r}: PyTorch sees {torch.cuda.device_count()} GPUs here; use cpu, or a build of PyTorch "
-            "and a driver that see the GPU"
+            f"device: expected one of the {torch.cuda.device_count()} GPUs that PyTorch finds, got {device!r}; use "
+            "cpu, or a PyTorch build and driver that find the GPU"
         )
 
 

@@ -50,13 +50,13 @@ class Keys:
             rule = self.others.get(key)
             if rule is None and key not in self.known:
                 raise UnknownArchitectureError(
-                    f"{fields.where}: {key!r} is not a setting of {self.of} known here, and passing over it could make "
-                    "it draft badly; remove it if it has no effect"
+                    f"{fields.where}: {key!r} is not a known setting of {self.of}, and ignoring it could lower the "
+                    "acceptance rate; remove it if it has no effect"
                 )
             if rule is not None and not any(type(value) is type(one) and value == one for one in rule.values):
                 raise UnknownArchitectureError(
-                    f"{fields.where}: {key} = {json.dumps(value)} is not supported: {rule.meaning}; use a head with "
-                    f"{key} = {json.dumps(rule.values[0])}"
+                    f"{fields.where}: {key}: expected {json.dumps(rule.values[0])}, got {json.dumps(value)}, which "
+                    f"is not supported: {rule.meaning}; use a head with {key} = {json.dumps(rule.values[0])}"
                 )
 
 
@@ -82,7 +82,7 @@ def write_json(path: Path, values: object, *, indent: int | None = None) -> None
 def check_layout(layout: str, layouts: Iterable[str]) -> None:
     """Raise ConfigurationError unless the layout exists."""
     if layout not in layouts:
-        raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(layouts)}")
+        raise ConfigurationError(f"layout: expected one of {', '.join(layouts)}, got {layout!r}; use one of them")
 
 
 Prefixes = Sequence[tuple[str, str]]
@@ -108,7 +108,9 @@ def sources(names: Mapping[str, str | None]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, own in names.items():
         if own in found:
-            raise CheckpointError(f"{found[own]} and {name} are both {own}; keep one layout in one folder")
+            raise CheckpointError(
+                f"expected one {own} file in a folder, got {found[own]} and {name}; keep one layout in each folder"
+            )
         if own is not None:
             found[own] = name
     return found

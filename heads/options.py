@@ -27,21 +27,26 @@ class TrainingOptions:
         ConfigurationError: a value is out of range.
     """
 
-    batch_size: int = field(default=8, metadata={"help": "Texts in a step."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Largest learning rate."})
+    batch_size: int = field(default=8, metadata={"help": "Number of sequences per step."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     precision: str = field(
         default="f32",
-        metadata={"help": "Of matrix products: f32, or bf16, which is faster on a CPU with instructions for it."},
+        metadata={
+            "help": "Precision of matrix products: f32, or bf16, which is faster on CPUs with instructions for it."
+        },
     )
-    device: str = field(default="cpu", metadata={"help": "Where heads learn: cpu, cuda or cuda:N."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; run again to resume."})
+    device: str = field(default="cpu", metadata={"help": "Device for training: cpu, cuda or cuda:N."})
+    max_minutes: float | None = field(
+        default=None,
+        metadata={"help": "Minutes after which training stops; run the command again to resume. Default: no limit."},
+    )
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or not 0 < self.learning_rate < math.inf:
-            raise ConfigurationError("batch_size and learning_rate of a training must be positive")
+            raise ConfigurationError("expected a positive batch_size and learning_rate, got other values; correct them")
         if self.max_minutes is not None and not self.max_minutes >= 0:
             raise ConfigurationError(
-                f"max_minutes={self.max_minutes} is not a time; give 0 or more, or None to train to the end"
+                f"max_minutes: expected at least 0, or None for no limit, got {self.max_minutes}; correct it"
             )
         from paceline.heads.frozen_model import check_device, products  # loads PyTorch
 
@@ -65,13 +70,20 @@ class TextOptions:
         ConfigurationError: a number is out of range.
     """
 
-    length: int = field(default=256, metadata={"help": "Tokens of a text."})
-    prompt: int | None = field(default=None, metadata={"help": "Of them, those the target goes on from; a quarter."})
+    length: int = field(default=256, metadata={"help": "Number of tokens per sequence."})
+    prompt: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length."
+        },
+    )
     eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
-            raise ConfigurationError("prompt must be at least 1 and shorter than length, and eval_samples positive")
+            raise ConfigurationError(
+                "prompt: expected 1 <= prompt < length, and eval_samples of at least 1, got other values; correct them"
+            )
 
     @property
     def prompt_length(self) -> int:
@@ -84,8 +96,8 @@ class TextOptions:
         """
         if not self.prompt_length + ahead < self.length <= longest:
             raise ConfigurationError(
-                f"texts of {self.length} tokens do not fit: the target reads {longest}, and after a prompt of "
-                f"{self.prompt_length} there must be room for {ahead} drafts"
+                f"length: expected at most {longest} tokens (what the target reads) and {ahead} draft positions "
+                f"after the prompt of {self.prompt_length}, got {self.length}; shorten the sequences or the prompt"
             )
 
 
@@ -100,15 +112,19 @@ class CachedTextOptions(TextOptions):
         ConfigurationError: a number is out of range.
     """
 
-    eval_samples: int = field(default=32, metadata={"help": "Texts to measure on; they are not trained on."})
-    feature_cache_gb: float = field(default=2.0, metadata={"help": "GB of states to keep on disk; 0 = none."})
-    seed: int = field(default=0, metadata={"help": "Of the order of the data."})
+    eval_samples: int = field(
+        default=32, metadata={"help": "Number of sequences to evaluate on, which are not trained on."}
+    )
+    feature_cache_gb: float = field(
+        default=2.0, metadata={"help": "Hidden states to keep on disk, in GB; 0 keeps none."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the data."})
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if not 0 <= self.feature_cache_bytes < math.inf:
             raise ConfigurationError(
-                f"feature_cache_gb={self.feature_cache_gb} is not a size; give gigabytes, or 0 to keep nothing"
+                f"feature_cache_gb: expected a size in gigabytes, got {self.feature_cache_gb}; give 0 to keep nothing"
             )
 
     @property

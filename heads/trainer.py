@@ -33,8 +33,8 @@ def _check_loss(loss: float, step: int) -> None:
     """Raise ConfigurationError if a loss is NaN or infinite: a model of NaN is useless."""
     if not math.isfinite(loss):
         raise ConfigurationError(
-            f"the loss of step {step} is {loss}: the run has diverged; begin again with a lower rate, in another work "
-            "folder"
+            f"the training has diverged: the loss of step {step} is {loss}; start again with a lower learning rate, "
+            "in another work folder"
         )
 
 
@@ -85,8 +85,8 @@ class RunState:
         for name in [*self._facts, *(name for name in before if name not in self._facts)]:
             if before.get(name) != self._facts.get(name):
                 raise ConfigurationError(
-                    f"{self._path} is of a run with another {name} ({before.get(name)}, now {self._facts.get(name)}); "
-                    "repeat that run's options and data to go on with it, or give another work folder"
+                    f"{self._path}: expected a run with {name} {before.get(name)}, got {self._facts.get(name)}; "
+                    "repeat that run's options and data to resume it, or give another work folder"
                 )
         state: dict[str, Any] = saved["state"]
         return state

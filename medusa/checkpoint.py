@@ -54,20 +54,20 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         own_names[name] = own_name = _ours(name)
         if _VLLM.fullmatch(name):
             raise CheckpointError(
-                f"{name} is a name of vLLM's own layout of Medusa heads, which is not supported; use the checkpoint "
-                "that it was made from"
+                f"weights: {name} belongs to vLLM's layout of Medusa heads, which is not supported; use the "
+                "checkpoint that it was converted from"
             )
         if own_name is None and _PART.fullmatch(name):
             raise CheckpointError(
-                f"{name} belongs to a Medusa head, and heads here have no such part: they are residual blocks and a "
-                "projection without a bias; use heads of that kind"
+                f"weights: expected residual blocks and a projection without a bias, got {name}; use Medusa heads "
+                "of that kind"
             )
     sources = layouts.sources(own_names)
     if not sources:
         raise MissingWeightsError(
-            "no tensor has the name of a Medusa head: neither 0.0.linear.weight (Medusa), nor "
-            "medusa_head_0.0.linear.weight (NxD Inference), nor heads.0.blocks.0.weight (ours); give the file "
-            "with the heads"
+            "weights: expected a tensor of a Medusa head (0.0.linear.weight of Medusa, "
+            "medusa_head_0.0.linear.weight of NxD Inference or heads.0.blocks.0.weight of Paceline), got none; give "
+            "the file that contains the heads"
         )
     return sources
 
@@ -99,7 +99,9 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
         match = _OURS.fullmatch(name)
         assert match is not None, "names are ours by now"
         if not shape:
-            raise WeightShapeError(f"{name} of the Medusa heads is a single number; take the checkpoint again")
+            raise WeightShapeError(
+                f"weights: {name}: expected a matrix, got a single number; download the checkpoint again"
+            )
         head = int(match[1])
         blocks.setdefault(head, set())
         width = shape[-1]
@@ -110,13 +112,16 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
     heads = max(blocks) + 1
     absent = sorted(set(range(heads)) - set(blocks))
     if absent:
-        raise MissingWeightsError(f"head {absent[0]} of {heads} Medusa heads is absent; take the checkpoint in full")
+        raise MissingWeightsError(
+            f"weights: expected {heads} Medusa heads, got none with number {absent[0]}; download the checkpoint in full"
+        )
     layers = max((len(indices) for indices in blocks.values()), default=0)
     uneven = [head for head, indices in blocks.items() if indices != set(range(layers))]
     if uneven or (projections and len(projections) != heads):
         head = uneven[0] if uneven else min(set(range(heads)) - set(projections))
         raise MissingWeightsError(
-            f"head {head} of {heads} lacks a block or a projection that others have; take the checkpoint in full"
+            f"weights: expected the same blocks and projection in all {heads} Medusa heads, got fewer in head "
+            f"{head}; download the checkpoint in full"
         )
     size = next(iter(projections.values()))[0] if projections else vocab_size
     return MedusaConfig(heads, layers, width, size, tied=not projections)
@@ -147,13 +152,13 @@ def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) ->
         return dict(weights)
     if layout == "nxd" and (config.tied or config.layers != 1):
         raise ConfigurationError(
-            "NxD Inference reads heads of one block and a projection of their own; convert with the target given, "
-            "so that tied heads get copies of its output layer, and train with one layer"
+            "layout: NxD Inference expects heads with one block and their own projection; convert with the target "
+            "given, so that tied heads get copies of its output layer, and train with layers=1"
         )
     if config.layers > 1 and not shared(config, weights):
         raise ConfigurationError(
-            f"Medusa's own code repeats one block {config.layers} times and would load only the last of these unlike "
-            "blocks into it; keep our layout, or train heads with one layer"
+            f"layout: Medusa's own code repeats one block {config.layers} times, so it would load only the last of "
+            "these different blocks; keep Paceline's layout, or train with layers=1"
         )
     prefix = "medusa_head_" if layout == "nxd" else ""
     tensors: dict[str, Tensor] = {}
@@ -234,8 +239,8 @@ def check_place(folder: Path, layout: str = "paceline") -> None:
     before = [name for name in order[: order.index(FILES[layout])] if (folder / name).is_file()]
     if before:
         raise ConfigurationError(
-            f"{folder} holds other heads in {before[0]}, which would be read instead of those written there; remove "
-            "that file, or give another folder"
+            f"{folder}: expected a folder without other heads, got {before[0]}, which would be loaded instead; "
+            "remove that file, or give another folder"
         )
 
 
@@ -259,16 +264,18 @@ def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:
     """Compare config.json with the tensors."""
     if claims.heads is not None and claims.heads > config.heads:
         raise MissingWeightsError(
-            f"{folder}/{CONFIG} says medusa_num_heads = {claims.heads}, and there are {config.heads} heads; take the "
-            "checkpoint in full, or correct the file"
+            f"{folder}/{CONFIG}: medusa_num_heads: expected {config.heads}, the number of heads in the weights, got "
+            f"{claims.heads}; download the checkpoint in full, or correct the file"
         )
     if claims.heads is not None and claims.heads < config.heads:
         # Published files say 2 and hold 5: Medusa's own loader overrides the number.
         log.info("%s says %d heads and holds %d; all are used", folder, claims.heads, config.heads)
     if claims.layers is not None and claims.layers != config.layers:
         raise MissingWeightsError(
-            f"{folder}/{CONFIG} says medusa_num_layers = {claims.layers}, and the heads have {config.layers}; take the "
-            "checkpoint in full, or correct the file"
+            f"{folder}/{CONFIG}: medusa_num_layers: expected {config.layers}, the number of blocks in the weights, "
+            f"got {claims.layers}; download the checkpoint in full, or correct the file"
         )
     if claims.tied is False and config.tied:
-        raise MissingWeightsError(f"{folder} lacks the projections that its {CONFIG} speaks of; take it in full")
+        raise MissingWeightsError(
+            f"{folder}: expected the projections that its {CONFIG} declares, got none; download the checkpoint in full"
+        )

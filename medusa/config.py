@@ -48,10 +48,13 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         for name in ("heads", "hidden_size", "vocab_size"):
             if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} of Medusa heads must be at least 1, not {getattr(self, name)}")
+                raise ConfigurationError(
+                    f"{name}: expected at least 1 for Medusa heads, got {getattr(self, name)}; correct it"
+                )
         if self.layers < 0 or (self.tied and not self.layers):
             raise ConfigurationError(
-                f"layers={self.layers}: Medusa heads need a residual block, or a projection of their own"
+                f"layers: expected at least 1 for Medusa heads without their own projection, got {self.layers}; "
+                "raise it, or untie the heads"
             )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -102,8 +105,8 @@ class Claims:
         fields = read_config(folder)
         if fields.values.get("model_type") == "medusa":
             raise UnknownArchitectureError(
-                f"{fields.where}: model_type 'medusa' is vLLM's own layout (blocks.0.layers.0, lm_heads.0, perhaps "
-                "with a reduced vocabulary), which is not supported; use the checkpoint that it was made from"
+                f"{fields.where}: model_type 'medusa' is vLLM's layout (blocks.0.layers.0, lm_heads.0, perhaps with "
+                "a reduced vocabulary), which is not supported; use the checkpoint that it was converted from"
             )
         _KEYS.check(fields)
 
@@ -144,25 +147,30 @@ class MedusaTraining(TrainingOptions):
         ConfigurationError: a value is out of range.
     """
 
-    epochs: float = field(default=1.0, metadata={"help": "Passes over all texts."})
+    epochs: float = field(default=1.0, metadata={"help": "Number of passes over all sequences."})
     loss_target: str = field(
-        default="target", metadata={"help": "What heads learn: target, its distribution; text, the tokens that came."}
+        default="target",
+        metadata={"help": "Loss target: target (the target's distribution) or text (the tokens of the sequence)."},
     )
     loss_vocab_size: int = field(
-        default=0, metadata={"help": "Ids that the losses see, the most frequent ones: faster; 0 = all of them."}
+        default=0,
+        metadata={"help": "Number of most frequent ids that the losses see, to train faster; 0 uses all of them."},
     )
-    seed: int = field(default=0, metadata={"help": "Of the order of the texts."})
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the sequences."})
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if self.loss_target not in _LOSS_TARGETS:
             raise ConfigurationError(
-                f"loss_target={self.loss_target!r} is unknown; use one of {', '.join(_LOSS_TARGETS)}"
+                f"loss_target: expected one of {', '.join(_LOSS_TARGETS)}, got {self.loss_target!r}; use one of them"
             )
         if not 0 < self.epochs < math.inf:
-            raise ConfigurationError(f"epochs={self.epochs} must be positive")
+            raise ConfigurationError(f"epochs: expected a positive number, got {self.epochs}; correct it")
         if self.loss_vocab_size < 0:
-            raise ConfigurationError(f"loss_vocab_size={self.loss_vocab_size} is no number of ids; 0 means all")
+            raise ConfigurationError(
+                f"loss_vocab_size: expected a number of ids of at least 0, got {self.loss_vocab_size}; give 0 for "
+                "all ids"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +185,22 @@ class MedusaTexts(TextOptions):
         ConfigurationError: a number is out of range.
     """
 
-    tokens: int = field(default=300_000, metadata={"help": "Tokens of the data to train on."})
+    tokens: int = field(default=300_000, metadata={"help": "Number of tokens of the data to train on."})
     self_distill_tokens: int = field(
-        default=0, metadata={"help": "Tokens of the target's own continuations to train on."}
+        default=0, metadata={"help": "Number of tokens of the target's own continuations to train on."}
     )
     temperature: tuple[float, ...] = field(
-        default=(0.0, 1.0), metadata={"help": "Of those, by turns; repeatable. Default: 0 and 1."}
+        default=(0.0, 1.0),
+        metadata={"help": "Temperature of these continuations; repeatable, used in turns. Default: 0 and 1."},
     )
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if min(self.tokens, self.self_distill_tokens) < 0 or self.tokens + self.self_distill_tokens < self.length:
-            raise ConfigurationError("train on at least one text: raise tokens or self_distill_tokens")
+            raise ConfigurationError(
+                "tokens: expected at least one sequence to train on, got none; raise tokens or self_distill_tokens"
+            )
         if not self.temperature or not all(0 <= value < math.inf for value in self.temperature):
-            raise ConfigurationError("temperature must be 0 (greedy) or more, once or several times")
+            raise ConfigurationError(
+                "temperature: expected 0 (greedy) or more, once or several times, got another value; correct it"
+            )

@@ -82,8 +82,8 @@ class Heads(nn.Module):
         assert ids is not None or self._group.degree == 1
         if tuple(output.shape) != (-(-config.vocab_size // self._group.degree), config.hidden_size):
             raise WeightShapeError(
-                f"the heads are for a target with an output layer of {[config.vocab_size, config.hidden_size]}, and "
-                f"this target's is {list(output.shape)}; give the heads that were trained for it"
+                f"heads: expected a target with an output layer of {[config.vocab_size, config.hidden_size]}, got "
+                f"{list(output.shape)}; give the heads that were trained for it"
             )
         self.config = config
         self.heads = nn.ModuleList(Head(config, dtype) for _ in range(config.heads))

@@ -78,7 +78,9 @@ def measure(heads: Heads, texts: Sequence[Texts], output: Tensor) -> Accuracy:
             target_logits = logits.gather(-1, targets.unsqueeze(-1))
             ranks.append((~(logits <= target_logits)).sum(-1).clamp(max=TOP).cpu())  # NaN is never right
     if not sum(map(len, ranks)):
-        raise ConfigurationError("no text was long enough to measure the heads on; give more or longer ones")
+        raise ConfigurationError(
+            "data: expected at least one sequence long enough to evaluate the heads, got none; give more or longer ones"
+        )
     return Accuracy(torch.cat(ranks))
 
 
@@ -106,7 +108,7 @@ def best(children: Children, nodes: int) -> Found:
         ConfigurationError: ``nodes`` is not positive, or every path has probability 0.
     """
     if nodes < 1:
-        raise ConfigurationError(f"a tree needs at least one node, not {nodes}")
+        raise ConfigurationError(f"nodes: expected at least 1, got {nodes}; raise it")
     paths: list[tuple[int, ...]] = []
     total = 0.0
     # Of equal probability, the shorter path and the lower ranks come first, so that a search gives the same tree twice.
@@ -119,7 +121,10 @@ def best(children: Children, nodes: int) -> Found:
         for offer in _offers(path, children):
             heapq.heappush(heap, offer)
     if not paths:
-        raise ConfigurationError("no head was right anywhere, so no tree is better than none; train the heads first")
+        raise ConfigurationError(
+            "heads: expected some correct predictions, got none, so every tree would lower the speed; train the "
+            "heads first"
+        )
     return Found(Choices.of(paths), total)
 
 

@@ -64,7 +64,7 @@ class MedusaTrainer(Trainer):
         shortest = min((w.tokens.shape[1] for w in windows), default=0)
         if shortest < heads.config.heads + 2:
             raise ConfigurationError(
-                f"windows of {shortest} tokens are too short for {heads.config.heads} heads; keep longer ones"
+                f"window: expected more than {shortest} tokens for {heads.config.heads} heads; give longer ones"
             )
         parameters = heads.own()
         for parameter in parameters.values():
@@ -137,8 +137,8 @@ def _frequent(config: MedusaConfig, windows: Sequence[Texts], output: Tensor, *,
     """Return the rows [keep, H] of the most frequent ids, and the index of every id [V] among them: -1 if absent."""
     if not config.tied:
         raise ConfigurationError(
-            "loss_vocab_size is for heads that use the target's output layer: rows of a layer of their own that the "
-            "losses do not see would stay as they are; leave it at 0, or tie the heads"
+            "loss_vocab_size: expected 0 for heads with their own output layer, whose other rows would stay "
+            "untrained, got another value; set it to 0, or tie the heads"
         )
     counts = torch.zeros(len(output), dtype=torch.int64)
     for part in windows:

@@ -53,18 +53,18 @@ class Choices:
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise ConfigurationError("a Medusa tree has no choices; give at least [[0]]")
+            raise ConfigurationError("tree: expected at least one choice, got none; give at least [[0]]")
         paths = set(self.paths)
         if len(paths) < len(self.paths):
             twice = next(path for i, path in enumerate(self.paths) if path in self.paths[:i])
-            raise ConfigurationError(f"the choice {list(twice)} is in the tree twice; take one of them out")
+            raise ConfigurationError(f"tree: expected every choice once, got {list(twice)} twice; remove one of them")
         for path in self.paths:
             if not path or min(path) < 0:
-                raise ConfigurationError(f"{list(path)} is no choice; a choice is a list of ranks from 0 on, not empty")
-            if len(path) > 1 and path[:-1] not in paths:
                 raise ConfigurationError(
-                    f"the choice {list(path)} hangs in the air: {list(path[:-1])} is not in the tree; add it"
+                    f"tree: expected a list of one or more ranks from 0 on as a choice, got {list(path)}; correct it"
                 )
+            if len(path) > 1 and path[:-1] not in paths:
+                raise ConfigurationError(f"tree: choice {list(path)} has no parent; add {list(path[:-1])} to the tree")
         assert self.paths == tuple(sorted(self.paths, key=_order)), "made by `of`, which sorts"
 
     @classmethod
@@ -77,9 +77,11 @@ class Choices:
         paths = []
         for choice in choices:
             if not isinstance(choice, list | tuple):
-                raise ConfigurationError(f"{choice!r} is no choice; a choice is a list of ranks, such as [0, 2]")
+                raise ConfigurationError(
+                    f"tree: expected a list of ranks such as [0, 2] as a choice, got {choice!r}; correct it"
+                )
             if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in choice):
-                raise ConfigurationError(f"the choice {list(choice)} holds something else than whole numbers")
+                raise ConfigurationError(f"tree: expected whole numbers in a choice, got {list(choice)}; correct it")
             paths.append(tuple(choice))
         return cls(tuple(sorted(paths, key=_order)))
 
@@ -98,10 +100,14 @@ class Choices:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path} is no tree ({error}); give JSON such as [[0],[0,0],[1]]") from error
+            raise ConfigurationError(
+                f"{path}: expected JSON such as [[0],[0,0],[1]], got {error}; correct the file"
+            ) from error
         listed = value.get("choices") if isinstance(value, dict) else value
         if not isinstance(listed, list):
-            raise ConfigurationError(f'{path} holds no list of choices; give [[0],[0,0],[1]] or {{"choices": [...]}}')
+            raise ConfigurationError(
+                f'{path}: expected a list of choices, got none; give [[0],[0,0],[1]] or {{"choices": [...]}}'
+            )
         return cls.of(listed)
 
     def write(self, path: Path) -> None:
@@ -131,13 +137,14 @@ class Choices:
         """Raise ConfigurationError unless ``heads`` heads and their best ``top`` tokens are enough for this tree."""
         if self.depth > heads:
             raise ConfigurationError(
-                f"the tree is {self.depth} deep, such as {list(self.paths[-1])}, and there are {heads} heads; take a "
-                "tree for fewer heads (`paceline tree` makes one), or heads with more"
+                f"tree: expected a depth of at most {heads}, the number of heads, got {self.depth}, such as "
+                f"{list(self.paths[-1])}; use a tree for fewer heads (`paceline medusa-tree` makes one), or more "
+                "heads"
             )
         if max(self.widths) > top:
             raise ConfigurationError(
-                f"the tree asks for rank {max(self.widths) - 1}, and only the best {top} tokens of a head are looked "
-                "at; take a narrower tree"
+                f"tree: expected ranks below {top} (a head's best tokens that are kept), got "
+                f"{max(self.widths) - 1}; use a narrower tree"
             )
 
 
@@ -156,7 +163,7 @@ def parse_choices(tree: object) -> Choices:
         return Choices.read(Path(tree))
     if not isinstance(tree, Iterable):
         raise ConfigurationError(
-            f"tree={tree!r} is not a tree; give choices such as [[0], [0, 0], [1]], or a file of them"
+            f"tree: expected choices such as [[0], [0, 0], [1]] or a file of them, got {tree!r}; correct it"
         )
     return Choices.of(tree)
 

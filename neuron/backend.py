@@ -116,14 +116,16 @@ class NeuronBackend(ChecksNoise):
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy every graph of this decoder."""
         if not self._folders:
-            raise ArtefactError("no graph is compiled for Neuron yet: call compile() before save()")
+            raise ArtefactError("save: expected graphs compiled for Neuron, got none; call compile() first")
         for path in self._folders:
             cache.copy(path, folder)
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         """Load compiled graphs from a folder; those that do not fit are compiled."""
         if not any(folder.glob(f"*/{cache.MANIFEST}")):
-            raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
+            raise ArtefactError(
+                f"{folder}: expected compiled graphs, got none; write them with decoder.save({str(folder)!r})"
+            )
         self._shipped = folder
 
     def _facts(self, facts: dict[str, object]) -> dict[str, object]:

@@ -312,7 +312,10 @@ class Resident:
                 for rank, held in enumerate(torch.ops.neuron._parallel_load(new)):
                     self._model.weights[rank].update(held)
         except RuntimeError as error:
-            raise BackendError(f"the device does not take {_size(new)}: {error}") from error
+            raise BackendError(
+                f"the weights ({_size(new)}) could not be allocated on the NeuronCores ({error}); reduce "
+                "n_positions or batch_size, or raise tp_degree"
+            ) from error
         self._weights |= set(new[0])
 
     def add_states(self, states: Ranks) -> None:
@@ -328,7 +331,10 @@ class Resident:
             for rank, zeros in enumerate(self._zeros(new[0])()):
                 self._model.states[rank].update(zeros)
         except RuntimeError as error:
-            raise BackendError(f"the device does not take states of {_size(new)}: {error}") from error
+            raise BackendError(
+                f"the states ({_size(new)}) could not be allocated on the NeuronCores ({error}); reduce n_positions "
+                "or batch_size, or raise tp_degree"
+            ) from error
         for rank, held in enumerate(new):
             for name, tensor in held.items():
                 self._model.write_to_neuron_buffer(tensor, name, rank)
@@ -397,8 +403,8 @@ class Chip:
         self.sdk.check_degree(degree)
         if self.degree not in (0, degree):
             raise ConfigurationError(
-                f"a decoder of this process has tp_degree={self.degree}, and all its graphs run on the same cores; "
-                f"load this one with tp_degree={self.degree} too, or in another process"
+                f"tp_degree: expected {self.degree}, as the other decoder of this process, whose cores it shares, "
+                f"got another one; load it with tp_degree={self.degree}, or in another process"
             )
         if degree > 1 and not self.degree:
             self.ranks = Cores(degree)
@@ -407,13 +413,18 @@ class Chip:
     def trace(self, module: Stateful, graph: Graph) -> Any:
         """Return the SDK's traced form of a step."""
         if len(graph.example) > MAX_INPUTS:
-            raise BackendError(f"{graph.name} has {len(graph.example)} inputs; a graph takes {MAX_INPUTS}")
+            raise BackendError(
+                f"{graph.name}: expected at most {MAX_INPUTS} inputs, got {len(graph.example)}; use fewer"
+            )
         inputs = dict(zip(input_names(), graph.example, strict=False))
         try:
             with torch.no_grad(), tracing(self.degree):
                 return self._functions.trace(module, args=None, kwargs=inputs, spmd=True, preserve_parameters=True)
         except Exception as error:
-            raise BackendError(f"tracing {graph.name} for Neuron failed: {error}") from error
+            raise BackendError(
+                f"{graph.name}: tracing for Neuron failed ({error}); check that the versions of the SDK fit "
+                "(`paceline doctor`)"
+            ) from error
 
     @property
     def preparing(self) -> bool:
@@ -493,7 +504,9 @@ class Chip:
             compiled = self._functions.compile(traced.hlo, traced.metaneff, str(work), entry.flags, "graph")
             shutil.copyfile(compiled.neff_filepath, folder / NEFF)
         except Exception as error:
-            raise BackendError(f"neuronx-cc refused {entry.key} ({entry.flags}): {error}") from error
+            raise BackendError(
+                f"{entry.key}: neuronx-cc failed with {entry.flags} ({error}); read its log, or try another SDK"
+            ) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -524,7 +537,10 @@ class Chip:
                 except BackendError as error:  # of an aborted preparation
                     self._drop(key, error)
                 except Exception as error:
-                    refused = BackendError(f"{entry.key} is compiled, and the device refuses it: {error}")
+                    refused = BackendError(
+                        f"{entry.key}: the compiled graph cannot be loaded on the device ({error}); check "
+                        "`neuron-ls` and the driver's version"
+                    )
                     refused.__cause__ = error
                     self._drop(key, refused)
 

@@ -47,8 +47,10 @@ def compiled(folder: Path, graph: dict[str, Any], compiler: str) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile every graph of this file's folder, and write the report to it. -> 1 if one did not compile"""
-    parser = argparse.ArgumentParser(description="Compile the graphs beside this file.")
-    parser.add_argument("--jobs", type=int, default=1, help="compilers at a time; each may take several GB")
+    parser = argparse.ArgumentParser(description="Compile the graphs in this file's folder.")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of compilers to run at a time; each can take several GB"
+    )
     parser.add_argument("--compiler", default="neuronx-cc")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
     asked = parser.parse_args(arguments)

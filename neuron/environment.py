@@ -64,7 +64,7 @@ def neuron_logical_cores() -> int | None:
     if not cores:
         return None
     if not cores.isdigit():
-        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={cores!r} is no number; unset it, or make it 1 or 2")
+        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG: expected 1 or 2, got {cores!r}; correct or unset it")
     return int(cores)
 
 
@@ -76,7 +76,9 @@ def neuron_prompt_kernel() -> bool:
     """
     prompts = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
     if prompts not in ("kernel", "plain"):
-        raise ConfigurationError(f"PACELINE_NEURON_PROMPTS={prompts!r} is unknown; make it kernel or plain")
+        raise ConfigurationError(
+            f"PACELINE_NEURON_PROMPTS: expected kernel or plain, got {prompts!r}; correct or unset it"
+        )
     return prompts == "kernel"
 
 
@@ -94,8 +96,8 @@ def neuron_defaults() -> None:
     missing = {name: value for name, value in defaults.items() if name not in os.environ}
     if missing and "torch_neuronx" in sys.modules:
         raise BackendError(
-            f"torch_neuronx was imported before {', '.join(missing)} could be set; load the decoder first, or set them "
-            "in the environment of the process"
+            f"torch_neuronx was imported before {', '.join(missing)} could be set; load the decoder first, or set "
+            "them in the environment of the process"
         )
     os.environ.update(missing)
 
@@ -171,8 +173,8 @@ def become_rank(variables: dict[str, str]) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         if os.environ.get(name, variables[name]) != variables[name]:
             raise ConfigurationError(
-                f"this process is rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} already: torchrun "
-                "started it, or it divided another model over so many cores. A divided model starts the processes of "
-                "its other ranks by itself; load this one in a process of its own, without torchrun"
+                f"tp_degree: this process is already rank {os.environ.get('RANK')} of "
+                f"{os.environ.get('WORLD_SIZE')}, started by torchrun or for another sharded model; load this model "
+                "in a separate process, without torchrun, since it starts its other ranks itself"
             )
     os.environ.update(variables)

@@ -85,7 +85,7 @@ def compiler_target(instance: Instance) -> Chip:
     if chip := chips.chip_of(instance.name):
         return chip
     known = ", ".join(chip.value for chip in Chip)
-    raise ConfigurationError(f"graphs are not exported for {instance.name}; use an instance of {known}")
+    raise ConfigurationError(f"instance: expected one of {known}, got {instance.name}; use one of them")
 
 
 def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:

@@ -81,8 +81,8 @@ def from_hardware(question: HardwareQuestion, batch_sizes: Sequence[int]) -> lis
     degrees = [d for d in question.degrees or question.instance.degrees if _divides(setup, d, question)]
     if not degrees:
         raise ConfigurationError(
-            f"the target fits on {question.instance.name} at none of the degrees that were asked for; name a larger "
-            "instance, or smaller batch sizes"
+            f"tp_degree: the target does not fit {question.instance.name} at any of the requested degrees; use a "
+            "larger instance, or smaller batch sizes"
         )
     plain = {d: _parts(setup, question, d, drafts=False) for d in degrees}
     pairs = []

@@ -49,8 +49,8 @@ class TraceableKernels(PlainOperations):
         if isinstance(weight, PackedMatrix):
             if weight.scales is None:
                 raise ConfigurationError(
-                    f"graphs for xla and neuron hold no {weight.format.value} blocks; load the model with "
-                    "quantization='int8', or on the backend native or eager"
+                    f"quantization: graphs for xla and neuron do not support {weight.format.value} blocks; use "
+                    "quantization='int8', or the backend native or eager"
                 )
             return graph_product.linear(x, weight.data.to(torch.bfloat16)) * weight.scales
         return graph_product.linear(x, weight)

@@ -94,7 +94,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Select rows of the first dimension. Indices are never negative in this package."""
     (rows,) = indices
     if rows is None or rows.dtype == torch.bool:
-        raise BackendError("a graph may index by one tensor of row numbers only")
+        raise BackendError("a graph can be indexed by only one tensor of row numbers; rewrite the step with one index")
     return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
 
 
@@ -169,7 +169,9 @@ def view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     sum needs more than 24 bits.
     """
     if x.dtype != torch.float32 or dtype != torch.int32:
-        raise BackendError(f"a graph may read the bits of float32 as int32 only, not of {x.dtype} as {dtype}")
+        raise BackendError(
+            f"a graph can read the bits of float32 only as int32, not {x.dtype} as {dtype}; rewrite the step"
+        )
     size = x.abs()
     exponent = torch.zeros_like(size)
     for power in _POWERS:
@@ -283,7 +285,7 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
     except Exception as error:
         hint = "; one decoder cannot be both sides of a fused round here: load it twice, or pass fused=False"
         reason = f"{type(error).__name__}: {error}{hint if _shares_buffers(module) else ''}"
-        raise BackendError(f"tracing {name} failed: {reason}") from error
+        raise BackendError(f"{name}: tracing failed ({reason}); rewrite the step, or use another backend") from error
     kinds = {InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
     signature = program.graph_signature
     state = tuple(str(spec.target) for spec in signature.input_specs if spec.kind in kinds)

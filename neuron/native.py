@@ -96,9 +96,8 @@ def runtime() -> Runtime:
     environment.neuron_native_defaults()
     if environment.neuron_native_compile_only():
         raise BackendError(
-            "TORCH_NEURONX_COMPILE_ONLY is set: TorchNeuron compiles graphs then and runs none, and no document says "
-            "where a model's tensors are meanwhile; unset it. `paceline export-hlo` writes graphs to be compiled "
-            "without a chip"
+            "TORCH_NEURONX_COMPILE_ONLY is set, so TorchNeuron compiles graphs and runs none; unset it (`paceline "
+            "export-hlo` writes graphs that compile without a chip)"
         )
     try:
         importlib.import_module("torch_neuronx")  # already done by PyTorch, unless disabled
@@ -109,11 +108,11 @@ def runtime() -> Runtime:
         ) from error
     if torch._C._get_privateuse1_backend_name() != DEVICE or DEVICE not in torch._dynamo.list_backends(()):
         raise BackendError(
-            f"torch-neuronx {versions[0]} has no device and no compiler named {DEVICE!r}: it is the older package, "
-            f"which works through PyTorch/XLA; {SETUP}"
+            f"torch-neuronx {versions[0]} has no device and no compiler named {DEVICE!r}, since it is the older "
+            f"package for PyTorch/XLA; {SETUP}"
         )
     if not torch.get_device_module(DEVICE).is_available():
-        raise BackendError(f"TorchNeuron sees no NeuronCore; check `neuron-ls` and NEURON_RT_VISIBLE_CORES; {SETUP}")
+        raise BackendError(f"TorchNeuron finds no NeuronCore; check `neuron-ls` and NEURON_RT_VISIBLE_CORES; {SETUP}")
     return Runtime(torch.device(DEVICE), DEVICE, versions)
 
 
@@ -219,7 +218,10 @@ class _Compiled:
         try:
             outputs: Sequence[Tensor] = self._call(*self._state, *inputs)
         except Exception as error:  # from Dynamo, AOTAutograd, the compiler or the runtime
-            raise BackendError(f"compiling {self._name} for Neuron failed: {type(error).__name__}: {error}") from error
+            raise BackendError(
+                f"{self._name}: compiling for Neuron failed ({type(error).__name__}: {error}); check that the "
+                "versions of the SDK fit (`paceline doctor`)"
+            ) from error
         self._ready = True
         return outputs
 
@@ -297,13 +299,14 @@ class NativeMember:
         """
         if torch.distributed.is_initialized():
             raise ConfigurationError(
-                "this process has a group of ranks already: with backend='neuron-native' all divided decoders of a "
-                "process have one tp_degree; close the others first, or load this one in another process"
+                "tp_degree: expected the same value for all sharded decoders of a process with "
+                "backend='neuron-native', got another one; close the others first, or load this one in another "
+                "process"
             )
         if runtime.cache_info().currsize and not environment.is_rank():
             raise ConfigurationError(
-                "a decoder of this process runs on one core already, and TorchNeuron gives a process one core; load "
-                "the divided model first, or in another process"
+                "tp_degree: a decoder of this process already runs on one core, and TorchNeuron gives a process one "
+                "core; load the sharded model first, or in another process"
             )
         environment.become_rank(self.variables(0))
 

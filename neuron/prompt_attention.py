@@ -235,6 +235,6 @@ def _imported(name: str) -> Any:
 
 def _missing(error: Exception) -> BackendError:
     return BackendError(
-        f"the NKI Library's attention over prompts cannot be used ({error}); install nki and nkilib of the SDK's own "
+        f"the NKI Library's prompt attention cannot be used ({error}); install nki and nkilib from the same SDK "
         "release, or set PACELINE_NEURON_PROMPTS=plain"
     )

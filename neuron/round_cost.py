@@ -92,10 +92,14 @@ def _check_instance(degree: int, instance: Instance) -> None:
     """Raise ConfigurationError unless the chip's figures are known and models can be sharded to ``degree`` on it."""
     if chips.chip_of(instance.name) not in chips.CORE_V2:
         known = ", ".join(chip.value for chip in chips.CORE_V2)
-        raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
+        raise ConfigurationError(
+            f"instance: the engine speeds of {instance.name} are unknown; use an instance of {known}"
+        )
     if degree not in instance.degrees:
         degrees = ", ".join(map(str, instance.degrees))
-        raise ConfigurationError(f"tp_degree={degree} is not possible on {instance.name}; use one of {degrees}")
+        raise ConfigurationError(
+            f"tp_degree: expected one of {degrees} on {instance.name}, got {degree}; use one of them"
+        )
 
 
 _FIGURES = (

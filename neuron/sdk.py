@@ -111,7 +111,7 @@ class Sdk:
         """Raise BackendError unless the chip supports this tensor-parallel degree."""
         if degree not in self.capability.degrees:
             degrees = ", ".join(map(str, self.capability.degrees))
-            raise BackendError(f"tensor parallelism of {degree} is not possible on {self.chip.value}; use {degrees}")
+            raise BackendError(f"tp_degree: expected {degrees} on {self.chip.value}, got {degree}; use one of them")
 
 
 Versions = Callable[[str], str]
@@ -136,7 +136,7 @@ def find(version: Versions = metadata.version) -> Sdk:
         )
     logical = environment.neuron_logical_cores() or able.logical[0]
     if logical not in able.logical:
-        raise BackendError(f"NEURON_LOGICAL_NC_CONFIG={logical} is not possible on {chip.value}; unset it")
+        raise BackendError(f"NEURON_LOGICAL_NC_CONFIG: {logical} is not possible on {chip.value}; unset it")
     return Sdk(chip, minor, versions, logical)
 
 
@@ -152,7 +152,7 @@ def this_chip() -> Chip:
     known = ", ".join(chip.value for chip in Chip)
     if named.startswith("trn3"):
         raise BackendError(
-            f"trn3 is driven by TorchNeuron (native) alone, which backend='neuron-native' uses; this one knows {known}"
+            f"trn3 is supported only by TorchNeuron, and backend='neuron' supports {known}; use backend='neuron-native'"
         )
     raise BackendError(
         "this machine has no Neuron chip"
@@ -181,12 +181,12 @@ def _version(package: str, module: str, version: Versions) -> str:
         or not re.match(r"[0-2]\.\d+\.\d", installed)
         or installed.startswith("0.0")
     ):
-        raise BackendError(f"{package} {installed} is a placeholder without any code; uninstall it and {SETUP}")
+        raise BackendError(f"{package} {installed} is an empty placeholder; uninstall it and {SETUP}")
     return installed
 
 
 def _line(compiler: str) -> int:
     match = re.match(r"2\.(\d+)\.", compiler)
     if match is None:
-        raise BackendError(f"neuronx-cc {compiler} belongs to no known SDK; {SETUP}")
+        raise BackendError(f"neuronx-cc {compiler} does not belong to a known SDK; {SETUP}")
     return int(match.group(1)) + _SDK_OF_COMPILER

@@ -236,5 +236,7 @@ def _library() -> ModuleType:
             "with torch==2.9.0 and torch_xla==2.9.0, or use backend='native'"
         ) from error
     if not hasattr(torch_xla, "device"):
-        raise BackendError("this torch_xla is too old: install torch_xla==2.9.0 with torch==2.9.0")
+        raise BackendError(
+            "torch_xla: expected version 2.9.0, got an older one; install torch_xla==2.9.0 with torch==2.9.0"
+        )
     return torch_xla

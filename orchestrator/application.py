@@ -72,7 +72,10 @@ class DecoderApplication:
         if folder is not None and (file := Path(folder) / CONFIG_FILE).is_file():
             compiled = NeuronConfig.from_json(file.read_text(encoding="utf-8"))
             if compiled != self.config:
-                raise ConfigurationError(f"{folder} was compiled for another configuration; use the one in {file}")
+                raise ConfigurationError(
+                    f"{folder}: expected graphs of this configuration, got those of another; use the configuration "
+                    f"in {file}"
+                )
         if self._decoder is None:
             self._decoder = self.config.load(self.path, backend=self.backend)
         if folder is not None and BACKENDS[self.backend].saves:

@@ -121,8 +121,8 @@ class AutoDecoder:
         """Raise CheckpointError if this class does not load a checkpoint's family."""
         if cls.families and found.config.model_type not in cls.families:
             raise CheckpointError(
-                f"{found.folder} has model_type {found.config.model_type!r}, and {cls.__name__} loads "
-                f"{', '.join(cls.families)}; use AutoDecoder, which loads every family"
+                f"{found.folder}: model_type: expected {', '.join(cls.families)} for {cls.__name__}, got "
+                f"{found.config.model_type!r}; use AutoDecoder, which loads every family"
             )
 
     @classmethod

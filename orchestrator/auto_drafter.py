@@ -129,21 +129,25 @@ class _Makers:
         if isinstance(value, CompiledDecoder):
             return self._model(value, self._k(spec))
         if isinstance(value, type) and hasattr(value, "propose"):
-            raise ConfigurationError(f"draft is the class {value.__name__}; give an object of it")
+            raise ConfigurationError(
+                f"draft: expected an object, got the class {value.__name__}; give an instance of it"
+            )
         if isinstance(value, Drafter):
             if spec.k is not None:
-                raise ConfigurationError(f"{type(value).__name__} has its own k; put it into the list by itself")
+                raise ConfigurationError(
+                    f"draft: expected a list around {type(value).__name__}, which has its own k; put it into a list"
+                )
             return value
         if hasattr(value, "propose"):
             raise ConfigurationError(
-                f"{type(value).__name__} has the methods of a drafter and not its base class; derive it from "
-                "paceline.core.protocols.Drafter, which has what it leaves out"
+                f"draft: expected a subclass of Drafter, got {type(value).__name__}, which only has its methods; "
+                "derive it from paceline.core.protocols.Drafter"
             )
         if callable(value):
             return FunctionDrafter(value, self._k(spec))
         raise ConfigurationError(
-            f"draft is a {type(value).__name__}; give a drafter's name ('ngram', 'suffix'), a folder, a decoder, a "
-            "drafter, a function from ids to ids, a list of these, or None"
+            "draft: expected a drafter's name ('ngram', 'suffix'), a folder, a decoder, a drafter, a function from "
+            f"ids to ids, a list of these, or None, got a {type(value).__name__}; give one of them"
         )
 
     def _model(self, decoder: CompiledDecoder, k: int) -> Drafter:

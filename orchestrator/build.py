@@ -79,15 +79,18 @@ def prediction_refusal(
 ) -> str | None:
     """Return why no prediction can be drafted from; None = it can."""
     if not keeps_tokens(rule):
-        return f"a prediction changes no token under acceptor='match' alone, and this is {rule.name!r}; leave it out"
+        return (
+            "prediction: expected acceptor='match', the only rule under which a prediction changes no token, got "
+            f"{rule.name!r}; omit the prediction"
+        )
     if drafter.draft_shape.num_draft_tokens:
         return None
     if not config.max_k:
-        return "with k=0 nothing can be drafted, from a prediction neither; give a larger k, or leave it out"
+        return "prediction: expected k of at least 1, got 0; raise k, or omit the prediction"
     if config.exact and not target.body.kernels.batch_invariant:
         return (
-            "where nothing is drafted, rounds of this backend have one row, and a prediction needs more; give a draft, "
-            "such as 'suffix', or leave the prediction out"
+            "prediction: expected a draft, without which rounds of this backend have one row, got None; give one, "
+            "such as 'suffix', or omit the prediction"
         )
     return None
 
@@ -209,8 +212,8 @@ class RoundBuilder:
         lengths = () if self.controller is None else self.controller.draft_lengths
         if lengths and drafter.draft_shape.num_draft_tokens and lengths[-1] > drafter.draft_shape.depth:
             raise ConfigurationError(
-                f"k goes to {lengths[-1]} and {type(drafter).__name__} proposes {drafter.draft_shape.depth} tokens at "
-                f"most; give draft lengths up to {drafter.draft_shape.depth}"
+                f"k: expected at most {drafter.draft_shape.depth}, the most that {type(drafter).__name__} drafts, "
+                f"got {lengths[-1]}; lower it"
             )
 
     def _is_fused(self, drafter: Drafter, shape: DraftShape) -> bool:
@@ -226,9 +229,10 @@ class RoundBuilder:
             return False
         if isinstance(drafter, TraceableDrafter) and _on_other_ranks(drafter.state, self.target):
             raise ConfigurationError(
-                "draft and target share a graph only with the same tp_degree; load them with one, or leave fused unset"
+                "fused: expected the same tp_degree for draft and target, which share a graph, got different ones; "
+                "load both with one, or omit fused"
             )
-        raise ConfigurationError(f"{type(drafter).__name__} cannot share a graph with the target; leave fused unset")
+        raise ConfigurationError(f"fused: {type(drafter).__name__} cannot share a graph with the target; omit fused")
 
     def _can_fuse(self) -> bool:
         """Whether the drafter shares a graph with the target, if their draft shapes let it."""
@@ -267,12 +271,16 @@ def _on_other_ranks(state: nn.Module, target: CompiledDecoder) -> bool:
 def _widened(shape: DraftShape, width: int) -> DraftShape:
     """A chain that fills ``width`` rows."""
     if isinstance(width, bool) or not isinstance(width, int):
-        raise ConfigurationError(f"verify_width must be an integer or None, not {width!r}")
+        raise ConfigurationError(f"verify_width: expected an integer or None, got {width!r}; correct it")
     nodes = shape.num_draft_tokens
     if width == nodes + 1:
         return shape
     if not shape.is_chain:
-        raise ConfigurationError(f"verify_width={width} is for chains; this drafter's tree has {nodes} nodes")
+        raise ConfigurationError(
+            f"verify_width: expected None for a drafter of trees (this one has {nodes} nodes), got {width}; omit it"
+        )
     if width < nodes + 1:
-        raise ConfigurationError(f"verify_width={width} is too small for {nodes} drafted tokens and the target's own")
+        raise ConfigurationError(
+            f"verify_width: expected at least {nodes} draft tokens and one more, got {width}; raise it"
+        )
     return DraftShape.chain(width - 1)

@@ -45,7 +45,7 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
     numbers = tuple(length for length in lengths if length is not None)
     if not numbers or len(numbers) < len(lengths) or numbers[0] < 0 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(
-            f"k={k!r} is no draft length; k must be a number from 0 on, ascending numbers such as 0,2,4, or auto"
+            f"k: expected a number from 0 on, ascending numbers such as 0,2,4, or auto, got {k!r}; correct it"
         )
     return numbers[0] if len(numbers) == 1 else numbers
 
@@ -53,8 +53,8 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
 def _parse_vocabulary(vocabulary: object) -> object:
     if isinstance(vocabulary, str) and vocabulary not in VOCABULARIES:
         raise ConfigurationError(
-            f"vocabulary={vocabulary!r} is unknown; use {', '.join(map(repr, VOCABULARIES))}, or "
-            "TokenizerPair(target=..., draft=...)"
+            f"vocabulary: expected {', '.join(map(repr, VOCABULARIES))}, or TokenizerPair(target=..., draft=...), "
+            f"got {vocabulary!r}; use one of them"
         )
     return vocabulary
 
@@ -70,46 +70,55 @@ class SpeculativeConfig(BaseModel):
 
     draft: Annotated[tuple[DraftSpec, ...], BeforeValidator(parse_draft)] = Field(
         default=(),
-        description="Who drafts: a name (ngram, suffix), a folder (draft model, Medusa or EAGLE heads), either with "
-        "options (ngram:prompt_lookup_max=4, DIR:k=3), or a list, of which the first that has a proposal drafts.",
+        description="Drafter: a name (ngram, suffix) or a folder (draft model, Medusa or EAGLE heads), either with "
+        "options "
+        "(ngram:prompt_lookup_max=4, DIR:k=3), or a list, whose first drafter with a proposal is used in each "
+        "round. Default: none.",
     )
     k: Annotated[int | tuple[int, ...] | Literal["auto"] | None, BeforeValidator(parse_k)] = Field(
         default=None,
-        description="Drafted tokens per round, not counting the target's own: a number, lengths to choose among in "
-        "every round such as 0,2,4, or auto (0,1,2,4,8). Default: 4, or what the tree of heads says; of a served model "
-        "auto.",
+        description="Number of draft tokens per round, without the bonus token: a number, candidate lengths such as "
+        "0,2,4 "
+        "to choose among in each round, or auto (0,1,2,4,8). Default: 4, or the depth of the heads' tree; auto "
+        "for a served model.",
     )
     acceptor: Annotated[RuleSpec, BeforeValidator(parse_rule), OF_DRAFTS] = Field(
         default=RuleSpec("match"),
-        description="Acceptance rule: match (the same tokens as plain decoding), reject (the same distribution) or "
+        description="Acceptance rule: match (the tokens of plain decoding), reject (the distribution of plain "
+        "decoding) or "
         "typical (LOSSY), also with options (typical:epsilon=0.09).",
     )
     exact: bool = Field(
-        default=True, description="Run every round through one graph width, so that no rounding depends on the draft."
+        default=True, description="Use one graph width in every round, so that rounding cannot depend on drafts."
     )
     fused: Annotated[bool | None, OF_DRAFTS] = Field(
-        default=None, description="Draft and verify in one graph; default: wherever that can be done."
+        default=None, description="Draft and verify in one graph. Default: wherever that is possible."
     )
     prefix_caching: bool = Field(
         default=False,
-        description="Keep prompts in their slots, so that a request whose prompt begins alike reads only the rest.",
+        description=(
+            "Keep finished prompts in their slots, so that a request with a shared prefix prefills only its suffix."
+        ),
     )
     confidence_threshold: Annotated[float, OF_MODELS] = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="A draft model stops drafting where its largest probability falls below this; 0: never.",
+        description="Probability below which a draft model stops drafting, from 0 (never) to 1.",
     )
     vocabulary: Annotated[Any, BeforeValidator(_parse_vocabulary), OF_MODELS] = Field(
         default="same",
-        description="same: the draft model has the target's tokenizer; with another one: intersection (only shared "
-        "tokens are drafted) or retokenize (the two exchange text).",
+        description="How to use a draft with another tokenizer: same (refuse it), intersection (draft only shared "
+        "tokens) "
+        "or retokenize (exchange text).",
     )
     synthetic_acceptance: Annotated[float | None, OF_DRAFTS, NOT_SERVED] = Field(
         default=None,
         ge=0,
         le=1,
-        description="Accept drafted tokens at random with this probability, to measure speed: NOT REAL TEXT.",
+        description="Probability with which draft tokens are accepted at random, to measure speed; the output is "
+        "NOT REAL "
+        "TEXT. Default: off.",
     )
 
     def __init__(self, **values: Any) -> None:
@@ -123,12 +132,15 @@ class SpeculativeConfig(BaseModel):
         """Refuse keys that contradict each other, and keys of a draft where there is none."""
         if self.synthetic_acceptance is not None and self.acceptor != RuleSpec("match"):
             raise ConfigurationError(
-                f"synthetic_acceptance takes the place of acceptor={self.acceptor.name or 'a rule'!r}; give one of them"
+                f"synthetic_acceptance: expected no acceptor with it, got {self.acceptor.name or 'a rule'!r}; give "
+                "one of them"
             )
         if self.draft:
             return self
         for name in self.set_of(OF_DRAFTS, OF_MODELS):
-            raise ConfigurationError(f"{name} needs a drafter, and draft is None; give one, or leave {name} out")
+            raise ConfigurationError(
+                f"{name}: expected a drafter with it, got draft=None; give a draft, or omit {name}"
+            )
         return self
 
     @classmethod
@@ -189,8 +201,10 @@ def configuration_error(error: ValidationError, model: type[BaseModel]) -> Confi
         return cause
     name = str(first["loc"][0]) if first["loc"] else "the configuration"
     if first["type"] == "extra_forbidden":
-        return ConfigurationError(f"there is no option {name!r}; the options are {', '.join(model.model_fields)}")
+        return ConfigurationError(f"{name}: not an option; use one of {', '.join(model.model_fields)}")
     field = model.model_fields.get(name)
     about = f" ({field.description})" if field is not None and field.description else ""
-    message = first["msg"]
-    return ConfigurationError(f"{name}={first['input']!r}: {message[0].lower()}{message[1:]}{about}")
+    wanted = first["msg"].removeprefix("Input should be ")
+    return ConfigurationError(
+        f"{name}: expected {wanted[0].lower()}{wanted[1:]}, got {first['input']!r}; correct it{about}"
+    )

@@ -51,9 +51,12 @@ def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
         return config
     several = len(config.draft) > 1
     if several and rule.draft_probs:
-        raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports probabilities")
+        raise ConfigurationError(
+            "acceptor: expected 'match' for a list of drafters, none of which reports probabilities, got another "
+            "rule; use acceptor='match'"
+        )
     if several and config.fused:
-        raise ConfigurationError("a list of drafters cannot share a graph with the target; leave fused unset")
+        raise ConfigurationError("fused: a list of drafters cannot share a graph with the target; omit fused")
     checks = _Checks(config, target, rule)
     config = config.model_copy(update={"draft": tuple(map(checks.spec, config.draft))})
     check_model_keys(config, has_models=any(leaf.value is not None for leaf in config.leaves()))
@@ -64,7 +67,7 @@ def check_model_keys(config: SpeculativeConfig, *, has_models: bool) -> None:
     """Raise ConfigurationError for keys of draft models where there is none."""
     for name in () if has_models else config.set_of(OF_MODELS):
         raise ConfigurationError(
-            f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its own)"
+            f"{name}: expected a draft model with it, got none in draft; omit it (a drafter object has its own)"
         )
 
 
@@ -75,7 +78,7 @@ def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool
     if not shape.is_chain or not 0 < k < shape.depth or not shortens:
         possible = f"1 to {shape.depth}" if shape.is_chain else "that"
         raise ConfigurationError(
-            f"the drafts of {spec} are {shape.depth} tokens deep, and k={k} says otherwise; give {possible}, or no k"
+            f"k: expected a draft depth of {shape.depth} for {spec}, got {k}; use {possible}, or omit k"
         )
 
 
@@ -83,7 +86,7 @@ def check_trees(rule: AcceptanceRule, shape: DraftShape) -> None:
     """Raise ConfigurationError if a rule is for chains, and these are none."""
     if not shape.is_chain and not rule.trees:
         raise ConfigurationError(
-            f"acceptor={rule.name!r} is for chains, and this drafter proposes trees; use acceptor='match'"
+            f"acceptor: expected 'match' for a drafter of trees, got {rule.name!r}; use acceptor='match'"
         )
 
 
@@ -104,9 +107,11 @@ class _Checks:
             return spec
         row = DRAFTERS[row_name(spec)]
         if len(config.draft) > 1 and not row.listable:
-            raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
+            raise ConfigurationError(
+                f"draft: {spec} cannot be in a list of drafters ({row.summary}); use it without a list"
+            )
         if config.fused and not row.fused:
-            raise ConfigurationError(f"{spec} cannot share a graph with the target; leave fused unset")
+            raise ConfigurationError(f"fused: {spec} cannot share a graph with the target; omit fused")
         options = check_options(row, dict(spec.options), f"the draft {spec}")
         k = config.max_k if spec.k is None else spec.k
         if row.name == "model":
@@ -117,9 +122,12 @@ class _Checks:
     def _choice(self, spec: DraftSpec) -> DraftSpec:
         """The best of several. A part without a k has that of the choice."""
         if self.rule.draft_probs:
-            raise ConfigurationError("a choice of drafters goes with acceptor='match': none reports probabilities")
+            raise ConfigurationError(
+                "acceptor: expected 'match' for a choice of drafters, none of which reports probabilities, got "
+                "another rule; use acceptor='match'"
+            )
         if self.config.fused:
-            raise ConfigurationError("a choice of drafters cannot share a graph with the target; leave fused unset")
+            raise ConfigurationError("fused: a choice of drafters cannot share a graph with the target; omit fused")
         check_options(DRAFTERS[CHOICE], dict(spec.options), f"the draft {spec}")
         parts = (self.spec(part if part.k is not None else replace(part, k=spec.k)) for part in spec.parts)
         return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
@@ -200,16 +208,13 @@ def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], wher
     for name, value in options.items():
         if name not in known:
             names = [*known, *(["k"] if isinstance(row, DrafterRow) else [])]
-            possible = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise ConfigurationError(f"{where} has no option {name!r}; {possible}")
+            possible = f"use one of {', '.join(names)}" if names else "omit it"
+            raise ConfigurationError(f"{where}: {name!r} is not an option; {possible}")
         hint = _hints(row).get(name, Any)
         try:
             TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True)).validate_python(value)
         except ValidationError as error:
-            message = error.errors()[0]["msg"]
-            raise ConfigurationError(
-                f"{where}: {name}={value!r}: {message[0].lower()}{message[1:]} (it is declared as {known[name]})"
-            ) from error
+            raise ConfigurationError(f"{where}: {name}: expected {known[name]}, got {value!r}; correct it") from error
     return dict(options)
 
 
@@ -234,7 +239,7 @@ def recognise(path: str) -> str:
         return "model"
     if not folder.is_dir():
         names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
-        raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")
+        raise CheckpointError(f"draft: expected a folder or one of {names}, got {path!r}; correct it")
     fields = read_json_object(folder / "config.json")
     if is_medusa_config(fields):
         return "medusa"

@@ -131,17 +131,17 @@ def _parse_entry(entry: object) -> DraftSpec:
     if isinstance(entry, tuple):
         spec = _parse_entry(entry[0])
         if spec.k is not None:
-            raise ConfigurationError(f"the draft {spec} says k twice; say it once")
+            raise ConfigurationError(f"draft: expected k once, got it twice in {spec}; remove one")
         return replace(spec, k=_entry_k(entry[1], spec))
     if entry is None or isinstance(entry, bool | int | float | bytes | list):
-        raise ConfigurationError(f"draft {entry!r} says nothing about who drafts; {_FORMS}")
+        raise ConfigurationError(f"draft: expected a drafter's name or a folder, got {entry!r}; {_FORMS}")
     return DraftSpec(value=entry)
 
 
 def _parse_text(text: str) -> DraftSpec:
     source, *rest = _OPTIONS.split(text, maxsplit=1)
     if not source.strip():
-        raise ConfigurationError(f"draft {text!r} names neither a drafter nor a folder; {_FORMS}")
+        raise ConfigurationError(f"draft: expected a drafter's name or a folder, got {text!r}; {_FORMS}")
     options = _parse_options(rest[0], f"draft {text!r}") if rest else {}
     return _spec("type" if source in DRAFTERS else "path", source, options)
 
@@ -151,7 +151,7 @@ def _parse_mapping(entry: Mapping[object, object]) -> DraftSpec:
     kind = "type" if "type" in options else "path"
     source = options.pop(kind, None)
     if not isinstance(source, str) or not source:
-        raise ConfigurationError(f"the draft {dict(entry)!r} needs `type` (a name) or `path` (a folder); {_FORMS}")
+        raise ConfigurationError(f"draft: expected `type` (a name) or `path` (a folder), got {dict(entry)!r}; {_FORMS}")
     return _spec(kind, source, options)
 
 
@@ -165,13 +165,16 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
         choosable = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
         names = [*choosable, CHOICE]
         if name not in names:
-            raise ConfigurationError(f"draft type {name!r} is unknown; use one of {', '.join(names)}, or a folder")
+            raise ConfigurationError(
+                f"draft: expected one of {', '.join(names)}, or a folder, as the type, got {name!r}; correct it"
+            )
         needs_folder = DRAFTERS[name].given_as == "folder"
         if needs_folder != (isinstance(path, str) and bool(path)):
             if not needs_folder:
-                raise ConfigurationError(f"the drafter {name!r} has no folder; leave `path` out")
+                raise ConfigurationError(f"draft: expected no folder for the drafter {name!r}, got one; omit `path`")
             raise ConfigurationError(
-                f"the drafter {name!r} needs a folder; write {name}:path=DIR, or ./{name} for a folder called {name}"
+                f"draft: expected a folder for the drafter {name!r}, got none; write {name}:path=DIR, or ./{name} "
+                "for a folder of that name"
             )
     spec = DraftSpec(name, str(path) if path else None)
     k = _entry_k(options.pop("k"), spec) if "k" in options else None
@@ -184,7 +187,7 @@ def _choice(options: dict[str, object]) -> DraftSpec:
     parts = parse_draft(drafts) if isinstance(drafts, list | tuple) else ()
     if len(parts) < 2:
         raise ConfigurationError(
-            f"a choice needs `drafts` with two drafters or more, and this has {drafts!r}; write "
+            f"drafts: expected at least two drafters for a choice, got {drafts!r}; write "
             f'{CHOICE}:drafts=["ngram","DIR"] or {{type: {CHOICE}, drafts: [ngram, DIR]}}'
         )
     spec = DraftSpec(CHOICE, parts=parts)
@@ -195,7 +198,9 @@ def _choice(options: dict[str, object]) -> DraftSpec:
 def _entry_k(value: object, spec: DraftSpec) -> int:
     k = integer(value)
     if k is None or k < 1:
-        raise ConfigurationError(f"k={value!r} of the draft {spec} must be a whole number of at least 1")
+        raise ConfigurationError(
+            f"k: expected a whole number of at least 1 for draft {spec}, got {value!r}; correct it"
+        )
     return k
 
 
@@ -205,7 +210,7 @@ def _parse_options(text: str, where: str) -> dict[str, object]:
     for part in _COMMA.split(text):
         name, _, value = part.partition("=")
         if name in options:
-            raise ConfigurationError(f"{where} says {name} twice; say it once")
+            raise ConfigurationError(f"draft: expected {name} once, got it twice in {where}; remove one")
         options[name] = _scalar(value)
     return options
 
@@ -223,7 +228,9 @@ def _from_json(value: object) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"draft {value!r} begins as JSON and cannot be read as such ({error})") from error
+        raise ConfigurationError(
+            f"draft: expected JSON after the first bracket, got {value!r} ({error}); correct it"
+        ) from error
 
 
 def _frozen(value: object) -> object:
@@ -255,6 +262,7 @@ def parse_rule(rule: object) -> RuleSpec:
         return RuleSpec(value=rule)
     if not isinstance(rule, str) or rule not in ACCEPTANCE_RULES:
         raise ConfigurationError(
-            f"acceptor={rule!r} is unknown; use one of {', '.join(ACCEPTANCE_RULES)}, or a rule's object"
+            f"acceptor: expected one of {', '.join(ACCEPTANCE_RULES)}, or a rule's object, got {rule!r}; use one of "
+            "them"
         )
     return RuleSpec(rule, tuple((key, _frozen(value)) for key, value in options.items()))

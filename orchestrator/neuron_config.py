@@ -117,7 +117,7 @@ class NeuronConfig(LoadOptions):
         _check("prefix_caching", self.prefix_caching, "true or false")
         _check("k", self.k, NUMBER)
         if self.k == 0:
-            raise ConfigurationError("k=0 drafts nothing; give 1 or more, or leave it out")
+            raise ConfigurationError("k: expected at least 1, got 0; raise it, or omit it")
 
     @classmethod
     def from_neuron_config(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> NeuronConfig:
@@ -132,10 +132,14 @@ class NeuronConfig(LoadOptions):
         source_fields = _read(source)
         fields = source_fields.get("neuron_config", source_fields)
         if not isinstance(fields, Mapping):
-            raise ConfigurationError(f"neuron_config is a {type(fields).__name__}; it must be an object of fields")
+            raise ConfigurationError(
+                f"neuron_config: expected an object of fields, got a {type(fields).__name__}; correct it"
+            )
         fused_spec = source_fields.get("fused_spec_config") if "neuron_config" in source_fields else None
         if fused_spec is not None and not isinstance(fused_spec, Mapping):
-            raise ConfigurationError(f"fused_spec_config is a {type(fused_spec).__name__}; it must be an object")
+            raise ConfigurationError(
+                f"fused_spec_config: expected an object, got a {type(fused_spec).__name__}; correct it"
+            )
         reader = _Reader(dict(fields))
         found = reader.read(fused_spec)
         options = cls(
@@ -208,8 +212,8 @@ def _check(name: str, value: Any, wanted: str) -> Any:
     if value is None or _is(value, wanted):
         return value
     if wanted == "an object":
-        raise ConfigurationError(f"{name} is a {type(value).__name__}; it must be an object")
-    raise ConfigurationError(f"{name}={value!r} must be {wanted}")
+        raise ConfigurationError(f"{name}: expected an object, got a {type(value).__name__}; correct it")
+    raise ConfigurationError(f"{name}: expected {wanted}, got {value!r}; correct it")
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -222,16 +226,18 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     try:
         return _json(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} cannot be read ({error}); give the neuron_config.json of a model") from error
+        raise ConfigurationError(
+            f"{file}: the file cannot be read ({error}); give the neuron_config.json of a model"
+        ) from error
 
 
 def _json(text: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"{where} is no JSON: {error}") from error
+        raise ConfigurationError(f"{where}: expected JSON, got {error}; correct it") from error
     if not isinstance(fields, dict):
-        raise ConfigurationError(f"{where} is a {type(fields).__name__}; it must be a JSON object")
+        raise ConfigurationError(f"{where}: expected a JSON object, got a {type(fields).__name__}; correct it")
     return fields
 
 
@@ -284,8 +290,8 @@ class _Reader:
         if self.fields:
             names = ", ".join(sorted(self.fields))
             raise ConfigurationError(
-                f"there is no option {names} in the NeuronConfig of NxD Inference or transformers-neuronx; correct the "
-                "name, or leave it out"
+                f"{names}: not an option in the NeuronConfig of NxD Inference or transformers-neuronx; correct the "
+                "name, or omit it"
             )
         return options
 
@@ -293,7 +299,7 @@ class _Reader:
         for name, (values, reason) in self.tables.refused.items():
             value = self.fields.pop(name, values[0])
             if not any(value == one and type(value) is type(one) for one in values):
-                raise ConfigurationError(f"{name}={value!r} cannot be followed: {reason}")
+                raise ConfigurationError(f"{name}: {value!r} is not supported ({reason}); omit it")
 
     def _leave_out(self) -> None:
         tables = self.tables
@@ -303,7 +309,7 @@ class _Reader:
             wanted = tables.values.get(name, "true or false") if words is None else f"one of {', '.join(words)}"
             known = _is(value, wanted) if words is None else str(value).removeprefix("torch.") in words
             if value is not None and not known:
-                raise ConfigurationError(f"{name}={value!r} is none of its values: it must be {wanted}")
+                raise ConfigurationError(f"{name}: expected {wanted}, got {value!r}; use one of these")
             self.without_effect[name] = tables.without_effect[name]
 
     def _take(self, name: str, wanted: str) -> Any:
@@ -315,7 +321,9 @@ class _Reader:
         self.fields.pop("amp", None)
         name = str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
-            raise ConfigurationError(f"torch_dtype={dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
+            raise ConfigurationError(
+                f"torch_dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}; use one of them"
+            )
         return _DTYPES[name]
 
     def _batches(self) -> int | list[int]:
@@ -327,8 +335,8 @@ class _Reader:
         most = max([size for size in sizes if size is not None] or listed or [1])
         if listed and max(listed) > most:
             raise ConfigurationError(
-                f"graphs for {max(listed)} slots are asked for (token_generation_batches), and there are {most}; give "
-                "a larger batch_size, or leave that number out"
+                f"token_generation_batches: expected at most {most} slots (batch_size), got {max(listed)}; raise "
+                "batch_size, or remove that number"
             )
         return _ascending([*listed, most]) if listed else most
 
@@ -370,20 +378,25 @@ class _Reader:
         kind, dtype = _WHOLE if kind is None else kind, "int8" if dtype is None else dtype
         if quant is not None:
             if quantized:
-                raise ConfigurationError("quant is of transformers-neuronx and quantized of NxD Inference; give one")
+                raise ConfigurationError(
+                    "quant: expected either quant (transformers-neuronx) or quantized (NxD Inference), got both; "
+                    "give one"
+                )
             quantized, kind, dtype = True, _CHANNEL, self._quant(quant)
         if kind not in (_WHOLE, _CHANNEL):
             raise ConfigurationError(
-                f"quantization_type={kind!r} cannot be followed: use {_CHANNEL} or {_WHOLE}; blocks are loaded with "
-                "quantization='q8_0', 'q4_0' or 'q4_1' of AutoDecoder.from_pretrained"
+                f"quantization_type: expected {_CHANNEL} or {_WHOLE}, got {kind!r}; use one of them, or load blocks "
+                "with quantization='q8_0', 'q4_0' or 'q4_1' of AutoDecoder.from_pretrained"
             )
         names = [] if left_alone is None else left_alone
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            raise ConfigurationError(f"modules_to_not_convert={left_alone!r} must be a list of names")
+            raise ConfigurationError(
+                f"modules_to_not_convert: expected a list of names, got {left_alone!r}; correct it"
+            )
         if dtype not in ("int8", "s8", "f8e4m3", "f8e5m2", "f8e4m3fn"):
             raise ConfigurationError(
-                f"quantization_dtype={dtype!r} cannot be followed: weights are int8, f8e4m3, f8e5m2, or blocks of 8 or "
-                "4 bits (quantization='q8_0', 'q4_0')"
+                f"quantization_dtype: expected int8, f8e4m3 or f8e5m2, got {dtype!r}; use one of them, or blocks of "
+                "8 or 4 bits (quantization='q8_0', 'q4_0')"
             )
         if not quantized:
             return None, []
@@ -391,8 +404,8 @@ class _Reader:
             return ("int8_per_tensor" if kind == _WHOLE else "int8"), list(names)
         if kind == _WHOLE:
             raise ConfigurationError(
-                f"quantization_type={kind!r} cannot be followed with quantization_dtype={dtype!r}: of 8-bit floats, "
-                f"every row has a scale; use {_CHANNEL}"
+                f"quantization_type: expected {_CHANNEL} for quantization_dtype={dtype!r}, whose rows have one "
+                f"scale each, got {kind!r}; use {_CHANNEL}"
             )
         return f"fp8_{dtype[2:6]}", list(names)
 
@@ -401,10 +414,10 @@ class _Reader:
         known = self.tables.quant
         for name, value in quant.items():
             if name not in known:
-                raise ConfigurationError(f"quant has no option {name}; it has {', '.join(known)}")
+                raise ConfigurationError(f"quant: {name} is not an option; use {', '.join(known)}")
             values, reason = known[name]
             if values is not None and value not in values:
-                raise ConfigurationError(f"quant: {name}={value!r} cannot be followed: {reason}")
+                raise ConfigurationError(f"quant: {name}: {value!r} is not supported ({reason}); omit it")
         if "dequant_dtype" in quant:
             self.without_effect["quant"] = f"its dequant_dtype: {known['dequant_dtype'][1]}"
         return quant.get("quant_dtype", "s8")
@@ -421,11 +434,11 @@ class _Reader:
             return caches[_KV_DEFAULT] if _check(name, asked, "true or false") else None
         keys = self.tables.kv_keys[name]
         if unknown := sorted(map(str, asked.keys() - set(keys))):
-            raise ConfigurationError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(keys)}")
+            raise ConfigurationError(f"{name}: {', '.join(unknown)} is not an option; use {', '.join(keys)}")
         dtype = str(asked.get("quant_dtype", _KV_DEFAULT)).removeprefix("torch.")
         if dtype not in caches:
             raise ConfigurationError(
-                f"{name}: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(caches)}"
+                f"{name}: quant_dtype: expected {', '.join(caches)} for keys and values, got {dtype!r}; use one of them"
             )
         rest = " and ".join(key for key in keys if key in asked and key != "quant_dtype")
         if rest:

@@ -35,7 +35,8 @@ def check(draft: Loadable | CompiledDecoder, target: Loadable | CompiledDecoder,
     batches = draft.options.batch_size, target.options.batch_size
     if batches[0] != batches[1]:
         raise PairingError(
-            f"the draft has batch_size={batches[0]} and the target {batches[1]}; load both with the same"
+            f"batch_size: expected {batches[1]} for the draft, as for the target, got {batches[0]}; load both with "
+            "the same"
         )
     if kind == "same":
         check_same_tokenizer((draft.folder, target.folder), (draft.config.vocab_size, target.config.vocab_size))
@@ -58,8 +59,8 @@ def between(
 
     if not isinstance(kind, TokenizerPair) and kind not in KINDS:
         raise ConfigurationError(
-            f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or "
-            "TokenizerPair(target=..., draft=...)"
+            f"vocabulary: expected {', '.join(map(repr, KINDS))}, or TokenizerPair(target=..., draft=...), got "
+            f"{kind!r}; use one of them"
         )
     check(draft, target, kind)
     sizes = (target.config.vocab_size, draft.config.vocab_size)
@@ -71,13 +72,16 @@ def between(
         return VocabMap(*sizes)
     theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
     if theirs is None or ours is None:
-        raise PairingError("vocabulary='intersection' compares tokens, and a tokenizer.json is missing; put it there")
+        raise PairingError(
+            "vocabulary: expected a tokenizer.json of both models for 'intersection', got none for one; add it to "
+            "the folder"
+        )
     vocab_map = IntersectionVocabMap(theirs, ours, sizes=sizes)
     if vocab_map.shared < LEAST_SHARED * sizes[0]:
         raise PairingError(
-            f"only {vocab_map.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly "
-            "no draft could be accepted; let them exchange text (vocabulary='retokenize'), or take a draft whose "
-            "tokenizer is more like the target's"
+            f"draft: expected a vocabulary like the target's, got one with {vocab_map.shared} of its {sizes[0]} "
+            "tokens, so almost no draft token could be accepted; use vocabulary='retokenize', or a draft with a "
+            "more similar tokenizer"
         )
     return vocab_map
 
@@ -87,10 +91,13 @@ def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
         try:
             return load_tokenizer(decoder.folder)
         except CheckpointError as error:
-            raise PairingError(f"vocabulary='retokenize' needs the {side}'s tokenizer: {error}") from error
+            raise PairingError(
+                f"vocabulary: expected the {side}'s tokenizer for 'retokenize', got none ({error}); add it to the "
+                "folder"
+            ) from error
     raise PairingError(
-        f"vocabulary='retokenize' needs the {side}'s tokenizer, and it was loaded from no folder; give "
-        "vocabulary=TokenizerPair(target=..., draft=...)"
+        f"vocabulary: expected the {side}'s tokenizer for 'retokenize', got none, since it was loaded without a "
+        "folder; give vocabulary=TokenizerPair(target=..., draft=...)"
     )
 
 
@@ -102,11 +109,14 @@ def _usable(pair: TokenizerPair) -> TokenizerPair:
             text = plain_text(tokenizer, list(ids))
         except (AttributeError, TypeError) as error:
             raise PairingError(
-                f"the {side}'s tokenizer, a {type(tokenizer).__name__}, cannot encode and decode as those of "
-                f"transformers do ({error}); wrap it, for instance with PreTrainedTokenizerFast(tokenizer_object=...)"
+                f"vocabulary: expected a tokenizer like those of transformers, got {type(tokenizer).__name__} as "
+                f"the {side}'s ({error}); wrap it, for instance with PreTrainedTokenizerFast(tokenizer_object=...)"
             ) from error
         if not isinstance(text, str) or not all(isinstance(one, int) for one in ids):
-            raise PairingError(f"the {side}'s tokenizer gives no list of ids for a text; use one of transformers")
+            raise PairingError(
+                f"vocabulary: expected a list of ids from the {side}'s tokenizer, got another value; use a "
+                "tokenizer of transformers"
+            )
     return pair
 
 
@@ -120,9 +130,8 @@ def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[
     if ours is None or theirs is None:
         if sizes[0] != sizes[1]:
             raise PairingError(
-                f"draft and target have vocabularies of {sizes[0]} and {sizes[1]} ids, and a tokenizer.json is missing "
-                "to see whether the ids mean the same; put the tokenizer into both folders, or take a draft of the "
-                "target's family"
+                f"draft: expected a tokenizer.json to compare the vocabularies of {sizes[0]} and {sizes[1]} ids, "
+                "got none; put the tokenizer into both folders, or use a draft of the target's family"
             )
         return
     limit = min(sizes)
@@ -133,9 +142,9 @@ def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[
         differ = sorted(token for token in both - pads if ours.get(token) != theirs.get(token))
         if differ:
             raise PairingError(
-                f"draft and target have unequal tokenizers: {len(differ)} tokens have other ids, such as {differ[0]!r} "
-                f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's "
-                "tokenizer, or set vocabulary='intersection' or 'retokenize'"
+                f"draft: expected the target's tokenizer, got one with {len(differ)} other ids, such as "
+                f"{differ[0]!r} ({ours.get(differ[0])} and {theirs.get(differ[0])}); use a draft trained with the "
+                "target's tokenizer, or set vocabulary='intersection' or 'retokenize'"
             )
 
 
@@ -174,4 +183,4 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
         return {**dict(pairs), **added}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise PairingError(f"{path} cannot be read as a tokenizer ({error}); restore the file") from error
+        raise PairingError(f"{path}: the tokenizer cannot be read ({error}); restore the file") from error

@@ -141,8 +141,8 @@ def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> 
     """
     if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
         raise SamplingError(
-            f"the logits processors left no token to follow the text of {len(text.text)} tokens; let them allow one, "
-            "such as the eos id, where a text must end"
+            f"logits_processor: expected at least one allowed token after {len(text.text)} tokens, got none; let it "
+            "allow one, such as the eos id, where a sequence must end"
         )
     logprobs = None
     if text.num_logprobs is not None:

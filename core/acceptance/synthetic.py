@@ -36,7 +36,7 @@ class SyntheticAcceptance:
     def __post_init__(self) -> None:
         if not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigurationError(
-                f"synthetic acceptance needs a probability, and alpha={self.alpha!r} is not one; give 0 to 1"
+                f"synthetic_acceptance: expected a probability from 0 to 1, got {self.alpha!r}; correct it"
             )
 
     @property

@@ -50,8 +50,8 @@ class Typical:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < 1:
                 raise ConfigurationError(
-                    f"{name} of typical acceptance must be between 0 and 1, not {value!r}; Medusa's own "
-                    "are epsilon=0.09 and alpha=0.3"
+                    f"{name}: expected a number between 0 and 1 for typical acceptance, got {value!r}; Medusa uses "
+                    "epsilon=0.09 and alpha=0.3"
                 )
 
     @property

@@ -185,10 +185,10 @@ class LocalBackend:
         """Do nothing: all resources are in this process."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        raise ArtefactError(f"backend={self.name!r} has no compiled graphs to save; use one that has: {_savers()}")
+        raise ArtefactError(f"backend: expected one that saves compiled graphs, got {self.name!r}; use {_savers()}")
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
-        raise ArtefactError(f"backend={self.name!r} cannot load compiled graphs; use one that can: {_savers()}")
+        raise ArtefactError(f"backend: expected one that loads compiled graphs, got {self.name!r}; use {_savers()}")
 
 
 def check_formats(name: str, weights: Iterable[Stored]) -> None:
@@ -199,9 +199,9 @@ def check_formats(name: str, weights: Iterable[Stored]) -> None:
             raise ConfigurationError(reason)
     if not row.e4m3 and any(one.beyond for one in packed):
         raise ConfigurationError(
-            f"backend={name!r} has no numbers above {E4M3_LARGEST:.0f} in 8 bits of e4m3, and this checkpoint has: "
-            "they would be infinity or NaN; load it with quantization='fp8_e4m3', which halves the numbers of such "
-            "rows and doubles their scales"
+            f"backend: expected weights of at most {E4M3_LARGEST:.0f} in fp8_e4m3, got larger ones, which {name!r} "
+            "reads as infinity or NaN; load with quantization='fp8_e4m3', which halves the values of such rows and "
+            "doubles their scales"
         )
 
 

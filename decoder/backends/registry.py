@@ -111,12 +111,12 @@ def check(
         ConfigurationError: no backend has this name, it supports one rank only, or does not support a format.
     """
     if not isinstance(name, str) or name not in BACKENDS:
-        raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
+        raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}; use one of them")
     row = BACKENDS[name]
     if degree > 1 and not row.divided:
         able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
         raise ConfigurationError(
-            f"backend={name!r} runs on one rank: its kernels know no other; for tp_degree={degree} use one of {able}"
+            f"tp_degree: expected 1 for backend={name!r}, got {degree}; for tensor parallelism use one of {able}"
         )
     if reason := why_not_quantized(row, quantization) or why_not_cached(row, kv_cache_dtype):
         raise ConfigurationError(reason)

@@ -119,7 +119,9 @@ def copy(folder: Path, to: Path) -> None:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise ArtefactError(f"cannot copy compiled graphs to {to}: {error}") from error
+        raise ArtefactError(
+            f"{to}: cannot copy compiled graphs there ({error}); check the free space and permissions"
+        ) from error
 
 
 def machine_facts() -> dict[str, object]:

@@ -124,8 +124,8 @@ def config(header: GgufHeader, rope_freqs: tuple[float, ...] | None) -> dict[str
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
             raise UnknownArchitectureError(
-                f"{header.path}: llama.{key} = {keys.integer(key)} and heads of {head_dim} are not supported together; "
-                "use a model whose heads are all of one size and rotated whole."
+                f"{header.path}: llama.{key}: expected {head_dim}, the size of a head, got {keys.integer(key)}; use "
+                "a model whose heads have one size and are rotated in full"
             )
     positions = keys.integer("context_length")
     return {
@@ -188,8 +188,8 @@ def _refuse_keys(header: GgufHeader) -> None:
         if name == key or name in _READ or name in _WITHOUT_EFFECT or (name in _NEUTRAL and value == _NEUTRAL[name]):
             continue
         raise UnknownArchitectureError(
-            f"{header.path}: the key {key} (with the value {str(value)[:40]}) is not supported, and passing over it "
-            "could change the model's output; use a model without it."
+            f"{header.path}: key {key} = {str(value)[:40]} is not supported, and ignoring it could change the "
+            "output; use a model without it"
         )
 
 
@@ -204,7 +204,7 @@ def _rope_scaling(header: GgufHeader, keys: _Keys, rope_freqs: tuple[float, ...]
     if rope_freqs is not None:
         if kind != "none":
             raise UnknownArchitectureError(
-                f"{header.path}: {_ROPE_FREQS} and rope scaling of type {kind!r} are not supported together."
+                f"{header.path}: expected either {_ROPE_FREQS} or rope scaling, got both ({kind!r}); use another model"
             )
         # Frequencies divided one by one, at any sequence length: longrope with a single set of factors.
         factors = list(rope_freqs)
@@ -232,8 +232,8 @@ def _rope_scaling(header: GgufHeader, keys: _Keys, rope_freqs: tuple[float, ...]
             "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
         }
     raise UnknownArchitectureError(
-        f"{header.path}: rope scaling of type {kind!r} (attn_factor {share}) is not supported; supported are none, "
-        "linear, yarn, and the factors of Llama 3.1."
+        f"{header.path}: rope scaling: expected none, linear, yarn or the factors of Llama 3.1, got {kind!r} "
+        f"(attn_factor {share}); use another model"
     )
 
 
@@ -288,14 +288,15 @@ def read_checkpoint(path: Path) -> GgufHeader:
     name = header.fields.text("general.architecture")
     if name not in ARCHITECTURES:
         raise UnknownArchitectureError(
-            f"{path}: general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}."
+            f"{path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {name!r}; use a "
+            "supported model"
         )
     checked: set[str] = set()
     for tensor, stored in header.tensors.items():
         if stored.type not in checked and not _can_dequantise(stored):
             raise UnknownArchitectureError(
-                f"{path}: {tensor} has the type {stored.type}, which cannot be dequantised; use a file with other "
-                "types, such as Q8_0, Q4_K or BF16."
+                f"{path}: tensor {tensor}: the type {stored.type} cannot be dequantised; use a file with other "
+                "types, such as Q8_0, Q4_K or BF16"
             )
         checked.add(stored.type)
     return header
@@ -316,7 +317,9 @@ def read_config(path: Path) -> dict[str, object]:
         return config(header, None)
     values = _numbers(_mapped(path), factors, np.arange(factors.shape[0])) if len(factors.shape) == 1 else None
     if values is None or not bool((np.isfinite(values) & (values > 0)).all()):
-        raise CheckpointError(f"{path} is damaged: {_ROPE_FREQS} holds no list of finite numbers above 0")
+        raise CheckpointError(
+            f"{path}: expected finite numbers above 0 in {_ROPE_FREQS}, got others; download the file again"
+        )
     return config(header, tuple(values.tolist()))
 
 
@@ -339,7 +342,9 @@ class GgufFile:
         stored = [name for name in header.tensors if not architecture.ignored.fullmatch(name)]
         names = {architecture.hugging_face_name(name): name for name in stored}
         if len(names) < len(stored):
-            raise CheckpointError(f"{path} is damaged: it holds a tensor twice, by two names")
+            raise CheckpointError(
+                f"{path}: expected every tensor once, got one under two names; download the file again"
+            )
         return cls(header, names)
 
     def infos(self) -> dict[str, TensorInfo]:

@@ -80,13 +80,13 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if not size:
-                raise MissingWeightsError(f"{path} is empty; {_AGAIN}.")
+                raise MissingWeightsError(f"{path}: the file is empty; {_AGAIN}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Parser(path, data, size).header()
     except FileNotFoundError as error:
-        raise MissingWeightsError(f"{path} does not exist; give the path of a GGUF file.") from error
+        raise MissingWeightsError(f"{path}: the file does not exist; give the path of a GGUF file") from error
     except OSError as error:
-        raise MissingWeightsError(f"{path} cannot be read ({error}); check its permissions.") from error
+        raise MissingWeightsError(f"{path}: the file cannot be read ({error}); check its permissions") from error
 
 
 class _Parser:
@@ -103,19 +103,19 @@ class _Parser:
         for _ in range(num_keys):
             key = self._string()
             if key in metadata:
-                raise self._damaged(f"the key {key!r} is there twice")
+                raise self._damaged(f"the key {key!r} occurs twice")
             metadata[key] = self._value(*self._take("I"))
         parts = Fields(metadata, str(self._path)).integer("split.count", 1, minimum=0)
         if parts > 1:
             raise CheckpointError(
-                f"{self._path} is one of {parts} parts of a model; put them together with llama.cpp's "
-                "`llama-gguf-split --merge`, and give the whole file."
+                f"{self._path}: expected a whole model, got one of {parts} parts; merge them with llama.cpp's "
+                "`llama-gguf-split --merge`, and give the merged file"
             )
         self._check_room(num_tensors, 8 + 4 + 8 + 4 + 8, "tensors")
         entries = [self._tensor() for _ in range(num_tensors)]
         alignment = Fields(metadata, str(self._path)).integer("general.alignment", _ALIGNMENT)
         if alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment = {alignment} is no power of two")
+            raise self._damaged(f"general.alignment = {alignment} is not a power of two")
         begin = -(-self._at // alignment) * alignment
         return GgufHeader(self._path, metadata, self._placed(entries, begin, alignment))
 
@@ -123,19 +123,22 @@ class _Parser:
         start = bytes(self._data[:4])
         if start == b"vers":  # "version https://git-lfs..."
             raise MissingWeightsError(
-                f"{self._path} is a Git LFS pointer and not the weights themselves; run `git lfs pull` in its folder."
+                f"{self._path}: expected weights, got a Git LFS pointer; run `git lfs pull` in its folder"
             )
         if start != _MAGIC:
-            raise CheckpointError(f"{self._path} is not a GGUF file (it begins with {start!r}); {_AGAIN}.")
+            raise CheckpointError(f"{self._path}: expected a GGUF file, got one that starts with {start!r}; {_AGAIN}")
         self._at = 4
         (version,) = self._take("I")
         if version in _VERSIONS:
             return
         if version & 0xFFFF == 0:
-            raise CheckpointError(f"{self._path} was written for big-endian machines; use a file for little-endian.")
+            raise CheckpointError(
+                f"{self._path}: expected a little-endian file, got a big-endian one; use a file for little-endian "
+                "machines"
+            )
         raise CheckpointError(
-            f"{self._path} has version {version} of GGUF, and versions {' and '.join(map(str, _VERSIONS))} are "
-            "supported; use a newer conversion of the model."
+            f"{self._path}: expected GGUF version {' or '.join(map(str, _VERSIONS))}, got {version}; use a newer "
+            "conversion of the model"
         )
 
     def _placed(
@@ -148,19 +151,20 @@ class _Parser:
         tensors: dict[str, StoredTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
-                raise self._damaged(f"the tensor {name} is there twice")
+                raise self._damaged(f"the tensor {name} occurs twice")
             if kind not in types:
                 raise UnknownArchitectureError(
-                    f"{self._path}: {name} has the unknown tensor type {kind}; install a newer version of the package "
-                    "gguf, or use a file with other types."
+                    f"{self._path}: {name}: the tensor type {kind} is unknown; install a newer version of the "
+                    "package gguf, or use a file with other types"
                 )
             stored = StoredTensor(shape, types[kind][0], begin + offset, types[kind][1])
             if shape[-1] % stored.block[0] or offset % alignment:
-                raise self._damaged(f"the shape or the place of {name} does not go with its type {stored.type}")
+                raise self._damaged(f"the shape or offset of {name} does not fit its type {stored.type}")
             end = stored.offset + stored.num_bytes
             if end > self._size:
                 raise MissingWeightsError(
-                    f"{self._path} is truncated: it has {self._size:,} bytes, and {name} ends at {end:,}; {_AGAIN}."
+                    f"{self._path}: the file is truncated: it has {self._size:,} bytes, and {name} ends at {end:,}; "
+                    f"{_AGAIN}"
                 )
             tensors[name] = stored
         return tensors
@@ -215,9 +219,9 @@ class _Parser:
         left = self._size - self._at
         if count * least > left:
             raise MissingWeightsError(
-                f"{self._path} is truncated or damaged: at byte {self._at:,} of {self._size:,} it announces {count:,} "
-                f"{what}; {_AGAIN}."
+                f"{self._path}: the file is truncated or damaged: at byte {self._at:,} of {self._size:,} it "
+                f"announces {count:,} {what}; {_AGAIN}"
             )
 
     def _damaged(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged: {reason}; {_AGAIN}.")
+        return CheckpointError(f"{self._path}: the file is damaged: {reason}; {_AGAIN}")

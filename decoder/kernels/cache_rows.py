@@ -73,8 +73,8 @@ def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     total, groups, room, _ = cache.shape
     if total * groups * room > MAX_EXACT:
         raise ConfigurationError(
-            f"a cache of {total} slots x {groups} heads x {room} rows has more rows than a graph can number exactly "
-            f"({MAX_EXACT}); use fewer slots or positions"
+            f"batch_size: expected at most {MAX_EXACT} cache rows, got {total} slots x {groups} heads x {room} "
+            "rows; use fewer slots or positions"
         )
     heads = torch.arange(groups, dtype=torch.int32, device=cache.device)
     first = (slots.unsqueeze(1) * groups + heads) * room  # [b, G]
@@ -113,7 +113,7 @@ def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
     needed = cache_bytes(shard, options)
     if needed > room:
         raise ConfigurationError(
-            f"keys and values of {options.batch_size} slots and {options.n_positions} positions take "
-            f"{needed / _GIB:.1f} GiB, and this machine has {room / _GIB:.1f}; load fewer positions (n_positions) or "
-            "slots (batch_size), or keep them in 8 bits (kv_cache_dtype='int8')"
+            f"n_positions: keys and values of {options.batch_size} slots and {options.n_positions} positions need "
+            f"{needed / _GIB:.1f} GiB, and this machine has {room / _GIB:.1f}; lower n_positions or batch_size, or "
+            "set kv_cache_dtype='int8'"
         )

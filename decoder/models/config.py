@@ -67,9 +67,8 @@ def check_positions(config: RopeConfig, positions: int) -> None:
     """Raise ConfigurationError where a text of so many positions needs frequencies that follow its length."""
     if config.longest is not None and positions > config.longest:
         raise ConfigurationError(
-            f"n_positions={positions} is more than the {config.longest} up to which rope type {config.type!r} has one "
-            "set of frequencies; beyond, it chooses by the length of the text at every token, and a compiled decoder's "
-            f"table is fixed. Load the decoder with n_positions={config.longest} or fewer"
+            f"n_positions: expected at most {config.longest} for rope type {config.type!r}, got {positions}, and a "
+            f"compiled decoder has one table of frequencies; load it with n_positions={config.longest} or less"
         )
 
 
@@ -170,8 +169,8 @@ def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
         actual, value = config.values.get(key), value(config) if callable(value) else value
         if actual is not None and actual != value:
             raise UnknownArchitectureError(
-                f"{config.where}: {key} = {actual!r} would change the computation in a way that is not implemented for "
-                f"model_type {config.text('model_type')!r}; supported: {value!r}."
+                f"{config.where}: {key}: expected {value!r} for model_type {config.text('model_type')!r}, got "
+                f"{actual!r}, which is not supported; use another model"
             )
 
 
@@ -256,9 +255,9 @@ class ModelConfig:
             return cls.from_fields(Fields(read_config(folder), str(folder)))
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json), a "
-                f"GGUF file, the name of a model that `paceline list` shows, or an id of the Hugging Face hub "
-                "(owner/name)."
+                f"{folder}: expected a folder; give the local folder of a Hugging Face checkpoint (with "
+                "config.json), a GGUF file, the name of a model that `paceline list` shows, or an id of the Hugging "
+                "Face hub (owner/name)"
             )
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"
@@ -315,8 +314,8 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"{config.where}: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = "
-            f"{num_kv_heads}; correct the file."
+            f"{config.where}: num_attention_heads: expected a multiple of num_key_value_heads = {num_kv_heads}, got "
+            f"{num_heads}; correct the file"
         )
     vocab_size = config.integer("vocab_size")
     eos, pad, bos = _special_ids(config, generation, vocab_size)
@@ -346,7 +345,8 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     )
     if made.rotated % 2:
         raise UnknownArchitectureError(
-            f"{config.where}: rotary embeddings would turn {made.rotated} dimensions of a head, which is odd."
+            f"{config.where}: expected an even number of rotated dimensions per head, got {made.rotated}; use "
+            "another model"
         )
     return made
 
@@ -357,21 +357,21 @@ def _refuse_options(config: Fields) -> None:
     if config.values.get("per_layer_config"):
         raise UnknownArchitectureError(
             f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "
-            "checkpoint whose layers are alike."
+            "checkpoint whose layers have equal sizes"
         )
 
 
 def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
     if config.values.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(
-            f"{config.where}: hidden_size = {hidden_size} is not a multiple of num_attention_heads = "
-            f"{num_heads} and there is no head_dim; correct the file."
+            f"{config.where}: hidden_size: expected a multiple of num_attention_heads = {num_heads}, or head_dim, "
+            f"got {hidden_size}; correct the file"
         )
     head_dim = config.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise UnknownArchitectureError(
-            f"{config.where}: head_dim = {head_dim} is odd, and rotary embeddings turn pairs of dimensions; "
-            "use a model with even heads."
+            f"{config.where}: head_dim: expected an even number, since rotary embeddings rotate pairs of "
+            f"dimensions, got {head_dim}; use another model"
         )
     return head_dim
 
@@ -396,8 +396,8 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
     outside = [token for token in ids if token >= vocab_size]
     if outside:
         raise CheckpointError(
-            f"{where}: {key} {outside[0]} is outside the vocabulary of {vocab_size} ids; correct it, or "
-            "remove the key if the model has no such token."
+            f"{where}: {key}: expected ids below the vocabulary size {vocab_size}, got {outside[0]}; correct it, or "
+            "remove the key if the model has no such token"
         )
 
 
@@ -412,7 +412,10 @@ def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
     if side and both is not None and {"full_attention", "sliding_attention"} & set(both.values):
         own = both.child(side)
         if own is None or len(both.values) != 2:
-            raise CheckpointError(f"{both.where}: full_attention and sliding_attention must both be there, alone.")
+            raise CheckpointError(
+                f"{both.where}: expected the two keys full_attention and sliding_attention, got others; correct the "
+                "file"
+            )
         return own, base if side == "full_attention" else config.number("rope_local_base_freq")
     if side == "sliding_attention":
         return Fields({}, config.where), config.number("rope_local_base_freq")
@@ -451,11 +454,11 @@ def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> Rope
         long_factor=rope.numbers("long_factor", length=pairs) if longrope else (),
     )
     if result.theta <= 1.0:
-        raise CheckpointError(f"{rope.where}: rope_theta = {result.theta} is not above 1; correct the file.")
+        raise CheckpointError(f"{rope.where}: rope_theta: expected more than 1, got {result.theta}; correct the file")
     if kind == "llama3" and result.low_freq_factor >= result.high_freq_factor:
         raise CheckpointError(
-            f"{rope.where}: low_freq_factor = {result.low_freq_factor} is not below high_freq_factor = "
-            f"{result.high_freq_factor}; correct the file."
+            f"{rope.where}: low_freq_factor: expected less than high_freq_factor = {result.high_freq_factor}, got "
+            f"{result.low_freq_factor}; correct the file"
         )
     return result
 
@@ -463,18 +466,18 @@ def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> Rope
 def _refuse_rope(config: Fields, rope: Fields, kind: str, *, whole: bool) -> None:
     if kind not in ROPE_TYPES:
         raise UnknownArchitectureError(
-            f"{rope.where}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}."
+            f"{rope.where}: rope_type: expected one of {', '.join(ROPE_TYPES)}, got {kind!r}; use a supported model"
         )
     unknown = sorted(set(rope.values) - _ROPE_KEYS)
     if unknown:
         raise UnknownArchitectureError(
-            f"{rope.where}: {unknown[0]!r} is not a rope setting known here, and passing over it could "
-            "change the model's output; remove it if it has no effect."
+            f"{rope.where}: {unknown[0]!r} is not a known rope setting, and ignoring it could change the output; "
+            "remove it if it has no effect"
         )
     for fields in (rope, config):
         share = fields.number("partial_rotary_factor", 1.0)
         if share != 1.0 and whole:
             raise UnknownArchitectureError(
-                f"{fields.where}: partial_rotary_factor = {share} is not supported; "
-                "use a checkpoint that rotates whole heads (1.0)."
+                f"{fields.where}: partial_rotary_factor: expected 1.0, got {share}; use a model that rotates whole "
+                "heads"
             )

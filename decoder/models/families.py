@@ -39,7 +39,10 @@ def _of_layers(config: Fields) -> tuple[bool, ...]:
         interval = config.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval == 0 for layer in range(count))
     if not isinstance(given, list) or len(given) != count or not set(given) <= {0, 1}:
-        raise CheckpointError(f"{config.where}: no_rope_layers must be a list of {count} zeros and ones; correct it.")
+        raise CheckpointError(
+            f"{config.where}: no_rope_layers: expected a list of {count} zeros and ones, got another value; correct "
+            "the file"
+        )
     return tuple(not turns for turns in given)
 
 

@@ -67,7 +67,8 @@ def activation(name: str = "hidden_act", default: str = "silu") -> Key:
         said = config.text(name, default)
         if said not in _ACTIVATIONS:
             raise UnknownArchitectureError(
-                f"{config.where}: {name} {said!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+                f"{config.where}: {name}: expected one of {', '.join(_ACTIVATIONS)}, got {said!r}; use a supported "
+                "model"
             )
         return _ACTIVATIONS[said]
 
@@ -110,10 +111,12 @@ def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tu
     if kinds is None:
         return tuple(slides(config, layer) for layer in range(count))
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise CheckpointError(f"{config.where}: layer_types must be a list of {count} kinds; correct the file.")
+        raise CheckpointError(
+            f"{config.where}: layer_types: expected a list of {count} layer types, got another value; correct the file"
+        )
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
-            raise UnknownArchitectureError(f"{config.where}: layer_types has {kind!r}, which is not supported.")
+            raise UnknownArchitectureError(f"{config.where}: layer_types: {kind!r} is not supported; use another model")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 

@@ -17,6 +17,7 @@ def family(model_type: str, where: str = "config.json") -> Family:
     """
     if model_type not in MODEL_FAMILIES:
         raise UnknownArchitectureError(
-            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_FAMILIES)}."
+            f"{where}: model_type: expected one of {', '.join(MODEL_FAMILIES)}, got {model_type!r}; use a supported "
+            "model"
         )
     return MODEL_FAMILIES[model_type]

@@ -30,8 +30,8 @@ def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tens
     """
     if positions < 1 or head_dim < 2 or head_dim % 2:
         raise ConfigurationError(
-            f"rope tables need at least one position and an even head size, not positions={positions} and "
-            f"head_dim={head_dim}; correct the decoder's length or the model's head_dim."
+            f"n_positions: rope tables need at least one position and an even head size, got {positions} and "
+            f"head_dim={head_dim}; correct the decoder's length or the model's head_dim"
         )
     check_positions(config, positions)
     frequencies = _frequencies(config, head_dim)
@@ -64,7 +64,7 @@ def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     if config.type == "longrope":
         return 1.0 / (_longrope_factors(config, head_dim) * wavelengths)
     raise UnknownArchitectureError(
-        f"rope type {config.type!r} is not supported; use a checkpoint with one of {', '.join(ROPE_TYPES)}."
+        f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {config.type!r}; use a supported model"
     )
 
 
@@ -107,8 +107,8 @@ def _longrope_factors(config: RopeConfig, head_dim: int) -> Tensor:
     factors = config.short_factor
     if len(factors) != head_dim // 2:
         raise UnknownArchitectureError(
-            f"rope type 'longrope': short_factor has {len(factors)} entries, but a head of {head_dim} needs "
-            f"{head_dim // 2}; correct the checkpoint's config.json."
+            f"short_factor: expected {head_dim // 2} entries for rope type 'longrope', got {len(factors)}; correct "
+            "the checkpoint's config.json"
         )
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
 

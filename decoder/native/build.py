@@ -67,9 +67,9 @@ def require_compiler() -> str:
     found = shutil.which(environment.compiler())
     if found is None:
         raise BackendError(
-            f"backend='native' has no kernels ready for this processor and PyTorch {torch.__version__}, and the C++ "
-            f"compiler {environment.compiler()!r} is not on PATH; install g++ (Debian, Ubuntu: apt install g++), set "
-            "CXX, or use backend='eager'"
+            f"backend='native': expected kernels built for this processor and PyTorch {torch.__version__}, or the "
+            f"C++ compiler {environment.compiler()!r} on PATH, got neither; install g++ (Debian, Ubuntu: apt "
+            "install g++), set CXX, or use backend='eager'"
         )
     return found
 
@@ -151,7 +151,8 @@ def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
         except OSError as error:
             if last:
                 raise BackendError(
-                    f"{path} cannot be loaded ({error}); set PACELINE_CACHE to another folder, or use backend='eager'"
+                    f"{path}: the kernels cannot be loaded ({error}); set PACELINE_CACHE to another folder, or use "
+                    "backend='eager'"
                 ) from error
             _say(f"{path} is damaged ({error}): building it again")
             shutil.rmtree(path.parent, ignore_errors=True)

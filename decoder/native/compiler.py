@@ -153,7 +153,7 @@ def _run(command: Sequence[str], what: str) -> None:
     if done.returncode:
         ended = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
         raise BackendError(
-            f"building {what} failed: {command[0]} {ended}; see what it says below, free memory if there was none left "
-            "(0.6 GB a file), set CXX to another compiler, or use backend='eager'\n"
-            f"{' '.join(command)}\n{done.stderr[-2000:]}"
+            f"building {what} failed: {command[0]} {ended}; read the compiler's output below, free memory if it ran "
+            "out (0.6 GB per file), set CXX to another compiler, or use "
+            f"backend='eager'\n{' '.join(command)}\n{done.stderr[-2000:]}"
         )

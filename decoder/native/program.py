@@ -184,7 +184,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         given = _every_argument(func, args, kwargs or {})
         if _looks_at_numbers(func, given):
-            raise BackendError(f"a step cannot be recorded, since it looks at the numbers of a tensor: {func}")
+            raise BackendError(
+                f"a step that reads a tensor's values cannot be recorded: {func}; use backend='inductor'"
+            )
         arguments = [self._named(one) for one in given]
         if func._schema.name.startswith("paceline::"):
             out = SHAPES[func._schema.name.removeprefix("paceline::")](*given)
@@ -553,7 +555,9 @@ class _Rounds:
         self._made.reverse()
         ran = self._library.paceline_again(ctypes.byref(call))
         if ran < 0:
-            raise BackendError(f"a round failed: {self._why.value.decode(errors='replace')}")
+            raise BackendError(
+                f"a round failed: {self._why.value.decode(errors='replace')}; use backend='eager' to see where"
+            )
         return self._read(ran), commit
 
     def _for(self, rounds: int) -> None:

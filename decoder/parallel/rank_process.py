@@ -119,7 +119,11 @@ def main() -> None:
                 # The ranks are no longer at the same step; the others detect that this one has ended.
                 pipe.send(message)
                 os._exit(1)
-            pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {message}"))
+            pipe.send(
+                error
+                if isinstance(error, PacelineError)
+                else RankError(f"rank {rank} failed: {message}; load the decoder again")
+            )
         else:
             if order in ("load", "make"):
                 pipe.send(None)

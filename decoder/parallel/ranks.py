@@ -259,7 +259,7 @@ class Ranks:
                 sender.dump(graph.module)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigurationError(
-                    f"{graph.name} cannot be sent to the other ranks ({error}); a drafter's step must be made of "
+                    f"{graph.name}: cannot be sent to the other ranks ({error}); build the drafter's step from "
                     "modules that can be pickled, or pass fused=False"
                 ) from error
             self._send("make", number, step_number, stream.getvalue(), key=graph.key, example=graph.example)
@@ -290,7 +290,7 @@ class Ranks:
 
     def _check(self, body: int) -> None:
         if body not in self._open or not self.alive:
-            raise RankError("the other ranks of this decoder have ended: it was closed, or one failed; load it again")
+            raise RankError("the other ranks of this decoder have exited: it was closed, or one failed; load it again")
 
     def _send(self, order: str, *rest: Any, **named: Any) -> None:
         """Send an order, a method of `rank_process.Follower`, with its arguments."""
@@ -342,7 +342,7 @@ class Ranks:
                     words = f"ended with status {process.wait(_FAREWELL)}"
             reasons += [f"rank {rank} {words}"] if words else []
         reason = "; ".join(reasons) or f"{type(error).__name__}: {error}"
-        return RankError(f"a rank of the divided model was lost ({reason}); all its ranks were ended, load it again")
+        return RankError(f"a rank of the model exited ({reason}), so all ranks were stopped; load the decoder again")
 
     def _next(self) -> int:
         self._count += 1
@@ -365,8 +365,8 @@ class _Sender(pickle.Pickler):
         if isinstance(item, ModelWithCache):
             if item not in self._bodies:
                 raise ConfigurationError(
-                    "draft and target share a graph only with the same tp_degree; load them with one degree, or pass "
-                    "fused=False"
+                    "tp_degree: expected the same value for draft and target, which share a graph, got different "
+                    "ones; load both with one degree, or pass fused=False"
                 )
             return "body", self._bodies[item]
         if isinstance(item, Kernels):

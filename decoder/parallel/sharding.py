@@ -99,7 +99,9 @@ class GQA(Enum):
             return cls(name)
         except ValueError as error:
             names = ", ".join(repr(one.value) for one in cls)
-            raise ConfigurationError(f"group_query_attention={name!r} is unknown; use one of {names}") from error
+            raise ConfigurationError(
+                f"group_query_attention: expected one of {names}, got {name!r}; use one of them"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +129,18 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
     gqa = GQA.of(gqa)
     if gqa is GQA.SHARD_OVER_BATCH:
         raise ConfigurationError(
-            "group_query_attention='shard-over-batch' is not offered: a prompt is read into one slot at a time, and "
-            "all ranks but the slot's own would idle; use 'replicated-heads', or 'all-gather-heads' to read less"
+            "group_query_attention: 'shard-over-batch' is not supported, since a prompt is prefilled into one slot "
+            "at a time and the other ranks would idle; use 'replicated-heads', or 'all-gather-heads' to read less"
         )
     if gqa is GQA.SHARD_OVER_HEADS and heads % degree:
         raise ConfigurationError(
-            f"{heads} K/V heads are not divisible by tp_degree={degree}, as 'shard-over-heads' needs; use "
-            "'replicated-heads' or 'all-gather-heads'"
+            f"group_query_attention: expected K/V heads divisible by tp_degree={degree} for 'shard-over-heads', got "
+            f"{heads}; use 'replicated-heads' or 'all-gather-heads'"
         )
     if gqa is GQA.ALL_GATHER_HEADS and heads * config.head_dim % degree:
         raise ConfigurationError(
-            f"{heads} K/V heads of {config.head_dim} numbers have no even part for each of {degree} ranks, as "
-            "'all-gather-heads' needs; use 'replicated-heads'"
+            f"group_query_attention: expected K/V heads that {degree} ranks can share evenly for "
+            f"'all-gather-heads', got {heads} of {config.head_dim} numbers; use 'replicated-heads'"
         )
     return Layout(degree, gqa)
 

@@ -30,7 +30,7 @@ def atomic_write(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
     except OSError as error:
         if not _about(error, path):  # a program that was called meanwhile and is not there, say
             raise
-        raise StorageError(f"{path} cannot be written ({error.strerror or error}); {remedy}") from error
+        raise StorageError(f"{path}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
 def _about(error: OSError, path: Path) -> bool:

@@ -199,7 +199,7 @@ def _named(stored: _TensorInFile) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
+        raise ConfigurationError(f"{stored.file}: {stored.name}: {error}; choose another quantization") from error
 
 
 def _finite_rows(stored: _TensorInFile, span: tuple[int, int]) -> Iterator[Tensor]:
@@ -215,8 +215,8 @@ def _converted(stored: _TensorInFile, found: Tensor, dtype: torch.dtype) -> Tens
     if tensor.numel() and not _is_finite(tensor):
         if _is_finite(found):
             raise WeightValueError(
-                f"{stored.file}: {stored.name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or "
-                "torch.float32."
+                f"{stored.file}: {stored.name} contains values beyond the range of {dtype}; load it in "
+                "torch.bfloat16 or torch.float32"
             )
         raise _damaged(stored)
     return tensor
@@ -224,8 +224,8 @@ def _converted(stored: _TensorInFile, found: Tensor, dtype: torch.dtype) -> Tens
 
 def _damaged(stored: _TensorInFile) -> WeightValueError:
     return WeightValueError(
-        f"{stored.file}: {stored.name} holds NaN or infinity; download the file again, and if that does not help the "
-        "checkpoint itself is damaged."
+        f"{stored.file}: {stored.name} contains NaN or infinity; download the file again, and if that does not help "
+        "use another checkpoint"
     )
 
 
@@ -286,7 +286,7 @@ def load_weights(
     are loaded as ``dtype`` nevertheless.
     """
     if dtype not in _DTYPES:
-        raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
+        raise ConfigurationError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype}; use one of them")
     family = registry.family(config.model_type)
     expected = family.tensors(config)
     place = checkpoint_path(path)
@@ -336,8 +336,8 @@ def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantiz
     """The tables of the vocabulary that are not to be quantised, by the names of their modules or the ends of those."""
     if modules and quantization is None:
         raise ConfigurationError(
-            f"modules_to_not_convert={list(modules)} says what quantisation leaves alone, and none is asked for; give "
-            "quantization, or leave it out"
+            f"modules_to_not_convert: expected quantization to be set too, got only {list(modules)}; set "
+            "quantization, or omit modules_to_not_convert"
         )
     tables: dict[str, set[str]] = {}
     for name, spec in specs.items():
@@ -349,8 +349,8 @@ def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantiz
         found = [names for module, names in tables.items() if f".{module}".endswith(f".{asked}")]
         if not found:
             raise ConfigurationError(
-                f"modules_to_not_convert: {asked!r} cannot be left alone. Tables of the vocabulary can, "
-                f"{' and '.join(tables)}; the matrices of layers are quantised all or none"
+                f"modules_to_not_convert: expected {' or '.join(tables)}, got {asked!r}; list only these, since the "
+                "layers' matrices are quantised all or none"
             )
         left.update(*found)
     return left
@@ -365,7 +365,8 @@ def _stored_formats(
     for form in {STORED_FORMATS[places[name].info.dtype] for name in stored}:
         if quantization is not None and (quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype):
             raise ConfigurationError(
-                f"quantization={quantization!r}: the checkpoint is {form.value} already; leave it out"
+                f"quantization: expected none, since the checkpoint is already {form.value}, got {quantization!r}; "
+                "omit it"
             )
     return stored
 
@@ -379,15 +380,15 @@ def _equal(one: Stored, other: Stored) -> bool:
 def _survey(path: Path) -> dict[str, _Place]:
     """Every tensor in the folder's files. The files are believed, not their index, which only names them."""
     if not path.is_dir() and not is_gguf(path):
-        raise CheckpointError(f"{path} is not a folder; give the local folder of a Hugging Face checkpoint.")
+        raise CheckpointError(f"{path}: expected a folder; give the local folder of a Hugging Face checkpoint")
     places: dict[str, _Place] = {}
     for file in [path] if is_gguf(path) else find_weight_files(path):
         with open_weight_file(file) as source:
             for name, info in source.infos().items():
                 if name in places:
                     raise CheckpointError(
-                        f"{name} is in both {places[name].file} and {file}; the shards come from different "
-                        "downloads, download the checkpoint again."
+                        f"{name}: expected the tensor in one file, got both {places[name].file} and {file}; "
+                        "download the checkpoint again, since the shards come from different downloads"
                     )
                 places[name] = _Place(file, name, info)
     return _with_scales(places)
@@ -401,8 +402,8 @@ def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
             scale = made.pop(beside)
             if scale.file != place.file:
                 raise MissingWeightsError(
-                    f"{name} is in {place.file} and its scales are in {scale.file}; a matrix and its scales must be in "
-                    "one file: save the checkpoint again."
+                    f"{name}: expected a matrix and its scales in one file, got {place.file} and {scale.file}; save "
+                    "the checkpoint again"
                 )
             made[name] = replace(place, scaled=True)
     return made
@@ -441,15 +442,15 @@ def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec]
     missing = [name for name in expected if name not in found]
     if missing:
         raise MissingWeightsError(
-            f"{folder} lacks {_some(missing)}; download the checkpoint in full, and check that "
-            f"{_configuration(folder)} belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias "
-            "options decide what is needed)."
+            f"{folder}: expected the tensors {_some(missing)}, got none; download the checkpoint in full, and check "
+            f"that {_configuration(folder)} belongs to these weights (num_hidden_layers, tie_word_embeddings and "
+            "the *_bias options decide what is needed)"
         )
     surplus = [name for name in found if name not in expected and name not in copies]
     if surplus:
         raise CheckpointError(
-            f"{folder} holds tensors that a decoder with this configuration does not use: {_some(surplus)}; check that "
-            f"{_configuration(folder)} belongs to these weights and that they are of a causal language model."
+            f"{folder}: expected only tensors that this configuration uses, got also {_some(surplus)}; check that "
+            f"{_configuration(folder)} belongs to these weights and that they are of a causal language model"
         )
 
 
@@ -458,8 +459,8 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
         place = places[name]
         if place.info.shape != spec.shape:
             raise WeightShapeError(
-                f"{place.file}: {name} has shape {list(place.info.shape)}, but {_configuration(place.file)} asks for "
-                f"{list(spec.shape)}; use the one that belongs to these weights."
+                f"{place.file}: {name}: expected shape {list(spec.shape)} from {_configuration(place.file)}, got "
+                f"{list(place.info.shape)}; use the configuration that belongs to these weights"
             )
         if not (place.scaled and spec.is_matrix):
             check_stored(name, place.info.dtype, where=place.file)
@@ -468,8 +469,8 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
 def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
     if not equal:
         raise CheckpointError(
-            f"{file}: {copy} differs from {original}, although config.json says tie_word_embeddings; "
-            "set it to false to use both, or download the checkpoint again."
+            f"{file}: {copy} differs from {original}, although config.json sets tie_word_embeddings; set it to "
+            "false to use both, or download the checkpoint again"
         )
 
 

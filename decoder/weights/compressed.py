@@ -103,10 +103,9 @@ def check_quantization_config(values: object, where: str) -> None:
     wrong = _why_not(values)
     if wrong:
         raise UnknownArchitectureError(
-            f"{where}: quantization_config says that the weights are quantised, and of that only 8-bit weights "
-            "with a scale for every row or matrix, and 4 or 8 bits in groups, are supported "
-            f"(compressed-tensors, {', '.join(_WEIGHTS)}), not {wrong}; use the checkpoint in float32, bfloat16 or "
-            "float16, and quantization=... when loading it."
+            f"{where}: quantization_config: expected 8-bit weights with a scale for each row or matrix, or 4 or 8 "
+            f"bits in groups (compressed-tensors, {', '.join(_WEIGHTS)}), got {wrong}; use the checkpoint in "
+            "float32, bfloat16 or float16, and set quantization when loading it"
         )
 
 

@@ -71,15 +71,15 @@ def open_safetensors(path: Path) -> Iterator[WeightFile]:
         with safe_open(path, framework="pt", device="cpu") as handle:
             yield _SafetensorsFile(handle)
     except SafetensorError as error:
-        raise MissingWeightsError(f"{path} is truncated or not a safetensors file ({error}); {AGAIN}.") from error
+        raise MissingWeightsError(
+            f"{path}: expected a safetensors file, got a truncated or other file ({error}); {AGAIN}"
+        ) from error
 
 
 def check_present(path: Path) -> None:
     """Raise MissingWeightsError where a file is not there, cannot be read, or stands for one that was not fetched."""
     if _first_bytes(path).startswith(b"version https://git-lfs"):
-        raise MissingWeightsError(
-            f"{path} is a Git LFS pointer and not the weights themselves; run `git lfs pull` in its folder."
-        )
+        raise MissingWeightsError(f"{path}: expected weights, got a Git LFS pointer; run `git lfs pull` in its folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ def check_stored(name: str, dtype: str, *, where: Path) -> None:
     """Raise CheckpointError unless a tensor's numbers are what they say, and not a quantised form of others."""
     if dtype not in FLOAT_NAMES:
         raise CheckpointError(
-            f"{where}: {name} is stored as {dtype}; quantised weights of this kind are not supported, "
-            "use the checkpoint in float32, bfloat16 or float16."
+            f"{where}: {name}: the data type {dtype} is not supported; use the checkpoint in float32, bfloat16 or "
+            "float16"
         )
 
 
@@ -195,8 +195,8 @@ def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) 
     converted = tensor.to(dtype)
     if not bool(torch.isfinite(converted).all()):
         if not bool(torch.isfinite(tensor).all()):
-            raise WeightValueError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, fetch it again")
-        raise WeightValueError(f"{where}: {name} holds values beyond {dtype}; load the target with amp='f32'")
+            raise WeightValueError(f"{where}: {name} contains NaN or infinity; download the checkpoint again")
+        raise WeightValueError(f"{where}: {name} contains values beyond {dtype}; load the target with amp='f32'")
     return converted
 
 
@@ -210,9 +210,9 @@ def _first_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(64)
     except FileNotFoundError as error:
-        raise MissingWeightsError(f"{path} does not exist; download the checkpoint in full.") from error
+        raise MissingWeightsError(f"{path}: the file does not exist; download the checkpoint in full") from error
     except OSError as error:
-        raise MissingWeightsError(f"{path} cannot be read ({error}); check its permissions.") from error
+        raise MissingWeightsError(f"{path}: the file cannot be read ({error}); check its permissions") from error
 
 
 def load_pickle(path: Path) -> object:
@@ -225,18 +225,18 @@ def load_pickle(path: Path) -> object:
     start = _first_bytes(path)
     zipped = start.startswith(_ZIP)
     if not zipped and not start.startswith(b"\x80"):
-        raise MissingWeightsError(f"{path} is empty or not a PyTorch file; {AGAIN}.")
+        raise MissingWeightsError(f"{path}: expected a PyTorch file, got an empty or other file; {AGAIN}")
     try:
         # Files from before PyTorch 1.6 are no zip archives and cannot be mapped: they are read whole.
         state: object = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it is damaged or holds more than tensors ({_refusal(error)}), and nothing "
-            "in it was run. Use a safetensors checkpoint, or one from an author you trust."
+            f"{path}: expected tensors only, got a damaged file or other objects ({_refusal(error)}), none of which "
+            "was executed; use a safetensors checkpoint, or one from an author you trust"
         ) from error
     # A damaged pickle can fail in any way: in the archive, in an opcode, in a tensor's bounds.
     except Exception as error:
-        raise MissingWeightsError(f"{path} cannot be read, it is truncated or damaged ({error}); {AGAIN}.") from error
+        raise MissingWeightsError(f"{path}: the file is truncated or damaged ({error}); {AGAIN}") from error
     return state
 
 
@@ -244,13 +244,13 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
     state = load_pickle(path)
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path} holds a {type(state).__name__}, not a dictionary of tensors; save model.state_dict() instead."
+            f"{path}: expected a dictionary of tensors, got a {type(state).__name__}; save model.state_dict() instead"
         )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise CheckpointError(
-                f"{path}: the entry {name!r} is a {type(tensor).__name__}, not a dense tensor with a name; "
-                "save model.state_dict() alone."
+                f"{path}: {name!r}: expected a dense tensor with a name, got a {type(tensor).__name__}; save only "
+                "model.state_dict()"
             )
     return dict(state)
 
@@ -285,12 +285,12 @@ class SplitFolder:
         """
         if not (folder / INDEX).is_file():
             raise CheckpointError(
-                f"{folder} is a folder without {INDEX}; it must be a file of weights, or what save_pretrained_split of "
-                "transformers-neuronx writes: download the checkpoint in full."
+                f"{folder}: expected a weight file, or a folder with {INDEX} as save_pretrained_split of "
+                "transformers-neuronx writes, got a folder without it; download the checkpoint in full"
             )
         names = read_json_object(folder / INDEX)
         if not names:
-            raise CheckpointError(f"{folder / INDEX} names no tensors; download the checkpoint in full.")
+            raise CheckpointError(f"{folder / INDEX}: expected tensor names, got none; download the checkpoint in full")
         return cls(folder, {name: _place(folder, file) for name, file in names.items()})
 
     def infos(self) -> dict[str, TensorInfo]:
@@ -304,8 +304,8 @@ class SplitFolder:
         tensor = load_pickle(file)
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise CheckpointError(
-                f"{file} holds a {type(tensor).__name__}, and {INDEX} says that it is the tensor {name}; use a "
-                "safetensors checkpoint."
+                f"{file}: expected the tensor {name}, which {INDEX} lists, got a {type(tensor).__name__}; use a "
+                "safetensors checkpoint"
             )
         return tensor.detach()
 
@@ -324,12 +324,12 @@ def _place(folder: Path, file: object) -> Path:
         or file in ("", ".", "..")
     ):
         raise CheckpointError(
-            f"{folder / INDEX} names the file {file!r}; it may only name files in its own folder. Do not use this "
-            "checkpoint unless you know who wrote it."
+            f"{folder / INDEX}: expected names of files in its own folder, got {file!r}; do not use this checkpoint "
+            "unless you know who wrote it"
         )
     if file.endswith(_RANDOM):
         raise CheckpointError(
-            f"{folder / INDEX} names {file}, a size for random numbers and not weights; save the model itself with "
-            "save_pretrained."
+            f"{folder / INDEX}: expected weights, got {file}, a size for random numbers; save the model itself with "
+            "save_pretrained"
         )
     return folder / file

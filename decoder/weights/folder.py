@@ -28,7 +28,10 @@ def check_kept(path: Path, quantization: str | None) -> None:
     """Raise ConfigurationError if the formats of a GGUF file are to be kept, and the checkpoint is none."""
     if quantization == "gguf" and not is_gguf(path):
         names = ", ".join(form.value for form in WeightFormat)
-        raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
+        raise ConfigurationError(
+            f"quantization: expected a GGUF file for 'gguf', which keeps the formats of that file, got {path}; use "
+            f"{names}"
+        )
 
 
 def has_weight_files(folder: Path) -> bool:
@@ -45,12 +48,12 @@ def find_weight_files(folder: Path) -> list[Path]:
         return [folder / _SPLIT]
     if (folder / _PRESHARDED).is_file():
         raise CheckpointError(
-            f"{folder} holds weights that transformers-neuronx has divided and laid out for one tp_degree "
-            f"({_PRESHARDED}); give the checkpoint they were made of."
+            f"{folder}: expected whole tensors, got weights that transformers-neuronx has sharded for one tp_degree "
+            f"({_PRESHARDED}); give the checkpoint they were made from"
         )
     raise MissingWeightsError(
-        f"{folder} holds no weights: none of {', '.join(_CANDIDATES)} is there; download the checkpoint in "
-        "full, or convert it to one of these formats."
+        f"{folder}: expected weights (one of {', '.join(_CANDIDATES)}), got none; download the checkpoint in full, "
+        "or convert it to one of these formats"
     )
 
 
@@ -58,7 +61,7 @@ def _indexed_files(index: Path) -> list[Path]:
     """The shards an index names. Only plain names in its own folder with its own format are followed."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, so it names no files; {AGAIN}.")
+        raise CheckpointError(f"{index}: expected the key weight_map, got none; {AGAIN}")
     suffix = ".safetensors" if ".safetensors." in index.name else ".bin"
     names = []
     for name in dict.fromkeys(map(str, weight_map.values())):
@@ -66,8 +69,8 @@ def _indexed_files(index: Path) -> list[Path]:
         # that leaves its folder, and those the user's own machine made.
         if not name.isprintable() or any(sign in name for sign in "/\\:") or not name.endswith(suffix):
             raise CheckpointError(
-                f"{index} names the file {name!r}; an index may only name {suffix} files in its own folder. "
-                "Do not use this checkpoint unless you know who wrote it."
+                f"{index}: expected names of {suffix} files in its own folder, got {name!r}; do not use this "
+                "checkpoint unless you know who wrote it"
             )
         names.append(name)
     return [index.with_name(name) for name in names]

@@ -78,8 +78,8 @@ class WeightFormat(Enum):
             return cls(name)
         except ValueError:
             raise ConfigurationError(
-                f"quantization={name!r} is unknown; use one of {', '.join(item.value for item in cls)}, or gguf to "
-                "keep the formats of a GGUF file"
+                f"quantization: expected one of {', '.join(item.value for item in cls)}, or gguf to keep the "
+                f"formats of a GGUF file, got {name!r}; use one of them"
             ) from None
 
 

@@ -89,8 +89,8 @@ def _need_fetched(name: str) -> Path:
     folder = fetched(KNOWN_MODELS[name])
     if folder is None:
         raise MissingWeightsError(
-            f"{name} is a known model that was not fetched yet, and no folder here is called so; run `paceline fetch "
-            f"{name}`, or give the path of a folder."
+            f"{name}: expected a fetched model or a folder, got the name of a known model that is not fetched; run "
+            f"`paceline fetch {name}`, or give the path of a folder"
         )
     return folder
 
@@ -143,8 +143,8 @@ def snapshot(name: HubId, *, newest: bool = False) -> Path:
         folder = _download(HubId(name.repo, folder.name), (*_PICKLES, *_TEXT))
     if not _has_weights(folder):
         raise FetchError(
-            f"{name} holds no weights that can be loaded: neither safetensors nor pytorch_model.bin; of a repository "
-            "of GGUF files, download one and give its path."
+            f"{name}: expected safetensors or pytorch_model.bin, got neither; from a repository of GGUF files, "
+            "download one and give its path"
         )
     return folder
 
@@ -194,31 +194,37 @@ def _refusal(name: HubId, error: Exception) -> FetchError | StorageError:
 
     if isinstance(error, errors.GatedRepoError):
         return FetchError(
-            f"{name} is not for everyone: accept its terms on the hub, and log in (`hf auth login`, or set HF_TOKEN)"
+            f"{name}: access to this model is restricted; accept its terms on the hub, and log in (`hf auth login`, "
+            "or set HF_TOKEN)"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return FetchError(f"{name.repo} has no revision {name.revision!r}; name a branch, a tag or a commit of it")
+        return FetchError(f"{name.repo}: revision {name.revision!r} does not exist; give a branch, a tag or a commit")
     if isinstance(error, errors.RepositoryNotFoundError):
         return FetchError(
-            f"{name} is no folder here, and the Hugging Face hub has no model called so that you may read; correct the "
-            "name, or log in (`hf auth login`, or set HF_TOKEN)"
+            f"{name}: expected a folder or a model on the Hugging Face hub that you may read, got neither; correct "
+            "the name, or log in (`hf auth login`, or set HF_TOKEN)"
         )
     if isinstance(error, errors.HFValidationError):
-        return FetchError(f"{name} is no folder here, and no id of the Hugging Face hub either ({error})")
+        return FetchError(
+            f"{name}: expected a folder or an id of the Hugging Face hub, got neither ({error}); correct the name"
+        )
     if isinstance(error, OSError) and error.errno in _FULL:
-        return StorageError(f"{name} cannot be stored ({error}); make room, or set HF_HOME to another folder")
+        return StorageError(
+            f"{name}: the download cannot be stored ({error}); free some space, or set HF_HOME to another folder"
+        )
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return DownloadError(
-            f"{name} is no folder here, and HF_HUB_OFFLINE forbids to fetch it from the Hugging Face hub; "
-            f"unset it, or fetch the model on a machine with a network (`paceline fetch {name}`) and give its folder"
+            f"{name}: expected a folder, got none, and HF_HUB_OFFLINE forbids the download from the Hugging Face "
+            f"hub; unset it, or fetch the model on a machine with a network (`paceline fetch {name}`) and give its "
+            "folder"
         )
     said = str(error).strip().splitlines()
     return DownloadError(
-        f"{name} is no folder here, and fetching it from the Hugging Face hub ({constants.ENDPOINT}) failed: "
-        f"{type(error).__name__}{': ' + said[0] if said else ''}. Is there a network? Otherwise fetch the model on a "
-        f"machine that has one (`paceline fetch {name}`) and give its folder"
+        f"{name}: expected a folder, got none, and the download from the Hugging Face hub ({constants.ENDPOINT}) "
+        f"failed: {type(error).__name__}{': ' + said[0] if said else ''}; check the network, or fetch the model on "
+        f"a machine that has one (`paceline fetch {name}`) and give its folder"
     )
 
 
@@ -237,7 +243,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
         DownloadError, FetchError, StorageError: the model cannot be fetched from the hub, see `hub.snapshot`.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise CheckpointError(f"{path!r} is no path; give the local folder of a Hugging Face checkpoint.")
+        raise CheckpointError(f"{path!r}: expected a path; give the local folder of a Hugging Face checkpoint")
     place = Path(path)
     if os.fspath(path) in KNOWN_MODELS and not place.exists():
         return _need_fetched(os.fspath(path))
@@ -248,10 +254,10 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     try:
         files = sorted(file for file in place.iterdir() if is_gguf(file))
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be read ({error}); check its permissions.") from error
+        raise CheckpointError(f"{place}: the folder cannot be read ({error}); check its permissions") from error
     if len(files) > 1:
         raise CheckpointError(
-            f"{place} holds {len(files)} GGUF files and no safetensors; give one of them: "
+            f"{place}: expected one checkpoint, got {len(files)} GGUF files and no safetensors; give one of them: "
             f"{', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''}"
         )
     return files[0] if files else place

@@ -72,8 +72,8 @@ class PackedFile:
         ordered = next((name for name in infos if name.endswith(".weight" + _ORDER)), None)
         if ordered is not None:
             raise UnknownArchitectureError(
-                f"{path}: {ordered} says that the columns of groups are in another order (actorder='group'), which is "
-                "not supported; use a checkpoint that was quantised with another order"
+                f"{path}: expected columns in their original order, got {ordered} (actorder='group'), which is not "
+                "supported; use a checkpoint quantised without reordering"
             )
         elsewhere = _index(path)
         made = cls(source, path, {}, frozenset(name for name in infos if _is_part(name, infos, elsewhere)))
@@ -171,16 +171,16 @@ class PackedFile:
         bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), 0)
         if words.dtype != "I32" or not bits or columns % groups:
             raise CheckpointError(
-                f"{self.path}: {name}{_PACKED} has shape {list(words.shape)} and {groups} groups, which is no matrix "
-                f"of {rows} x {columns} numbers of 4 or 8 bits; download the file again."
+                f"{self.path}: {name}{_PACKED}: expected {rows} x {columns} numbers of 4 or 8 bits, got shape "
+                f"{list(words.shape)} and {groups} groups; download the file again"
             )
         if not self._has(name + _ZERO):
             return _Matrix(name, columns, bits, scales, None)
         packed = self._part(name, _ZERO)
         if packed.dtype != torch.int32 or packed.shape != (-(-rows * bits // 32), groups):
             raise CheckpointError(
-                f"{self.path}: {name}{_ZERO} has shape {list(packed.shape)}, which does not go with {rows} rows of "
-                f"{groups} groups; download the file again."
+                f"{self.path}: {name}{_ZERO}: expected zero points for {rows} rows of {groups} groups, got shape "
+                f"{list(packed.shape)}; download the file again"
             )
         return _Matrix(name, columns, bits, scales, _unpacked(packed.t(), bits, rows).t())
 
@@ -189,8 +189,8 @@ class PackedFile:
         found = self._part(name, _SCALE).float()
         if found.ndim != 2 or found.shape[0] != rows or not bool(torch.isfinite(found).all()):
             raise WeightValueError(
-                f"{self.path}: {name}{_SCALE} has shape {list(found.shape)} or numbers that are not finite; there must "
-                f"be scales for {rows} rows: download the file again."
+                f"{self.path}: {name}{_SCALE}: expected finite scales for {rows} rows, got shape "
+                f"{list(found.shape)} or other numbers; download the file again"
             )
         return found
 
@@ -204,10 +204,15 @@ class PackedFile:
             return self.source.read(part)
         file = _index(self.path).get(part)
         if file is None:
-            raise MissingWeightsError(f"{self.path}: {part} is missing; download the checkpoint in full.")
+            raise MissingWeightsError(
+                f"{self.path}: expected the tensor {part}, got none; download the checkpoint in full"
+            )
         with open_safetensors(self.path.with_name(file)) as other:
             if part not in other.infos():
-                raise MissingWeightsError(f"{file} lacks {part}, which its index names; download the checkpoint again.")
+                raise MissingWeightsError(
+                    f"{file}: expected the tensor {part}, which the index lists, got none; download the checkpoint "
+                    "again"
+                )
             return other.read(part).clone()
 
 

@@ -76,8 +76,8 @@ class QuantizedTensor:
         form = self.format
         if form.block_bytes and any(at % GROUP for at in (start, end, columns)):
             raise ConfigurationError(
-                f"a rank would get columns {start} to {end} of a {form.value} matrix, and blocks have {GROUP} columns; "
-                "use another tp_degree, or quantization='int8'"
+                f"tp_degree: expected shards of whole blocks of {GROUP} columns, got columns {start} to {end} of a "
+                f"{form.value} matrix; use another tp_degree, or quantization='int8'"
             )
         data = self.data[:, form.row_bytes(start) : form.row_bytes(end)].contiguous()
         if missing := columns - (end - start):
@@ -128,7 +128,8 @@ def quantize_pieces(
     rows, columns = shape
     if form.block_bytes and columns % GROUP:
         raise ConfigurationError(
-            f"a matrix with rows of {columns} numbers has no whole blocks of {GROUP}; use quantization='int8'"
+            f"quantization: expected rows of a multiple of {GROUP} numbers for blocks, got {columns}; use "
+            "quantization='int8'"
         )
     largest = None
     if form is WeightFormat.INT8_PER_TENSOR:
@@ -282,8 +283,8 @@ def scaled_matrix(
     flat = flat.expand(rows) if len(flat) == 1 else flat
     if len(flat) != rows or not bool((torch.isfinite(flat) & (flat > 0)).all()):
         raise WeightValueError(
-            f"the scales of {name} must be a positive number for each of {rows} rows, or one for all; the checkpoint "
-            "is damaged, download the file again."
+            f"{name}: expected a positive scale for each of {rows} rows, or one for all, got other values; download "
+            "the file again"
         )
     data = torch.empty(rows, columns, dtype=form.dtype)
     beyond = False
@@ -292,7 +293,7 @@ def scaled_matrix(
         end = min(begin + step, rows)
         piece = read(begin, end)
         if form.dtype.is_floating_point and bool(piece.float().isnan().any()):
-            raise WeightValueError(f"{name} holds NaN; the checkpoint is damaged, download the file again.")
+            raise WeightValueError(f"{name} contains NaN; download the file again")
         data[begin:end] = piece
         beyond = beyond or (form is WeightFormat.FP8_E4M3 and bool(_beyond(piece).any()))
     return QuantizedTensor(data, flat.clone(), form, columns, beyond)

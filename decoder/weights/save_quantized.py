@@ -47,20 +47,22 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
     if form is None or form is WeightFormat.Q4_1:
         raise ConfigurationError(
-            f"quantization={quantization!r} cannot be saved here: safetensors hold int8, int8_per_tensor, fp8_e4m3, "
-            "fp8_e5m2, q8_0 and q4_0; blocks with a least weight are those of GGUF files, which the package gguf writes"
+            "quantization: expected int8, int8_per_tensor, fp8_e4m3, fp8_e5m2, q8_0 or q4_0 for safetensors, got "
+            f"{quantization!r}; use one of them, or write a GGUF file with the package gguf"
         )
     if is_gguf(place):
-        raise ConfigurationError(f"{place} is a GGUF file; save_quantized takes a folder with config.json")
+        raise ConfigurationError(
+            f"{place}: expected a folder with config.json for save_quantized, got a GGUF file; give the folder"
+        )
     if into.resolve() == place.resolve():
-        raise ConfigurationError(f"{into} is the checkpoint itself; name another folder")
+        raise ConfigurationError(f"{into}: expected another folder than the checkpoint's; give one")
     config = ModelConfig.from_pretrained(place)
     specs = registry.family(config.model_type).tensors(config)
     said = quantization_config(form, turned=any(spec.transposed for spec in specs.values()))
     if said is None:
         raise ConfigurationError(
-            f"{config.model_type} stores matrices as [in, out], for which there are no blocks; use "
-            "quantization='int8', 'int8_per_tensor', 'fp8_e4m3' or 'fp8_e5m2'"
+            f"quantization: expected int8, int8_per_tensor, fp8_e4m3 or fp8_e5m2 for {config.model_type}, whose "
+            "matrices are stored as [in, out], got blocks; use one of these"
         )
     tensors: dict[str, Tensor] = {}
     for name, stored in load_weights(place, config, torch.float32, quantization=quantization).items():

@@ -41,17 +41,27 @@ def show_doctor(as_json: AsJson = False) -> None:
 def show_selftest(
     backend: Annotated[
         str | None,
-        typer.Option(help="neuron, xla, native (the default) or eager. With --batch-invariance: this one alone."),
+        typer.Option(
+            help="Backend to test: neuron, xla, native (the default) or eager. With --batch-invariance, only this "
+            "one is "
+            "tested."
+        ),
     ] = None,
     *,
     batch_invariance: Annotated[
         bool,
-        typer.Option("--batch-invariance", help="Compare the bits of rows decoded together with those of each alone."),
+        typer.Option(
+            "--batch-invariance",
+            help="Compare the bits of rows decoded together with those of rows decoded one by one.",
+        ),
     ] = False,
     target: Annotated[
-        Path | None, typer.Option(help="With --batch-invariance: folder of a model, in place of a tiny random one.")
+        Path | None,
+        typer.Option(help="With --batch-invariance: folder of the model to test. Default: a tiny random one."),
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="With --batch-invariance: most rows together. Default: 17.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="With --batch-invariance: largest number of rows decoded together. Default: 17.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a tiny random model on a backend and compare every token with plain PyTorch. Exit code 1 if one differs.
@@ -65,7 +75,7 @@ def show_selftest(
         else:
             for name, value in (("--target", target), ("--rows", rows)):
                 if value is not None:
-                    raise ConfigurationError(f"{name} is for --batch-invariance alone; add that, or leave it out")
+                    raise ConfigurationError(f"{name}: expected --batch-invariance with it; add that, or omit {name}")
             passed, text = _check_tokens(backend or "native", as_json=as_json)
     typer.echo(text)
     if not passed:
@@ -109,14 +119,18 @@ class TestOptions:
     """How much is tried, and on what."""
 
     minutes: Annotated[
-        float, typer.Option(help="Time for the tests of all batch sizes, besides a first pass of each.")
+        float,
+        typer.Option(help="Time limit of the tests of all batch sizes in minutes, not counting a first pass of each."),
     ] = 2.0
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to test, one after the other.")] = "1,4"
-    only: Annotated[tuple[str, ...] | None, typer.Option(help="Make this test alone; repeatable. Default: all.")] = None
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSON lines with a "prompt" each. Default: texts of the target.')
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to test, as numbers with commas.")] = "1,4"
+    only: Annotated[
+        tuple[str, ...] | None, typer.Option(help="Name of a test to run; repeatable. Default: all tests.")
     ] = None
-    seed: Annotated[int, typer.Option(help="Of all texts; another one tries others.")] = 0
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='File of JSON lines, each with a "prompt". Default: sequences that the target generates.'),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling; change it to test other outputs.")] = 0
 
 
 @command(app)
@@ -180,5 +194,5 @@ def _sizes(text: str, of_loader: int) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ConfigurationError(f"--batch-sizes {text!r}: write numbers from 1 on, such as 1,4")
+        raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, such as 1,4, got {text!r}; correct it")
     return sizes

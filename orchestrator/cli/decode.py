@@ -160,7 +160,7 @@ HELP = """/mode DRAFT   who drafts from now on, as --draft says it: plain, ngram
 /reset        forget what was said
 /help, /quit  this text; the end (so does Ctrl-D). Ctrl-C stops an answer."""
 
-System = Annotated[str | None, typer.Option(help="The system message; default: the template's own.")]
+System = Annotated[str | None, typer.Option(help="System message. Default: the chat template's own.")]
 
 
 @command(app)
@@ -324,21 +324,26 @@ class Session:
 @command(app)
 def bench(
     target: TargetFolder,
-    draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
+    draft: Annotated[Path, typer.Option(help="Folder of the draft model.")],
     prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
     *,
     loader: LoadOptions,
-    k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 6.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 128,
-    count: Annotated[int, typer.Option(help="How many of the prompts, from the first on.")] = 6,
+    k: Annotated[
+        list[int] | None, typer.Option(help="Number of draft tokens per round; repeatable. Default: 2, 4 and 6.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Number of new tokens per prompt.")] = 128,
+    count: Annotated[int, typer.Option(help="Number of prompts to use, from the first on.")] = 6,
 ) -> None:
     """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
     with console.refusals():
         texts = read_prompts(prompts)[: max(0, count)]
         if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
-            raise SamplingError(f"--max-new-tokens must be at least 2, not {max_new_tokens}")
+            raise SamplingError(f"--max-new-tokens: expected at least 2, got {max_new_tokens}; raise it")
         if not texts:
-            raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
+            raise PromptError(
+                f"--prompts: expected at least one prompt to measure with in {prompts}, got none; give JSON lines "
+                "and a --count of 1 or more"
+            )
         lengths = tuple(k or (2, 4, 6))
         for length in lengths:
             checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))

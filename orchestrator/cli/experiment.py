@@ -38,14 +38,12 @@ app = typer.Typer()
 def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; finished cells in it are kept.")] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="Cells at the same time on a Ray cluster: its address, auto, or local.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; finished cells in it are kept.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Ray cluster for the cells: an address, auto or local.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no cell after so many minutes; the same command goes on.")
+        float | None, typer.Option(min=0, help="Minutes until no new cell starts; run again to resume.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the cells and an estimated time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
@@ -61,7 +59,7 @@ def run(
         if ray is not None:
             config = config.model_copy(update={"ray": ray})
         if out is None and not dry_run:
-            raise typer.BadParameter("say where the results go", param_hint="--out")
+            raise typer.BadParameter("expected a folder for the results; give --out DIR", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
         from paceline.experiments import record_traces, report, round_times
@@ -144,7 +142,7 @@ def _show_cells(summaries: list[dict[str, object]]) -> None:
     console.out().print(table)
 
 
-ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
+ResultFolder = Annotated[Path, typer.Argument(help="Folder that `paceline experiment run` wrote (its --out).")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +151,14 @@ class PolicyOptions:
 
     drafter: Annotated[
         tuple[str, ...],
-        typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
+        typer.Option(help="Drafter: recorded, a text drafter (ngram, suffix:min_match=3), a list a+b, or choice:a+b."),
     ] = ()
     k: Annotated[
         str | None,
-        typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
+        typer.Option(help="Draft depths: 4, 1,2,4, 1:8, or adaptive [0,2,4], with --times. Default: as recorded."),
     ] = None
     confidence: Annotated[
-        str | None, typer.Option(help="Thresholds of confidence of draft models: 0.2,0.4. Default: their own.")
+        str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
     ] = None
     tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
 
@@ -185,7 +183,7 @@ def whatif(
     *,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
-    target: Annotated[Path | None, typer.Option(help="Refuse the trace unless it is of this model.")] = None,
+    target: Annotated[Path | None, typer.Option(help="Model folder that the trace must belong to.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
@@ -226,12 +224,13 @@ def whatif(
 
 @app.command()
 def regret(
-    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    trace: Annotated[Path, typer.Argument(help="Trace in the traces/ folder of an experiment.")],
     *,
     drafter: Annotated[
-        list[str] | None, typer.Option(help="To choose among. Default: all that draft chains, ngram and suffix.")
+        list[str] | None,
+        typer.Option(help="Drafter to choose among. Default: recorded ones of chains, ngram and suffix."),
     ] = None,
-    k: Annotated[int, typer.Option(help="Drafted tokens a round.", min=1)] = 4,
+    k: Annotated[int, typer.Option(help="Number of draft tokens per round.", min=1)] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
@@ -254,13 +253,13 @@ def regret(
 @app.command()
 def tune(
     folder: ResultFolder,
-    trace: Annotated[Path, typer.Argument(help="A file below its traces/.")],
+    trace: Annotated[Path, typer.Argument(help="Trace in the experiment's traces/ folder.")],
     *,
     out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
-    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
-    max_depth: Annotated[int, typer.Option(help="Deepest draft to try.")] = 8,
-    trials: Annotated[int, typer.Option(help="Thresholds of confidence to try; 0: none.", min=0)] = 30,
-    check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
+    batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 1,
+    max_depth: Annotated[int, typer.Option(help="Largest draft depth to try.")] = 8,
+    trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
+    check: Annotated[bool, typer.Option(help="Run the best choice and compare it with plain decoding.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.
@@ -273,7 +272,7 @@ def tune(
         from paceline.experiments.trace import load_trace
 
         if batch_size < 1:
-            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+            raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         config, loaded = store.read_config(folder), load_trace(trace)
         times = round_times.load_times(folder / "round_times.json").of(loaded)
         answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
@@ -309,7 +308,8 @@ def compare(
     second: ResultFolder,
     *,
     figure: Annotated[
-        str, typer.Option(help="tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds.")
+        str,
+        typer.Option(help="Figure: tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds."),
     ] = "mean_acceptance_length",
     as_json: AsJson = False,
 ) -> None:
@@ -320,14 +320,14 @@ def compare(
 
         figures = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds")
         if figure not in figures:
-            raise ConfigurationError(f"--figure {figure!r} is unknown; use one of {', '.join(figures)}")
+            raise ConfigurationError(f"--figure: expected one of {', '.join(figures)}, got {figure!r}; use one of them")
         ours, theirs = (
             {json.dumps(dict(one.names), sort_keys=True): one for one in read_results(folder) if one.error is None}
             for folder in (first, second)
         )
         shared = [name for name in ours if name in theirs]
         if not shared:
-            raise ConfigurationError("the two runs share no cell: none has the same names (target, drafter, k, ...)")
+            raise ConfigurationError("the two runs have no cell in common; compare runs of the same configuration")
         rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
     if as_json:
         comparisons = [
@@ -359,7 +359,7 @@ def compare(
 
 @app.command("import")
 def import_records(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines: vLLM's responses or AIPerf's records.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON lines: responses of vLLM or records of AIPerf.")],
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -399,9 +399,9 @@ def report(folder: ResultFolder) -> None:
 @app.command()
 def export(
     folder: ResultFolder,
-    layout: Annotated[str, typer.Argument(help="spec-bench, aiperf or vllm.")],
+    layout: Annotated[str, typer.Argument(help="Format to write: spec-bench, aiperf or vllm.")],
     *,
-    out: Annotated[Path, typer.Option(help="Folder for one file of every cell.")],
+    out: Annotated[Path, typer.Option(help="Folder for one file per cell.")],
 ) -> None:
     """Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics."""
     with console.refusals():
@@ -416,25 +416,28 @@ class MeasuredOptions:
     """Where measured times and acceptance come from."""
 
     experiment: Annotated[
-        Path | None, typer.Option(help="Folder of `paceline experiment run`: its measured times of rounds.")
+        Path | None, typer.Option(help="Folder of `paceline experiment run`, for its measured round times.")
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="A trace below its traces/, for exact acceptance.")] = None
-    drafter: Annotated[str | None, typer.Option(help="With --acceptance: the timed drafter that it is of.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Trace in its traces/ folder, for exact acceptance.")] = None
+    drafter: Annotated[
+        str | None, typer.Option(help="With --acceptance: timed drafter that the acceptance rate belongs to.")
+    ] = None
     verify: Annotated[
-        bool, typer.Option("--verify", help="Run the best of every load beside plain decoding. Needs --trace.")
+        bool,
+        typer.Option("--verify", help="Compare the best of each load with plain decoding. Needs --trace."),
     ] = False
-    time_error: Annotated[float, typer.Option(help="Relative error of a predicted time to allow for.")] = 0.1
+    time_error: Annotated[float, typer.Option(help="Relative error to assume for predicted times, from 0 to 1.")] = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
     """A Neuron chip, by arithmetic."""
 
-    target: Annotated[Path | None, typer.Option(help="config.json of the target, or a folder with one.")] = None
-    draft: Annotated[Path | None, typer.Option(help="config.json of the draft, or a folder with one.")] = None
-    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge"
+    target: Annotated[Path | None, typer.Option(help="Target: its config.json, or a folder with one.")] = None
+    draft: Annotated[Path | None, typer.Option(help="Draft model: its config.json, or a folder with one.")] = None
+    instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge"
     tp: Annotated[tuple[int, ...] | None, typer.Option(help="Degree to try; repeatable. Default: all.")] = None
-    acceptance_error: Annotated[float, typer.Option(help="How far the acceptance may be off.")] = 0.05
+    acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute).")] = 0.05
 
 
 @command(app, "plan-speed")
@@ -443,10 +446,10 @@ def plan_speed(
     hardware: HardwareOptions,
     *,
     acceptance: Annotated[
-        str | None, typer.Option(help="Conditional acceptance rate, or rates by position: 0.8 or 0.8,0.7,0.6.")
+        str | None, typer.Option(help="Acceptance rate of a draft token, or rates by position: 0.8 or 0.8,0.7,0.6.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Loads: requests decoded at the same time.")] = "1",
-    max_depth: Annotated[int, typer.Option(min=1, help="Deepest draft to look at.")] = 8,
+    batch_sizes: Annotated[str, typer.Option(help="Loads: numbers of concurrent requests.")] = "1",
+    max_depth: Annotated[int, typer.Option(min=1, help="Largest draft depth to consider.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.
@@ -458,11 +461,11 @@ def plan_speed(
 
         sizes = parse_depths(batch_sizes, "--batch-sizes")
         if min(sizes) < 1:
-            raise ConfigurationError(f"--batch-sizes {batch_sizes!r}: a batch has at least one request")
+            raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, got {batch_sizes!r}; correct it")
         if (measured.experiment is None) == (hardware.target is None):
-            raise ConfigurationError("give --experiment for measured times, or --target and --draft for a Neuron chip")
+            raise ConfigurationError("--experiment: expected it, or --target and --draft for a Neuron chip; give one")
         if measured.verify and measured.experiment is None:
-            raise ConfigurationError("--verify runs what was measured before; it needs --experiment and --trace")
+            raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
         if measured.experiment is not None:
             plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
         else:
@@ -492,7 +495,7 @@ def _measured(
     timed = load_times(folder / "round_times.json")
     error = options.time_error
     if (options.trace is None) == (acceptance is None):
-        raise ConfigurationError("acceptance comes from --trace, or from --acceptance; give one of them")
+        raise ConfigurationError("--acceptance: expected either it or --trace; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
         times = timed.of(trace)
@@ -500,11 +503,11 @@ def _measured(
             speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
         ]
     if options.verify:
-        raise ConfigurationError("--verify runs the prompts of a trace; give --trace")
+        raise ConfigurationError("--verify: expected --trace with it, whose prompts it runs; give --trace")
     times = timed.alone()
     if options.drafter is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
-        raise ConfigurationError(f"say with --drafter whose acceptance this is; {names} were timed")
+        raise ConfigurationError(f"--drafter: expected one of {names} with --acceptance, got none; name one")
     rates = speed_plan.parse_rates(acceptance or "")
     return [
         speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
@@ -521,7 +524,7 @@ def _hardware(
     from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:
-        raise ConfigurationError("a plan by arithmetic needs --target, --draft and --acceptance")
+        raise ConfigurationError("--acceptance: expected --target, --draft and --acceptance; give all three")
     question = HardwareQuestion(
         read_config(options.target),
         read_config(options.draft),

@@ -28,11 +28,11 @@ def _all_in(module: str, summaries: Mapping[str, str]) -> dict[str, tuple[str, s
 
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("decode", "Continue a text: plainly, or with any drafter (`paceline list` shows them)."),
-    "chat": ("decode", "Talk to a chat model: a line is a question, /help lists the commands."),
+    "generate": ("decode", "Generate text, plainly or with any drafter (`paceline list` shows them)."),
+    "chat": ("decode", "Talk to a chat model: each line is a question, /help lists the commands."),
     "compile": (
         "neuron",
-        "Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).",
+        "Compile all graphs of a model and its draft before their first use, on a backend that compiles (neuron).",
     ),
     "bench": (
         "decode",
@@ -40,23 +40,23 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": (
         "serve",
-        "Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan.",
+        "Assign the models of a file to the cores of an instance. Starts nothing. Exit status 2 if there is no plan.",
     ),
     "plan-speed": (
         "experiment",
-        "Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.",
+        "Find the fastest mode, draft length and cores at each load and how certain that is; or not to speculate.",
     ),
     "cost": (
         "neuron",
-        "Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed.",
+        "Estimate the time of a speculative round on Inferentia2 or Trainium1, without weights and without a chip.",
     ),
     "export-hlo": (
         "neuron",
-        "Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.",
+        "Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc on any machine.",
     ),
     "serve": (
         "serve",
-        "Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C.",
+        "Serve models over OpenAI's API: chat, completions, responses; a page at /, and /metrics. Stop it with Ctrl-C.",
     ),
     "fetch": ("catalog", "Fetch a published model and print its folder."),
     "list": (
@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": (
         "checks",
-        "Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken.",
+        "Check this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something is broken.",
     ),
     "selftest": (
         "checks",
@@ -74,21 +74,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": (
         "checks",
         (
-            "Test that a target with your draft writes what plain decoding writes, on your models. Exit code 1 on a "
-            "failure."
+            "Test that a target with your draft generates the tokens of plain decoding, on your models. Exit code 1 "
+            "on a failure."
         ),
     ),
     "medusa-tree": (
         "train",
-        "Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.",
+        "Build the best tree of a given size for the accuracy of heads, measured on the target's own greedy output.",
     ),
     "convert-medusa": (
         "train",
-        "Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference.",
+        "Convert Medusa heads to another layout: Paceline's, that of Medusa's own code, or that of NxD Inference.",
     ),
     "convert-eagle": (
         "train",
-        "Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'.",
+        "Convert an EAGLE head to another layout: Paceline's, the EAGLE repository's, NxD Inference's or speculators'.",
     ),
 }
 """Of every command the module that has it, and the first paragraph of its help."""
@@ -108,11 +108,10 @@ TRAIN = _all_in(
 EXPERIMENT = _all_in(
     "experiment",
     {
-        "run": "Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.",
-        "whatif": (
-            "Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."
-        ),
-        "regret": "Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts.",
+        "run": "Run the unfinished cells, and write results.jsonl, results.parquet, report.md, report.html and traces.",
+        "whatif": ("Simulate other drafters, depths, trees or batch sizes on recorded sequences, without a model."),
+        "regret": "Show how many rounds a choice among drafters loses against the best fixed one, on recorded "
+        "sequences.",
         "tune": (
             "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file."
         ),
@@ -199,7 +198,7 @@ atexit.register(gc.freeze)  # all memory goes with the process: Python need not 
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Say the version and leave.")] = False) -> None:
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(paceline.__version__)
         raise typer.Exit

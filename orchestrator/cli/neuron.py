@@ -32,9 +32,11 @@ def compile_graphs(
     *,
     sampling: Annotated[
         list[str] | None,
-        typer.Option(help="Kind of sampling, where graphs differ by it; repeatable. Default: greedy, top-k and full."),
+        typer.Option(help="Sampling mode to compile graphs for; repeatable. Default: greedy, top-k and full."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Folder to copy the graphs to, for deployment. Default: only the cache.")
+    ] = None,
 ) -> None:
     """Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).
 
@@ -44,7 +46,7 @@ def compile_graphs(
     with console.refusals():
         compiles = BACKENDS[loader.backend].compiles
         if save and not compiles:
-            raise ArtefactError(f"--save: backend {loader.backend!r} compiles nothing, so there is nothing to save")
+            raise ArtefactError(f"--save: expected a backend that compiles graphs, got {loader.backend!r}; omit --save")
         if not config.draft:
             config = config.model_copy(update={"draft": parse_draft("ngram")})
         kinds = known_kinds(sampling or COMPILED_KINDS)
@@ -72,9 +74,10 @@ def compile_graphs(
 class GraphOptions:
     """The graph of a round."""
 
-    batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of cache slots.")] = 1
     used_slots: Annotated[
-        int | None, typer.Option(min=1, help="Slots that the graph computes, the first ones; default: all.")
+        int | None,
+        typer.Option(min=1, help="Number of slots that the graph computes, from the first on. Default: all."),
     ] = None
 
     def lines(self) -> int:
@@ -84,7 +87,9 @@ class GraphOptions:
             ConfigurationError: there are not so many slots.
         """
         if self.used_slots is not None and self.used_slots > self.batch_size:
-            raise ConfigurationError(f"--used-slots {self.used_slots}: there are {self.batch_size} (--batch-size)")
+            raise ConfigurationError(
+                f"--used-slots: expected at most {self.batch_size} (--batch-size), got {self.used_slots}; lower it"
+            )
         return self.used_slots or 0
 
 
@@ -93,7 +98,7 @@ def cost_of_round(
     *,
     target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
     draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
-    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge",
+    instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge",
     tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
     k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
     sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
@@ -132,15 +137,19 @@ def cost_of_round(
 
 @app.command(name="export-hlo")
 def export_graphs(
-    folder: Annotated[Path, typer.Argument(help="Where the graphs go.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the graphs.")],
     *,
-    target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
-    draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
-    instance: Annotated[str, typer.Option(help="Instance type of the inf2, trn1 or trn2 family.")] = "inf2.48xlarge",
-    tp: Annotated[int, typer.Option(min=1, help="Cores that both models are divided over.")] = 8,
-    k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
-    sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers at most; fewer compile sooner.")] = None,
+    target: Annotated[Path, typer.Option(help="Target: its config.json, or a folder with one.")],
+    draft: Annotated[Path, typer.Option(help="Draft model or EAGLE head: its config.json, or a folder with one.")],
+    instance: Annotated[str, typer.Option(help="Instance type, of the inf2, trn1 or trn2 family.")] = "inf2.48xlarge",
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel degree: number of cores that both models are sharded over.")
+    ] = 8,
+    k: Annotated[int, typer.Option(min=1, help="Number of draft tokens per round.")] = 4,
+    sampling: Annotated[str, typer.Option(help="Sampling mode: greedy, top-k, full or wide.")] = "greedy",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of layers to export; fewer compile sooner. Default: all.")
+    ] = None,
 ) -> None:
     """Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.
 

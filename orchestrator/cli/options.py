@@ -47,13 +47,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 InstanceName = Annotated[
     str | None,
     typer.Option(
-        help="Instance type, such as inf2.48xlarge, or cpu: this machine's CPUs; default: what neuron-ls finds."
+        help="Instance type such as inf2.48xlarge, or cpu for this machine's CPUs. Default: the type that neuron-ls "
+        "reports."
     ),
 ]
 ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`.")]
 TargetFolder = Annotated[
     Path,
-    typer.Option(help="Folder of the target, a GGUF file, a fetched model's name, or an id of the Hugging Face hub."),
+    typer.Option(help="Target: a folder, a GGUF file, the name of a fetched model, or an id of the Hugging Face hub."),
 ]
 
 
@@ -64,14 +65,18 @@ SamplingKeys = Annotated[dict[str, Any], SamplingParams]
 class SamplingOptions:
     """How one text is sampled and when it ends, in other words than `SamplingParams` or with other defaults."""
 
-    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128
+    temperature: Annotated[float, typer.Option(help="Sampling temperature: above 0 samples, 0 is greedy.")] = 0.0
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128
     stop: Annotated[
         tuple[str, ...] | None,
-        typer.Option(help="Text that ends the generation, taken as it is; repeatable. A line end in bash: $'\\n'."),
+        typer.Option(help="Stop string, taken literally; repeatable. A newline in bash: $'\\n'."),
     ] = None
-    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer must fit.")] = None
-    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer must match.")] = None
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the output must match. Default: none.")
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole output must match. Default: none.")
+    ] = None
 
     def ignores_filters(self, keys: SamplingKeys) -> bool:
         """Whether there are filters that greedy decoding does not use."""
@@ -93,7 +98,7 @@ class SamplingOptions:
     def _structured(self) -> StructuredOutput | None:
         """What the answer must be."""
         if self.json_schema is not None and self.regex is not None:
-            raise SamplingError("an answer fits --json-schema or --regex; give one of them")
+            raise SamplingError("--regex: expected either --json-schema or --regex, got both; give one of them")
         if self.json_schema is not None:
             return StructuredOutput("json_schema", _file_text(self.json_schema))
         return None if self.regex is None else StructuredOutput("regex", self.regex)
@@ -103,13 +108,13 @@ class SamplingOptions:
 class PromptOptions:
     """Where the prompt comes from."""
 
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="File with the prompt ('-': stdin); one newline at its end is left out.", allow_dash=True),
+        typer.Option(help="File with the prompt ('-': stdin); one newline at its end is dropped.", allow_dash=True),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="The text is a question, put into the model's chat template.")
+        bool, typer.Option("--chat", help="Treat the text as a question, and apply the model's chat template.")
     ] = False
 
     def text(self) -> str:
@@ -119,7 +124,9 @@ class PromptOptions:
             PromptError: none or two of the options are given, or the prompt cannot be read.
         """
         if (self.prompt is None) == (self.prompt_file is None):
-            raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
+            raise PromptError(
+                "--prompt: expected either --prompt or --prompt-file, got both or neither; give one of them"
+            )
         if self.prompt_file is None:
             return _checked_text(self.prompt or "", "--prompt")
         return _file_text(self.prompt_file).removesuffix("\n")
@@ -312,7 +319,7 @@ def _file_text(file: Path) -> str:
     try:
         return _checked_text(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read {file}: {error}") from error
+        raise PromptError(f"{file}: the file cannot be read ({error}); check the path and its permissions") from error
 
 
 def _checked_text(text: str, where: str) -> str:
@@ -324,7 +331,7 @@ def _checked_text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"{where} holds half a surrogate pair, which is no character; give UTF-8") from error
+        raise PromptError(f"{where}: expected valid Unicode, got half a surrogate pair; give UTF-8") from error
     return text
 
 
@@ -340,9 +347,9 @@ def read_prompts(file: Path) -> list[str]:
 
 def _prompt(line: str, file: Path) -> str:
     try:
-        prompt, reason = json.loads(line)["prompt"], "a prompt must be a text"
+        prompt, reason = json.loads(line)["prompt"], "a prompt that is not a string"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         prompt, reason = None, str(error)
     if not isinstance(prompt, str):
-        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({reason})')
+        raise PromptError(f'{file}: expected JSON lines, each with a "prompt", got {reason}; correct the file')
     return _checked_text(prompt, str(file))

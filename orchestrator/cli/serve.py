@@ -48,35 +48,48 @@ class ServeOptions:
     """Where the server runs, and who may use it."""
 
     instance: InstanceName = None
-    host: Annotated[str, typer.Option(help="Address to listen at; other than loopback only with an API key.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on; any other than loopback needs an API key.")] = (
         "127.0.0.1"
     )
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster to join; default: start one here.")] = None
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster to join. Default: start one on this machine.")
+    ] = None
     api_key: Annotated[
         tuple[str, ...] | None,
-        typer.Option(envvar=API_KEY, help="Key that requests must have; repeatable. A variable is not seen in `ps`."),
+        typer.Option(
+            envvar=API_KEY,
+            help="API key that clients must send; repeatable. The environment variable does not show up in `ps`. "
+            "Default: no key.",
+        ),
     ] = None
     cors_origin: Annotated[
         tuple[str, ...] | None,
-        typer.Option(help="Origin whose pages may use the API, such as https://example.org; repeatable; * is any."),
+        typer.Option(
+            help="Origin whose pages may use the API, such as https://example.org, or * for any; repeatable. "
+            "Default: none."
+        ),
     ] = None
-    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = DEFAULT_MAX_BODY
+    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body in bytes.")] = DEFAULT_MAX_BODY
     max_sequence_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a prompt and its answer; default: the model's positions.")
+        int | None,
+        typer.Option(help="Maximum number of tokens of a prompt and its output. Default: the model's positions."),
     ] = None
     max_requests_per_key: Annotated[
-        int | None, typer.Option(help="Requests of one API key at the same time; more get status 429.")
+        int | None,
+        typer.Option(help="Maximum number of concurrent requests per API key; more get status 429. Default: no limit."),
     ] = None
-    request_timeout_s: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None
+    request_timeout_s: Annotated[
+        float | None, typer.Option(help="Maximum time of a request in seconds. Default: no limit.")
+    ] = None
     stream_interval_ms: Annotated[
-        float, typer.Option(help="Between the messages of a stream; 0: one for every round.")
+        float, typer.Option(help="Minimum interval between streamed chunks in milliseconds; 0 sends one per round.")
     ] = DEFAULT_STREAM_INTERVAL_MS
     per_request_spec_decode_metrics: Annotated[
-        str, typer.Option(help="What answers say about acceptance: none, summary or detailed.")
+        str, typer.Option(help="Acceptance statistics in responses: none, summary or detailed.")
     ] = "summary"
     print_serve_config: Annotated[
-        bool, typer.Option("--print-serve-config", help="Print the file for `serve deploy`; start nothing.")
+        bool, typer.Option("--print-serve-config", help="Print the file for `serve deploy`, and start nothing.")
     ] = False
 
     def settings(self) -> ApiSettings:
@@ -88,8 +101,8 @@ class ServeOptions:
         keys = tuple(self.api_key or ())
         if not keys and not is_loopback(self.host):
             raise ConfigurationError(
-                f"--host {self.host} lets others reach the server, and there is no API key; give --api-key (or set "
-                f"{API_KEY}), or listen at 127.0.0.1"
+                f"--api-key: expected a key, since --host {self.host} makes the server reachable for others, got "
+                f"none; give --api-key (or set {API_KEY}), or listen on 127.0.0.1"
             )
         spec_metrics: SpecMetrics = self.per_request_spec_decode_metrics  # type: ignore[assignment]  # checked there
         return ApiSettings(
@@ -109,14 +122,24 @@ class OneModel:
     """A model to serve without a file; how it is loaded and drafted for are options beside these."""
 
     target: Annotated[
-        Path | None, typer.Option(help="The target, a folder or a fetched model's name, if there is no file.")
+        Path | None,
+        typer.Option(help="Target to serve without a models file: a folder or the name of a fetched model."),
     ] = None
-    name: Annotated[str | None, typer.Option(help="What requests call it; default: the folder's name.")] = None
-    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 8
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests. Default: the folder's name.")] = None
+    batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 8
     max_waiting: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a slot; more get status 429. Default: 1024.")
+        int | None,
+        typer.Option(help="Maximum number of requests that wait for a slot; more get status 429. Default: 1024."),
     ] = None
-    tp_degree: Annotated[int | None, typer.Option(help="Cores the model is divided over; default: as it fits.")] = None
+    tp_degree: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "Tensor-parallel degree: number of cores that the model is sharded over. Default: the smallest "
+                "that fits."
+            )
+        ),
+    ] = None
 
     def entries(self, keys: Mapping[str, object]) -> list[dict[str, object]]:
         """The list `models` of a file with this model alone. ``keys``: how it is loaded and drafted for."""
@@ -155,7 +178,9 @@ def serve_models(
             from paceline.serving.launch import serve_groups
             from paceline.serving.ray_app import deploy_config
         except ImportError as error:
-            raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
+            raise BackendError(
+                "serving needs Ray Serve, which is not installed; run pip install 'paceline[serve]'"
+            ) from error
         if options.print_serve_config:
             import yaml
 
@@ -190,7 +215,9 @@ def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) ->
         ConfigurationError: both are given, or none.
     """
     if (models is None) == (model.target is None):
-        raise ConfigurationError("give a models file, or --target DIR for a single model; one of them")
+        raise ConfigurationError(
+            "expected either a models file or --target DIR for a single model, got both or neither; give one of them"
+        )
     return model.entries(keys) if models is None else models
 
 
@@ -239,9 +266,9 @@ _ROUTE = "/admin/models"  # `paceline.serving.api`
 _TIMEOUT_S = 900.0  # a model may take minutes to load
 
 
-Url = Annotated[str, typer.Option(help="Of the service.")]
-Key = Annotated[str | None, typer.Option(envvar=API_KEY, help="Its API key.")]
-Name = Annotated[str, typer.Argument(help="Of the model, as requests call it.")]
+Url = Annotated[str, typer.Option(help="URL of the service.")]
+Key = Annotated[str | None, typer.Option(envvar=API_KEY, help="API key of the service. Default: none.")]
+Name = Annotated[str, typer.Argument(help="Name of the model, as in requests.")]
 
 _HERE = "http://127.0.0.1:8000"
 
@@ -311,7 +338,9 @@ def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, 
     except HTTPError as error:
         raise WorkerError(_message(error)) from error
     except (URLError, OSError, ValueError) as error:
-        raise WorkerError(f"no service answers at {url} ({error}); give --url, or start one: paceline serve") from error
+        raise WorkerError(
+            f"--url: no service responds at {url} ({error}); correct it, or start a service with paceline serve"
+        ) from error
 
 
 def _message(error: HTTPError) -> str:

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
-Target = Annotated[Path, typer.Option(help="Folder of the model the heads are for.")]
-Data = Annotated[list[Path], typer.Option(help="Text, or .bin with token ids; a file or folder; repeatable.")]
-DataDtype = Annotated[
-    str | None, typer.Option(help="Of the ids in .bin files that have no header: uint16 or uint32. Others say it.")
+Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
+Data = Annotated[
+    list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
 ]
-Out = Annotated[Path, typer.Option(help="Folder for the heads.")]
-WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files; default: OUT/work.")]
+DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
+Out = Annotated[Path, typer.Option(help="Folder for the trained heads.")]
+WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")]
 
 app = typer.Typer()
 
@@ -52,10 +52,12 @@ app = typer.Typer()
 class MedusaHeadOptions:
     """Which Medusa heads are trained."""
 
-    heads: int = field(default=4, metadata={"help": "How many tokens ahead, after the target's own."})
-    layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
+    heads: int = field(
+        default=4, metadata={"help": "Number of heads, that is of tokens to predict after the target's own."}
+    )
+    layers: int = field(default=1, metadata={"help": "Number of residual blocks per head."})
     tie_lm_head: bool = field(
-        default=True, metadata={"help": "Use the target's output layer; otherwise one for each head."}
+        default=True, metadata={"help": "Use the target's output layer; otherwise each head has its own."}
     )
 
 
@@ -149,7 +151,9 @@ def _results(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be made a folder ({error.strerror}); give another one") from error
+        raise ConfigurationError(
+            f"--out: {folder} cannot be created ({error.strerror}); give another folder"
+        ) from error
     return folder
 
 
@@ -177,11 +181,14 @@ def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -
             text = file.read_text(encoding="utf-8", errors="replace")
             parts.append(np.array(tokenizer.encode(text, verbose=False), dtype=np.int32))
     if not sum(map(len, parts)):
-        raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
+        raise ConfigurationError(
+            f"--data: expected text, got none in {', '.join(map(str, paths))}; give text files or a folder of them"
+        )
     stream = np.concatenate(parts)
     if stream.max() >= size:
         raise ConfigurationError(
-            f"the data hold the token id {stream.max()}, and {target} has {size} ids; give data of its own tokenizer"
+            f"--data: expected token ids below {size}, the vocabulary of {target}, got {stream.max()}; use data of "
+            "its own tokenizer"
         )
     return stream
 
@@ -190,7 +197,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.suffix in {".py", ".txt", ".md"} and file.is_file())
     if not path.is_file():
-        raise ConfigurationError(f"{path} does not exist; give text files, .bin files of token ids, or a folder")
+        raise ConfigurationError(
+            f"--data: {path} does not exist; give text files, .bin files of token ids, or a folder"
+        )
     return [path]
 
 
@@ -235,11 +244,11 @@ def eagle(
 
 @app.command(name="convert-eagle")
 def convert_eagle(
-    source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
+    source: Annotated[Path, typer.Argument(help="Folder of the EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the target the head is for.")],
-    layout: Annotated[str, typer.Option(help="paceline, eagle, nxd or speculators.")] = "paceline",
+    target: Annotated[Path, typer.Option(help="Folder of the head's target. Default: none.")],
+    layout: Annotated[str, typer.Option(help="Layout to write: paceline, eagle, nxd or speculators.")] = "paceline",
 ) -> None:
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
@@ -259,21 +268,24 @@ _PROMPT = 64  # tokens of a prompt that is cut out of data
 class TreeOptions:
     """The tree, and the texts that it is searched and checked on."""
 
-    nodes: int = field(default=64, metadata={"help": "Nodes of the tree."})
-    prompts: Path | None = field(default=None, metadata={"help": 'JSON lines, each with a "prompt", to measure on.'})
+    nodes: int = field(default=64, metadata={"help": "Number of nodes in the tree."})
+    prompts: Path | None = field(
+        default=None, metadata={"help": 'Prompts to evaluate on: JSON lines, each with a "prompt".'}
+    )
     data: tuple[Path, ...] | None = field(
-        default=None, metadata={"help": "Or text to cut prompts from, or .bin; repeatable."}
+        default=None, metadata={"help": "Data to cut prompts from instead: text or .bin; repeatable."}
     )
     data_dtype: str | None = field(
-        default=None, metadata={"help": "Of the ids in .bin files that have no header: uint16 or uint32."}
+        default=None, metadata={"help": "Token id type of .bin files without a header: uint16 or uint32."}
     )
-    eval_samples: int = field(default=48, metadata={"help": "How many texts."})
-    max_new_tokens: int = field(default=128, metadata={"help": "New tokens of a text."})
+    eval_samples: int = field(default=48, metadata={"help": "Number of prompts to use."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Number of new tokens per prompt."})
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.max_new_tokens < 1:
             raise ConfigurationError(
-                f"--nodes {self.nodes} and --max-new-tokens {self.max_new_tokens} must be at least 1"
+                f"expected --nodes and --max-new-tokens of at least 1, got {self.nodes} and {self.max_new_tokens}; "
+                "raise them"
             )
 
 
@@ -293,10 +305,13 @@ def medusa_tree(
     """
     with console.refusals():
         if out.is_dir():
-            raise ConfigurationError(f"{out} is a folder; give a file for the choices")
+            raise ConfigurationError(f"--out: expected a file for the choices, got the folder {out}; give a file")
         rows = _prompts(target, tree) if tree.eval_samples > 1 else []
         if len(rows) < 2:
-            raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
+            raise ConfigurationError(
+                "--data: expected at least two sequences (one half to search with, one half to check on), got "
+                "fewer; give more"
+            )
         _results(out.parent)
         from paceline.medusa.drafter import MedusaDrafter
 
@@ -322,11 +337,11 @@ def medusa_tree(
 
 @app.command(name="convert-medusa")
 def convert_medusa(
-    source: Annotated[Path, typer.Argument(help="Folder of Medusa heads, in any layout.")],
+    source: Annotated[Path, typer.Argument(help="Folder of the Medusa heads, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the target the heads are for.")],
-    layout: Annotated[str, typer.Option(help="paceline, medusa or nxd.")] = "paceline",
+    target: Annotated[Path, typer.Option(help="Folder of the heads' target. Default: none.")],
+    layout: Annotated[str, typer.Option(help="Layout to write: paceline, medusa or nxd.")] = "paceline",
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
@@ -378,7 +393,9 @@ def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]]
 
 def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
-        raise PromptError("give texts to measure on with --prompts or with --data, one of them")
+        raise PromptError(
+            "--prompts: expected either --prompts or --data to evaluate on, got both or neither; give one of them"
+        )
     if tree.prompts is None:
         from paceline.heads.features import cut
 

@@ -89,7 +89,7 @@ def check(target: Path | None, most: int) -> None:
         CheckpointError: ``target`` is no folder of a checkpoint.
     """
     if not 1 <= most <= _LIMIT:
-        raise ConfigurationError(f"M = 1 to {most} cannot be compared; give 1 to {_LIMIT} rows")
+        raise ConfigurationError(f"rows: expected 1 to {_LIMIT}, got {most}; correct it")
     if target is not None:
         ModelConfig.from_pretrained(target)
 

@@ -62,7 +62,7 @@ class NoiseStep(nn.Module):
 def known(backend: str) -> None:
     """Raise ConfigurationError for a name that no backend has. One that cannot work here fails its checks."""
     if backend not in BACKENDS:
-        raise ConfigurationError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+        raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; use one of them")
 
 
 def run(backend: str) -> Iterator[Check]:

@@ -71,12 +71,14 @@ class VerifySettings:
 
     def __post_init__(self) -> None:
         if not self.minutes > 0:
-            raise ConfigurationError(f"minutes={self.minutes} leaves no time; give more than 0")
+            raise ConfigurationError(f"minutes: expected more than 0, got {self.minutes}; raise it")
         for name in self.only:
             if name not in TESTS:
-                raise ConfigurationError(f"there is no test {name!r}; the tests are {', '.join(TESTS)}")
+                raise ConfigurationError(f"--only: expected {', '.join(TESTS)}, got {name!r}; use one of them")
         if self.max_new_tokens < _LEAST_ROOM:
-            raise ConfigurationError(f"max_new_tokens={self.max_new_tokens}: texts of tests need {_LEAST_ROOM} or more")
+            raise ConfigurationError(
+                f"max_new_tokens: expected at least {_LEAST_ROOM} for the tests, got {self.max_new_tokens}; raise it"
+            )
 
 
 TESTS: dict[str, float] = {
@@ -122,8 +124,8 @@ def verify(
     longest = max(map(len, known))
     if longest + _LEAST_ROOM > target.n_positions:
         raise ConfigurationError(
-            f"a prompt of {longest} tokens leaves fewer than {_LEAST_ROOM} of {target.n_positions} positions; give "
-            "shorter prompts, or load the target with more n_positions"
+            f"prompts: expected at least {_LEAST_ROOM} free positions of {target.n_positions} after each, got fewer "
+            f"after one of {longest} tokens; give shorter prompts, or load the target with more n_positions"
         )
     rule = make_rule(generator.config)
     subject = Subject(generator, plain, rule, known, sampled, settings.seed, settings.max_new_tokens)

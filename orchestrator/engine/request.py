@@ -139,12 +139,10 @@ class Request:
         for name in ("use_speculation", "seed"):
             value = getattr(params, name)
             if isinstance(value, (list, tuple)) and len(value) != len(rows):
-                raise SamplingError(
-                    f"{name} has {len(value)} entries for {len(rows)} prompts; give one for each, or a single value"
-                )
+                raise SamplingError(f"{name}: expected 1 or {len(rows)} entries, got {len(value)}; give one per prompt")
         stop_strings = StopStrings.of(params.stop_strings)
         if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
-            raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
+            raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         if eos is not None:
@@ -192,7 +190,7 @@ def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: s
     """Raise SamplingError for an id that the model has not."""
     if (bad := next((token for token in ids if not 0 <= token < limits.vocab_size), None)) is not None:
         size = limits.vocab_size
-        raise SamplingError(f"{name} names id {bad}, outside the vocabulary of {size}; {remedy}", param=name)
+        raise SamplingError(f"{name}: expected ids of the vocabulary of {size}, got {bad}; {remedy}", param=name)
 
 
 def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> LogitsRules | None:
@@ -222,13 +220,13 @@ def _grammar(output: StructuredOutput, params: SamplingParams, limits: TargetLim
     eos = frozenset(token for token in eos if 0 <= token < limits.vocab_size)
     wrong = None
     if params.tokenizer is None:
-        wrong = "need the tokenizer: pass tokenizer=..., a fast one of Hugging Face"
+        wrong = "a fast Hugging Face tokenizer with it, got none; pass tokenizer=..."
     elif not eos:
-        wrong = "end with an eos id, and there is none; give eos_token_id"
+        wrong = "an eos id to end with, got none; give eos_token_id"
     elif limits.grammars is None:
-        wrong = "are not taken by this target; decode with SpeculativeGenerator"
+        wrong = "a target that supports grammars, got another; decode with SpeculativeGenerator"
     if wrong is not None:
-        raise SamplingError(f"structured_outputs {wrong}", param="structured_outputs")
+        raise SamplingError(f"structured_outputs: expected {wrong}", param="structured_outputs")
     assert limits.grammars is not None
     return limits.grammars.compile(output, params.tokenizer, eos=eos)
 
@@ -243,7 +241,8 @@ def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]
     encode = getattr(params.tokenizer, "encode", None)
     if encode is None:
         raise SamplingError(
-            "a prediction as text needs the tokenizer: pass tokenizer=..., which has a method encode(text), or ids",
+            "prediction: expected ids, or text with a tokenizer that has encode(text), got text without one; pass "
+            "tokenizer=..., or ids",
             param="prediction",
         )
     return tuple(encode(params.prediction, add_special_tokens=False))
@@ -256,7 +255,8 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
 
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise PromptError(
-                f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
+                f"input_ids: expected an integer tensor [B, S], got {input_ids.dtype} of shape "
+                f"{list(input_ids.shape)}; correct it"
             )
         rows: list[list[int]] = input_ids.tolist()
     else:
@@ -264,15 +264,19 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
     if attention_mask is not None:
         rows = _unpadded(rows, attention_mask)
     if not rows:
-        raise PromptError("input_ids holds no prompt; give a LongTensor [B, S] or a list of lists of ids")
+        raise PromptError(
+            "input_ids: expected a LongTensor [B, S] or a list of lists of ids, got no prompt; give at least one"
+        )
     for index, row in enumerate(rows):
         if not row:
-            raise PromptError(f"prompt {index} is empty; give at least one token, such as the bos id")
+            raise PromptError(
+                f"input_ids: expected at least one token, got an empty prompt {index}; give for example the bos id"
+            )
         if min(row) < 0 or max(row) >= vocab_size:
             bad = next(token for token in row if not 0 <= token < vocab_size)
             raise PromptError(
-                f"prompt {index} holds id {bad}, outside the vocabulary of {vocab_size}; was it made by another "
-                "tokenizer, or padded without an attention_mask?"
+                f"input_ids: expected ids of the vocabulary of {vocab_size}, got {bad} in prompt {index}; use the "
+                "model's own tokenizer, or give an attention_mask for padding"
             )
     return [tuple(row) for row in rows]
 
@@ -284,30 +288,37 @@ def _rows_of_ids(value: object) -> list[list[int]]:
         PromptError: it is something else, or holds something that is no integer.
     """
     if hasattr(value, "keys"):
-        raise PromptError("input_ids is a mapping, as tokenizers return it; pass its entry: encoding['input_ids']")
+        raise PromptError(
+            "input_ids: expected a LongTensor [B, S] or a list of lists of ids, got a mapping, as tokenizers return "
+            "it; pass encoding['input_ids']"
+        )
     rows = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
     if rows is None or not all(isinstance(row, (list, tuple)) for row in rows):
         raise PromptError(
-            f"input_ids must be a LongTensor [B, S] or a list of lists of ids, not {shown(value)}; turn text into ids "
-            "first, and put the ids of a single text into a list"
+            f"input_ids: expected a LongTensor [B, S] or a list of lists of ids, got {shown(value)}; turn text into "
+            "ids first, and put the ids of a single prompt into a list"
         )
     for index, row in enumerate(rows):
         for token in row:
             if type(token) is not int and (isinstance(token, bool) or not isinstance(token, Integral)):
-                raise PromptError(f"prompt {index} holds {token!r}, which is not an integer; turn text into ids first")
+                raise PromptError(
+                    f"input_ids: expected integers, got {token!r} in prompt {index}; turn text into ids first"
+                )
     return [list(map(int, row)) for row in rows]
 
 
 def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
     if not is_tensor(mask) or mask.dim() != 2:
-        raise PromptError(f"attention_mask must be a tensor [B, S], as input_ids, not {shown(mask)}")
+        raise PromptError(f"attention_mask: expected a tensor [B, S] like input_ids, got {shown(mask)}; correct it")
     marks = mask.tolist()
     if [len(row) for row in marks] != [len(row) for row in rows]:
-        raise PromptError(f"attention_mask of shape {list(mask.shape)} does not fit input_ids")
+        raise PromptError(f"attention_mask: expected the shape of input_ids, got {list(mask.shape)}; correct it")
     unpadded = []
     for index, (row, marks_of_row) in enumerate(zip(rows, marks, strict=True)):
         places = [i for i, mark in enumerate(marks_of_row) if mark]
         if places and places[-1] - places[0] + 1 != len(places):
-            raise PromptError(f"attention_mask of prompt {index} has a hole; only padding at its ends can be left out")
+            raise PromptError(
+                f"attention_mask: expected padding only at the ends, got a hole in prompt {index}; remove it"
+            )
         unpadded.append([row[i] for i in places])
     return unpadded

@@ -138,16 +138,24 @@ class SamplingParams:
     """
 
     sequence_length: int | None = _param(None, _Kind("an integer", optional=True))
-    max_new_tokens: int | None = _param(None, _Kind("an integer", optional=True), "Most new tokens.")
+    max_new_tokens: int | None = _param(None, _Kind("an integer", optional=True), "Maximum number of new tokens.")
     do_sample: bool = _param(False, _Kind("True or False"))
-    temperature: float = _param(1.0, _Kind("a number"), "Above 0: sample. 0: greedy.")
-    top_k: int | None = _param(None, _Kind("an integer", optional=True), "Sample among so many tokens.")
-    top_p: float | None = _param(None, _Kind("a number", optional=True), "Sample within so much probability.")
+    temperature: float = _param(1.0, _Kind("a number"), "Sampling temperature: above 0 samples, 0 is greedy.")
+    top_k: int | None = _param(
+        None, _Kind("an integer", optional=True), "Keep only the K most likely tokens. Default: all."
+    )
+    top_p: float | None = _param(
+        None,
+        _Kind("a number", optional=True),
+        "Nucleus sampling: keep the smallest token set whose probability sums to P. Default: off.",
+    )
     min_p: float | None = _param(
-        None, _Kind("a number", optional=True), "Leave out tokens below this share of the likeliest."
+        None, _Kind("a number", optional=True), "Drop tokens less likely than P times the likeliest. Default: off."
     )
     seed: int | Sequence[int] | None = _param(
-        0, _Kind("an integer", optional=True, listed=True), "The same seed gives the same tokens, whatever the draft."
+        0,
+        _Kind("an integer", optional=True, listed=True),
+        "Seed of sampling; equal seeds give equal tokens, with any draft.",
     )
     eos_token_id: int | Sequence[int] | None = _param(None, _Kind("an integer", optional=True, listed=True))
     pad_token_id: int | None = _param(None, _Kind("an integer", optional=True))
@@ -163,22 +171,28 @@ class SamplingParams:
     )
     no_repeat_ngram_size: int | None = _param(None, _Kind("an integer", optional=True))
     repetition_penalty: float | None = _param(
-        None, _Kind("a number", optional=True), "Above 1: divides the logits of what is in prompt or answer."
+        None,
+        _Kind("a number", optional=True),
+        "Divide the logits of tokens in the prompt or output by this; 1 switches it off.",
     )
     presence_penalty: float = _param(
-        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, off the logit of what is in the answer."
+        0.0, _Kind("a number", least=-2, most=2), "Subtract this from the logits of tokens already generated (-2 to 2)."
     )
     frequency_penalty: float = _param(
-        0.0, _Kind("a number", least=-2, most=2), "-2 to 2, the same for each time it is there."
+        0.0,
+        _Kind("a number", least=-2, most=2),
+        "Subtract this from the logits of generated tokens once per occurrence (-2 to 2).",
     )
     logit_bias: Mapping[int, float] | None = _param(None, _Kind("a mapping of ids to numbers", optional=True))
-    min_tokens: int = _param(0, _Kind("an integer", least=0), "No end before so many new tokens.")
-    ignore_eos: bool = _param(False, _Kind("True or False"), "No id ends the text.")
+    min_tokens: int = _param(
+        0, _Kind("an integer", least=0), "Number of new tokens before an eos id may end the sequence."
+    )
+    ignore_eos: bool = _param(False, _Kind("True or False"), "Continue after eos ids.")
     n: int = _param(1, _Kind("an integer", least=1, most=128))
     logprobs: int | None = _param(
         None,
         _Kind("an integer", optional=True, least=0, most=20),
-        "With --json: log-probabilities of every token and of so many likeliest, 0 to 20.",
+        "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20.",
     )
     prompt_logprobs: int | None = _param(None, _Kind("an integer", optional=True, least=0, most=20))
     output_scores: bool = _param(False, _Kind("True or False"))
@@ -194,17 +208,18 @@ class SamplingParams:
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(31))
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+            raise SamplingError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}; raise it")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
             raise SamplingError(
-                f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
+                f"max_draft_tokens: expected at least 1, got {self.max_draft_tokens}; to draft nothing, set "
                 "use_speculation=False"
             )
         if self.logit_bias:
             _check_bias(self.logit_bias)
         if self.ignore_eos and self.structured_outputs is not None:
             raise SamplingError(
-                "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
+                "ignore_eos: expected False with structured_outputs, which end with an eos id, got True; omit one "
+                "of them",
                 param="ignore_eos",
             )
 
@@ -234,13 +249,15 @@ class SamplingParams:
             SamplingError: a keyword that does not exist, or a wrong value.
         """
         if params is not None and not isinstance(params, cls):
-            raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
+            raise SamplingError(
+                f"params: expected SamplingParams, got a {type(params).__name__}; pass SamplingParams, or only keywords"
+            )
         if sequence_length is not None:
             overrides = {**overrides, "sequence_length": sequence_length}
         for name in overrides:
             if name not in cls.__dataclass_fields__:
                 names = ", ".join(cls.__dataclass_fields__)
-                raise SamplingError(f"{name!r} is no sampling parameter; there are {names}")
+                raise SamplingError(f"{name}: not a sampling parameter; use one of {names}")
         if params is None:
             return cls(**overrides)
         return replace(params, **overrides) if overrides else params
@@ -278,13 +295,13 @@ class SamplingParams:
         limit = n_positions if self.sequence_length is None else self.sequence_length
         if limit > n_positions:
             raise PromptError(
-                f"sequence_length={limit} is more than the {n_positions} positions this decoder was loaded with "
-                "(n_positions); ask for less or load it with more"
+                f"sequence_length: expected at most {n_positions}, the positions of this decoder (n_positions), got "
+                f"{limit}; lower it, or load the decoder with more"
             )
         if prompt >= limit:
             raise ContextError(
-                f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
-                "sequence_length, or load the decoder with more n_positions"
+                f"input_ids: expected a prompt shorter than {limit} positions, got {prompt} tokens; shorten it, "
+                "raise sequence_length, or load the decoder with more n_positions"
             )
         return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
 
@@ -292,9 +309,13 @@ class SamplingParams:
 def _check_processors(repetition_penalty: float | None, no_repeat_ngram_size: int | None) -> None:
     """Raise SamplingError if a value is out of range."""
     if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
-        raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
+        raise SamplingError(
+            f"repetition_penalty: expected a positive number, got {repetition_penalty}; 1 switches it off"
+        )
     if no_repeat_ngram_size is not None and no_repeat_ngram_size < 0:
-        raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
+        raise SamplingError(
+            f"no_repeat_ngram_size: expected a positive number, got {no_repeat_ngram_size}; 0 switches it off"
+        )
 
 
 def processor_list(
@@ -333,12 +354,12 @@ def _check_kinds(params: SamplingParams) -> None:
             continue
         # Most values are plain, and asking abstract classes takes a microsecond each.
         if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
-            single = "; put a single one into a list" if kind.one == "a list of callables" else ""
-            raise SamplingError(f"{name} must be {kind}, not {shown(value)}{single}")
+            remedy = "put a single one into a list" if kind.one == "a list of callables" else "correct it"
+            raise SamplingError(f"{name}: expected {kind}, got {shown(value)}; {remedy}")
         least, most = kind.least, kind.most
         if least is not None and not least <= value <= most:
-            within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
-            raise SamplingError(f"{name} must be {within}, not {value}", param=name)
+            within = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise SamplingError(f"{name}: expected a number {within}, got {value}; correct it", param=name)
 
 
 @cache
@@ -351,7 +372,8 @@ def _check_bias(bias: Mapping[int, float]) -> None:
     for token, value in bias.items():
         if not -_MOST_BIAS <= value <= _MOST_BIAS:
             raise SamplingError(
-                f"logit_bias of id {token} must be within -{_MOST_BIAS} and {_MOST_BIAS}, not {value}",
+                f"logit_bias: expected values from -{_MOST_BIAS} to {_MOST_BIAS}, got {value} for id {token}; "
+                "correct it",
                 param="logit_bias",
             )
 

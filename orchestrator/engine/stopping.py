@@ -131,8 +131,8 @@ def no_scores(criterion: Criterion) -> SamplingError:
     """The refusal of a criterion that reads scores."""
     name = getattr(criterion, "__qualname__", type(criterion).__name__)
     return SamplingError(
-        f"stopping_criteria_list: {name} reads scores, which a criterion is not given here (None, as `generate` has it "
-        "without output_scores); decide by the ids",
+        f"stopping_criteria_list: {name} reads scores, which criteria do not receive (None, as in `generate` "
+        "without output_scores); use criteria that read only the ids",
         param="stopping_criteria_list",
     )
 

@@ -130,7 +130,9 @@ class DrafterEntry(_Strict):
     @classmethod
     def _known(cls, value: object) -> object:
         if any(leaf.value is not None for spec in parse_draft(value) for leaf in spec.leaves()):
-            raise ConfigurationError("a file of an experiment names drafters by text; objects are for Python")
+            raise ConfigurationError(
+                "drafters: expected text in the file of an experiment, got an object; use objects only from Python"
+            )
         return value
 
     @property
@@ -267,7 +269,7 @@ class ExperimentConfig(_Strict):
             names = [one.label for one in getattr(self, key)]
             if twice := [name for name in names if names.count(name) > 1]:
                 remedy = "leave one out" if key == "samplings" else "give each a `name` of its own"
-                raise ConfigurationError(f"two {key} are called {twice[0]!r}; {remedy}")
+                raise ConfigurationError(f"{key}: expected different names, got {twice[0]!r} twice; {remedy}")
         return self
 
 
@@ -296,9 +298,11 @@ def load_config(path: Path) -> ExperimentConfig:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{path} cannot be read as an experiment: {error}") from error
+        raise ConfigurationError(f"{path}: the experiment cannot be read ({error}); correct the file") from error
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{path} must hold a mapping with targets, drafters and prompt_sets")
+        raise ConfigurationError(
+            f"{path}: expected a mapping with targets, drafters and prompt_sets, got another value; correct the file"
+        )
     return parse_config(values, str(path))
 
 
@@ -314,10 +318,11 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         if first["type"] == "extra_forbidden":
-            raise ConfigurationError(f"{where}: there is no key {place!r}; leave it out or correct it") from error
-        raise ConfigurationError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from error
+            raise ConfigurationError(f"{where}: {place}: not a key; correct or remove it") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(f"{where}: {place}: {message}; correct it") from error
     except TypeError as error:  # keys that are no text
-        raise ConfigurationError(f"{where}: {error}") from error
+        raise ConfigurationError(f"{where}: {error}; correct the keys") from error
 
 
 def digest(value: str | bytes) -> str:
@@ -415,7 +420,7 @@ def fingerprint(path: str) -> str:
     """
     place = checkpoint_path(path)
     if not place.exists():
-        raise CheckpointError(f"{path} is neither a folder, a GGUF file nor a fetched model; check the path")
+        raise CheckpointError(f"{path}: expected a folder, a GGUF file or a fetched model, got neither; check the path")
     files = [place] if is_gguf(place) or place.is_file() else sorted(file for file in place.iterdir() if file.is_file())
     seen = hashlib.sha256()
     for file in files:
@@ -448,7 +453,9 @@ def check_models(config: ExperimentConfig) -> dict[str, str]:
     paths = {path: None for cell in cells(config) for path in model_paths(cell)}
     missing = [path for path in paths if not Path(checkpoint_path(path)).exists()]
     if missing:
-        raise CheckpointError(f"{', '.join(missing)}: no such checkpoint; correct the file, or fetch or train it first")
+        raise CheckpointError(
+            f"{', '.join(missing)}: the checkpoint does not exist; correct the file, or fetch or train it first"
+        )
     return {path: fingerprint(path) for path in paths}
 
 

@@ -103,7 +103,7 @@ def read_records(path: Path) -> list[tuple[str, Acceptance]]:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise PromptError(f"{path} cannot be read as JSON lines: {error}") from error
+        raise PromptError(f"{path}: expected JSON lines, got {error}; correct the file") from error
     return [_record(row, number, path) for number, row in enumerate(rows, start=1)]
 
 
@@ -114,14 +114,19 @@ def _record(row: Any, number: int, path: Path) -> tuple[str, Acceptance]:
     accepted, drafted = (step if _counts(step) else [] for step in steps)
     if not all(map(_counts, steps)) or len(accepted) != len(drafted):
         raise ConfigurationError(
-            f"{where} has no arrays per_step_accepted and per_step_drafted of one length; have the server report them "
-            "(vLLM: --per-request-spec-decode-metrics detailed)"
+            f"{where}: expected the arrays per_step_accepted and per_step_drafted of equal length, got none; let "
+            "the server report them (vLLM: --per-request-spec-decode-metrics detailed)"
         )
     if any(a > d for a, d in zip(accepted, drafted, strict=True)):
-        raise ConfigurationError(f"{where} accepts more tokens in a step than it drafts")
+        raise ConfigurationError(
+            f"{where}: expected at most as many accepted as drafted tokens in each step, got more; export the file "
+            "again"
+        )
     for name, value in (("num_accepted_draft_tokens", sum(accepted)), ("num_draft_tokens", sum(drafted))):
         if figures.get(name, value) != value:
-            raise ConfigurationError(f"{where}: {name} is {figures[name]}, and its steps add up to {value}")
+            raise ConfigurationError(
+                f"{where}: {name}: expected {value}, the sum over its steps, got {figures[name]}; export the file again"
+            )
     drafts = tuple(Draft(d, a) for d, a in zip(drafted, accepted, strict=True) if d)
     tokens = figures.get("completion_tokens") or _below(row, "completion_tokens") or 1 + len(drafted) + sum(accepted)
     named = row if isinstance(row, Mapping) else {}
@@ -154,7 +159,7 @@ def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:
         ConfigurationError: no such layout, or no experiment. StorageError: a file cannot be written.
     """
     if layout not in LAYOUTS:
-        raise ConfigurationError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+        raise ConfigurationError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}; use one of them")
     written = []
     results = [one for one in read_results(experiment) if one.error is None]
     tokenizers = _tokenizers(experiment) if layout == "spec-bench" else {}

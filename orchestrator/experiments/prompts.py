@@ -80,7 +80,9 @@ def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Pr
     """
     raw = _chosen(list(read_prompts(Path(chosen.path), chosen.layout)), chosen)
     if not raw:
-        raise PromptError(f"{chosen.path} holds no prompt for this experiment; check count and categories")
+        raise PromptError(
+            f"{chosen.path}: expected at least one prompt for this experiment, got none; check count and categories"
+        )
     has_template = bool(getattr(tokenizer, "chat_template", None))
     chat = all(row.question for row in raw) and has_template if chosen.chat == "auto" else chosen.chat
     rows = []
@@ -105,7 +107,9 @@ def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
     if chosen.categories is not None:
         known = {row.category for row in raw}
         if unknown := [name for name in chosen.categories if name not in known]:
-            raise PromptError(f"{chosen.path} has no category {unknown[0]!r}; it has {', '.join(sorted(known))}")
+            raise PromptError(
+                f"{chosen.path}: category: expected {', '.join(sorted(known))}, got {unknown[0]!r}; use one of them"
+            )
         raw = [row for row in raw if row.category in chosen.categories]
     if chosen.per_category is not None:
         seen: dict[str, int] = {}
@@ -149,10 +153,13 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise PromptError(
-                f"{path}, line {number}, is no JSON ({error}); give JSON lines, or layout: text"
+                f"{path}, line {number}: expected JSON, got {error}; give JSON lines, or set layout: text"
             ) from error
         if not isinstance(row, dict):
-            raise PromptError(f"{path}, line {number}, is no JSON object; give one with a prompt, turns or messages")
+            raise PromptError(
+                f"{path}, line {number}: expected a JSON object, got another value; give one with a prompt, turns "
+                "or messages"
+            )
         yield row
 
 
@@ -160,18 +167,20 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise PromptError(f"{path} is Parquet, which needs pyarrow: pip install 'paceline[experiments]'") from error
+        raise PromptError(
+            f"{path}: Parquet files need pyarrow, which is not installed; run pip install 'paceline[experiments]'"
+        ) from error
     try:
         yield from parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
-        raise PromptError(f"{path} cannot be read as Parquet: {error}") from error
+        raise PromptError(f"{path}: expected a Parquet file, got {error}; download it again") from error
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from error
+        raise PromptError(f"{path}: the file cannot be read ({error}); check the path and its permissions") from error
 
 
 def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: Layout) -> RawPrompt:
@@ -191,8 +200,8 @@ def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: Layout) 
     texts = [_turn(turn) for turn in turns] if isinstance(turns, Sequence) and not isinstance(turns, str) else []
     if not texts or texts[0] is None:
         raise PromptError(
-            f"{path}, prompt {key}, has neither a prompt, turns, messages nor a text (layout {layout}); files of "
-            "lengths alone hold no text to measure acceptance with"
+            f"{path}, prompt {key}: expected a prompt, turns, messages or a text (layout {layout}), got none; use "
+            "another file, since lengths without text cannot show acceptance"
         )
     return RawPrompt(key, category, _user(texts[0]), question=True, later_turns=len(texts) - 1)
 

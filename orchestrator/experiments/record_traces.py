@@ -155,7 +155,9 @@ class _Group:
             about = self._about(one, fingerprint)
             save_trace(self.path, joined(about, texts, self._wanted(known), source=provenance()))
         if not texts:
-            raise ConfigurationError(f"no text of {self._members[0].cell.target.label} could be recorded")
+            raise ConfigurationError(
+                f"no sequence of {self._members[0].cell.target.label} could be recorded; see the errors of its cells"
+            )
         if kept is not None and not left and kept.drafters != tuple(wanted := self._wanted(known)):
             save_trace(self.path, replace(kept, drafters=tuple(wanted)))  # some are not in the experiment any more
         return True
@@ -257,7 +259,10 @@ def record_along(
         ConfigurationError: it reads the target's features; or as of `record_drafter`.
     """
     if drafter.reads is not None:
-        raise ConfigurationError("a drafter that reads the target's features is recorded beside the target")
+        raise ConfigurationError(
+            "drafters: expected none that reads the target's hidden states in this pass, got one; record it "
+            "together with the target"
+        )
     found: list[_Recorded] = []
     for first in range(0, len(prompts), decoder.batch_size):
         some = slice(first, first + decoder.batch_size)
@@ -423,7 +428,10 @@ def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
 def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
     """One slot of a proposal: tokens of the nodes, and parents where they are its own."""
     if proposal.draft_probs is not None:
-        raise ConfigurationError("a drafter that draws from probabilities cannot be recorded; use acceptor: match")
+        raise ConfigurationError(
+            "acceptor: expected 'match' for a drafter whose trace is recorded, got one that samples from "
+            "probabilities; use acceptor: match"
+        )
     tokens = tuple(proposal.tokens[slot].tolist())
     own = proposal.parents
     return tokens if not isinstance(own, torch.Tensor) else (*tokens, *own[slot].tolist())

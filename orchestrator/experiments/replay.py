@@ -245,7 +245,8 @@ class ReplayDrafter(Drafter):
     ) -> None:
         if confidence is not None and recorded.confidences is None:
             raise ConfigurationError(
-                f"how sure {recorded.name} was is not recorded; thresholds can be asked of draft models alone"
+                f"confidence: expected a draft model, whose confidences are recorded, got {recorded.name}; omit the "
+                "threshold"
             )
         threshold = recorded.confidence_threshold if confidence is None else confidence
         self._threshold = float(np.float32(threshold))  # as a graph compares it
@@ -262,9 +263,9 @@ class ReplayDrafter(Drafter):
         elif recorded.parents is None and recorded.prefixes and 0 <= depth < recorded.k:
             self.draft_shape = DraftShape.chain(depth)
         else:
-            what = f"{recorded.name} was recorded with depth {recorded.k}"
-            why = "" if recorded.prefixes else ", and its shorter drafts are not beginnings of longer ones"
-            raise ConfigurationError(f"{what}{why}; record it with k={depth}")
+            what = f"k: expected {recorded.k}, the recorded depth of {recorded.name}"
+            why = "" if recorded.prefixes else " (its shorter drafts are not prefixes of longer ones)"
+            raise ConfigurationError(f"{what}{why}, got {depth}; record it with k={depth}")
         self._trace = trace
         self._slots: dict[int, int] = {}
         self._begun: dict[tuple[int, ...], int] = {}
@@ -286,7 +287,9 @@ class ReplayDrafter(Drafter):
         parents = self._recorded.parents
         known = parents is not None and nodes and nodes[-1] < len(parents)
         if parents is None or not known or any(parents[n] not in (tree.ROOT, *nodes) for n in nodes):
-            raise ConfigurationError(f"nodes {nodes} are no tree of {self._recorded.name}, whose tree is {parents}")
+            raise ConfigurationError(
+                f"nodes: expected a subtree of {parents}, the tree of {self._recorded.name}, got {nodes}; correct them"
+            )
         self._keep = nodes
         new = {node: place for place, node in enumerate(nodes)}
         return tree.draft_shape(tuple(new.get(parents[node], tree.ROOT) for node in nodes))

@@ -211,7 +211,9 @@ def _picture(heading: str, caption: str, draw: Draw) -> _Picture:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("pictures need matplotlib: pip install 'paceline[experiments]'") from error
+        raise ConfigurationError(
+            "pictures need matplotlib, which is not installed; run pip install 'paceline[experiments]'"
+        ) from error
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "path", "font.size": 9}):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasSVG(figure)
@@ -350,7 +352,7 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:
     try:
         parquet.write_table(pyarrow.table(columns), buffer)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise StorageError(f"{path} cannot be made: {error}") from error
+        raise StorageError(f"{path}: the folder cannot be created ({error}); give another one") from error
     save_bytes(path, [buffer.getvalue().to_pybytes()])
     return True
 

@@ -53,14 +53,16 @@ class RoundTimes:
                 sizes.setdefault(size, {})[depth] = value
         if not sizes:
             names = ", ".join(sorted({name for name, *_ in self.rounds}))
-            raise ConfigurationError(f"no round of {drafter!r} was timed; there are times of {names}")
+            raise ConfigurationError(
+                f"drafter: expected one of {names}, whose rounds were timed, got {drafter!r}; use one of them"
+            )
         if batch_size in sizes:
             return self._at_depth(drafter, k, batch_size, depths=sizes[batch_size])
         if len(sizes) == 1:
             (size,) = sizes
             raise ConfigurationError(
-                f"rounds of {drafter!r} were timed at batch size {size} alone, which says nothing about {batch_size}; "
-                f"run the experiment with batch_sizes: [{size}, {batch_size}]"
+                f"batch_size: rounds of {drafter!r} were timed only at batch size {size}, not {batch_size}; run the "
+                f"experiment with batch_sizes: [{size}, {batch_size}]"
             )
         at_depth = {size: self._at_depth(drafter, k, size, depths=depths) for size, depths in sizes.items()}
         return _line(at_depth, batch_size)
@@ -72,8 +74,8 @@ class RoundTimes:
         if k not in depths and len(depths) == 1:
             (depth,) = depths
             raise ConfigurationError(
-                f"rounds of {drafter!r} were timed with {depth} drafted tokens alone at batch size {size}, which says "
-                f"nothing about {k}; run the experiment with k: [{depth}, {k}], or with `none` among its drafters"
+                f"k: rounds of {drafter!r} were timed only with {depth} draft tokens at batch size {size}, not {k}; "
+                f"run the experiment with k: [{depth}, {k}], or with `none` among its drafters"
             )
         return _line(depths, k)
 
@@ -130,7 +132,8 @@ class ExperimentTimes:
         targets = dict.fromkeys(one.target for one in self.parts)
         if len(targets) > 1:
             raise ConfigurationError(
-                f"the experiment timed several targets ({', '.join(targets)}); give a trace, which says of which"
+                f"trace: expected one, since the experiment timed several targets ({', '.join(targets)}), got none; "
+                "give a trace of the one you mean"
             )
         return _mean(self.parts)
 
@@ -138,7 +141,9 @@ class ExperimentTimes:
         own = [one for one in self.parts if one.target == name]
         if not own:
             names = ", ".join(dict.fromkeys(one.target for one in self.parts)) or "none"
-            raise ConfigurationError(f"rounds of {name} were not timed; there are times of {names}")
+            raise ConfigurationError(
+                f"target: expected one of {names}, whose rounds were timed, got {name}; use one of them"
+            )
         return own
 
 
@@ -233,13 +238,14 @@ def load_times(path: Path) -> ExperimentTimes:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values.get("version") != VERSION:
             raise TraceError(
-                f"{path} is of another version of this program; `paceline experiment run` writes it anew, and keeps "
-                "finished cells"
+                f"{path}: expected a file of this version, got another; run `paceline experiment run` again, which "
+                "writes it and keeps finished cells"
             )
         return ExperimentTimes(tuple(_timed(part) for part in values["times"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(
-            f"{path} holds no times of rounds ({error}); `paceline experiment run` writes round_times.json"
+            f"{path}: expected the times of rounds, got {error}; run `paceline experiment run`, which writes "
+            "round_times.json"
         ) from error
 
 

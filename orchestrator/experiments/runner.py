@@ -140,9 +140,9 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
     for row in prompts.rows:
         if len(row.ids) + config.max_new_tokens > room:
             raise ContextError(
-                f"prompt {row.key} of {cell.prompts.label} has {len(row.ids)} tokens, and with "
-                f"{config.max_new_tokens} new ones it does not fit into {room} positions of {cell.target.label}; leave "
-                "it out, lower max_new_tokens or raise n_positions"
+                f"n_positions: expected at most {room} positions of {cell.target.label}, got {len(row.ids)} tokens "
+                f"of prompt {row.key} in {cell.prompts.label} and {config.max_new_tokens} new ones; remove the "
+                "prompt, lower max_new_tokens or raise n_positions"
             )
     return prompts
 

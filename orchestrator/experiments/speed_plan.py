@@ -125,7 +125,9 @@ def parse_rates(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise ConfigurationError(f"--acceptance {text!r} is no rate; write 0.8, or 0.8,0.7,0.6 by position")
+        raise ConfigurationError(
+            f"--acceptance: expected a rate such as 0.8, or 0.8,0.7,0.6 by position, got {text!r}; correct it"
+        )
     return rates
 
 
@@ -193,7 +195,10 @@ def ranked(batch_size: int, candidates: Sequence[tuple[Candidate, float]]) -> Lo
     """
     plain = [one for one, _ in candidates if one.plain]
     if not plain:
-        raise ConfigurationError("plain decoding is not among what was timed, and nothing can be compared with it")
+        raise ConfigurationError(
+            "expected a timing of plain decoding to compare with, got none; add `none` to the drafters of the "
+            "experiment"
+        )
     base = max(one.tokens_per_second for one in plain)
     rated = []
     for one, error in candidates:

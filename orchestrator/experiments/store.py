@@ -109,13 +109,15 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise StorageError(f"{path} cannot be read ({error}); remove it, and the cell is run again") from error
+            raise StorageError(f"{path}: the file cannot be read ({error}); remove it to run the cell again") from error
         if not isinstance(values, dict) or values.pop("version", None) != VERSION:
-            raise StorageError(f"{path} is of another version of this program; name another folder, or remove it")
+            raise StorageError(
+                f"{path}: expected a file of this version, got another; give another folder, or remove the file"
+            )
         try:
             return CellResult(**values)
         except TypeError as error:
-            raise StorageError(f"{path} is no cell ({error}); remove it, and the cell is run again") from error
+            raise StorageError(f"{path}: expected a cell, got {error}; remove it to run the cell again") from error
 
 
 def read_results(folder: Path) -> list[CellResult]:
@@ -142,13 +144,16 @@ def _listing(folder: Path) -> Mapping[str, Any]:
     """The configuration and the cells of a folder's experiment."""
     listed = folder / _LISTING
     if not listed.is_file():
-        raise ConfigurationError(f"{folder} holds no experiment; give the --out folder of `paceline experiment run`")
+        raise ConfigurationError(
+            f"{folder}: expected an experiment, got none; give the --out folder of `paceline experiment run`"
+        )
     try:
         values = json.loads(listed.read_text(encoding="utf-8"))
         return {"config": values["config"], "cells": values["cells"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{listed} cannot be read ({error!r}); `paceline experiment run` writes it anew, and keeps finished cells"
+            f"{listed}: the file cannot be read ({error!r}); run `paceline experiment run` again, which writes it "
+            "and keeps finished cells"
         ) from error
 
 

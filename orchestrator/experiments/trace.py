@@ -108,7 +108,9 @@ class Trace:
             if one.name == name:
                 return one
         names = ", ".join(one.name for one in self.drafters) or "none"
-        raise ConfigurationError(f"the trace has no drafter {name!r}; recorded are: {names}, and text drafters by name")
+        raise ConfigurationError(
+            f"drafter: expected a recorded one ({names}) or a text drafter, got {name!r}; correct the name"
+        )
 
 
 def save_trace(path: Path, trace: Trace) -> None:
@@ -144,16 +146,19 @@ def load_trace(path: Path) -> Trace:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error}") from error
+        raise TraceError(f"{path}: the file cannot be read ({error}); check the path and its permissions") from error
     start = len(MAGIC)
     if not data.startswith(MAGIC):
-        raise TraceError(f"{path} is no trace; `paceline experiment run` writes them below traces/ (traces: true)")
+        raise TraceError(
+            f"{path}: expected a trace; run `paceline experiment run` with traces: true, which writes them below "
+            "traces/"
+        )
     version = int.from_bytes(data[start : start + 4], "little")
     if version != VERSION:
-        raise TraceError(f"{path} is a trace of version {version}, and this program reads {VERSION}; record it again")
+        raise TraceError(f"{path}: expected a trace of version {VERSION}, got {version}; record it again")
     checksum, packed = data[start + 4 : start + 36], data[start + 36 :]
     if hashlib.sha256(packed).digest() != checksum:
-        raise TraceError(f"{path} is damaged: its checksum is another one; copy it again, or record it again")
+        raise TraceError(f"{path}: the checksum differs; copy the trace again, or record it again")
     try:
         body = gzip.decompress(packed)
         length = int.from_bytes(body[:8], "little")
@@ -162,7 +167,7 @@ def load_trace(path: Path) -> Trace:
         numbers.frombytes(body[8 + length :])
         return _trace(header, iter(_little_endian(numbers)))
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise TraceError(f"{path} is no trace that this program wrote ({error!r}); record it again") from error
+        raise TraceError(f"{path}: expected a trace, got another file ({error!r}); record it again") from error
 
 
 def check_target(trace: Trace, fingerprint: str, path: str) -> None:
@@ -173,8 +178,8 @@ def check_target(trace: Trace, fingerprint: str, path: str) -> None:
     """
     if trace.fingerprint != fingerprint:
         raise TraceError(
-            f"the trace is of {trace.target} ({trace.fingerprint}), and {path} is another model ({fingerprint}); "
-            "record one with it"
+            f"trace: expected one of {path} ({fingerprint}), got one of {trace.target} ({trace.fingerprint}); "
+            "record one with this model"
         )
 
 

@@ -47,7 +47,9 @@ def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int =
     """
     timed = {name for name, *_ in times.rounds}
     if PLAIN not in timed:
-        raise ConfigurationError("plain decoding was not timed; put `none` among the drafters of the experiment")
+        raise ConfigurationError(
+            "expected a timing of plain decoding, got none; add `none` to the drafters of the experiment"
+        )
     answers = [ask(trace, Policy(()), batch_size=batch_size, times=times)]
     for name in sorted(timed - {PLAIN}):
         try:
@@ -69,7 +71,9 @@ def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
         yield from (Policy((name,), k) for k in _depths(recorded[name], max_depth))
         return
     if name.startswith(CHOICE):
-        raise ConfigurationError("a choice goes by measured times, which no trace knows; run it in an experiment")
+        raise ConfigurationError(
+            "drafter: a choice depends on measured times, which a trace does not have; run it in an experiment"
+        )
     parts = tuple(name.split("+"))
     for part in parts:
         if part not in recorded and not _is_text(part):
@@ -147,7 +151,10 @@ def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_s
     targets = tuple(one for one in config.targets if one.label == trace.target)
     if not targets:
         names = ", ".join(one.label for one in config.targets)
-        raise TraceError(f"the trace is of {trace.target}, and the experiment of {names}; give one of its own traces/")
+        raise TraceError(
+            f"trace: expected one of {names}, the experiment's targets, got one of {trace.target}; give a trace "
+            "from its traces/ folder"
+        )
     check_target(trace, fingerprint(targets[0].path), targets[0].path)
     entry, k = best_entry(config, policy)
     update: dict[str, Any] = {"drafters": (entry,), "batch_sizes": (batch_size,), "acceptors": ("match",)}
@@ -165,7 +172,9 @@ def _prompt_set(config: ExperimentConfig, trace: Trace, target: TargetEntry) -> 
         if [row.ids for row in load_prompts(one, tokenizer, trace.vocab_size).rows] == wanted:
             return one
     names = ", ".join(one.label for one in config.prompt_sets)
-    raise TraceError(f"the trace has none of the experiment's prompts ({names}), or they changed; record it again")
+    raise TraceError(
+        f"trace: expected the experiment's prompts ({names}), got none of them, or others of that name; record it again"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +202,7 @@ def checked(trace: Trace, times: RoundTimes, policy: Policy, *, result: CellResu
         ConfigurationError: the run failed.
     """
     if result.error is not None:
-        raise ConfigurationError(f"the run of {policy.label} failed: {result.error}")
+        raise ConfigurationError(f"the run of {policy.label} failed ({result.error}); see its log")
     size = int(str(result.names["batch_size"]))
     answer = ask(trace, policy, batch_size=size, times=times, grouped=True)
     measured = float(result.totals["tokens_per_second"])

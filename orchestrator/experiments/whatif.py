@@ -96,12 +96,14 @@ def drafter_of(trace: Trace, policy: Policy) -> Drafter:
 
 def _check_confidence(trace: Trace, policy: Policy) -> None:
     if not 0 <= (policy.confidence or 0.0) <= 1:
-        raise ConfigurationError(f"a threshold of confidence is a probability, 0 to 1, not {policy.confidence}")
+        raise ConfigurationError(
+            f"--confidence: expected a probability from 0 to 1, got {policy.confidence}; correct it"
+        )
     known = {one.name for one in trace.drafters if one.confidences is not None}
     if not known.intersection(policy.drafters):
         raise ConfigurationError(
-            f"{policy.name} has no threshold of confidence: only draft models with the target's tokenizer have one, "
-            f"and recorded of these {'are ' + ', '.join(sorted(known)) if known else 'is none'}"
+            f"--confidence: expected a draft model with the target's tokenizer, got {policy.name}; "
+            + (f"use one of {', '.join(sorted(known))}" if known else "omit it, since the trace has none")
         )
 
 
@@ -117,11 +119,13 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
     specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
     if len(specs) != 1 or specs[0].name is None or not reads_text_alone(specs[0]):
         trace.drafter(name)  # says which there are
-        raise ConfigurationError(f"{name!r} was not recorded")
+        raise ConfigurationError(f"drafter: expected a recorded one, got {name!r}; correct the name")
     spec, row = specs[0], DRAFTERS[specs[0].name]
     k = spec.k if spec.k is not None else policy.k
     if k is None:
-        raise ConfigurationError(f"say how many tokens {name} drafts: --k 4, or {name}:k=4")
+        raise ConfigurationError(
+            f"--k: expected the number of draft tokens for {name}, got none; give --k 4, or {name}:k=4"
+        )
     drafter: Drafter = resolve(row.path)(k, **check_options(row, dict(spec.options), f"the draft {name}"))
     return drafter
 
@@ -179,7 +183,9 @@ def ask(
 def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> Answer:
     """The engine's controller chooses depths by the times; a round whose proposals are shorter takes as long."""
     if times is None:
-        raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
+        raise ConfigurationError(
+            "--times: expected the round times of an experiment for adaptive draft lengths, got none; give --times"
+        )
     name = policy.name
     seconds = {
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
@@ -210,7 +216,7 @@ def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
     except ValueError:
         depths = ()
     if not depths or min(depths) < 0:
-        raise ConfigurationError(f"{option} {text!r} are no numbers from 0 on; write 4, 1,2,4 or 1:8")
+        raise ConfigurationError(f"{option}: expected numbers from 0 on, got {text!r}; write 4, 1,2,4 or 1:8")
     return depths
 
 
@@ -225,7 +231,9 @@ def parse_thresholds(text: str) -> tuple[float, ...]:
     except ValueError:
         values = ()
     if not values or not all(0 <= value <= 1 for value in values):
-        raise ConfigurationError(f"--confidence {text!r} are no probabilities; write 0.4, or 0.2,0.4")
+        raise ConfigurationError(
+            f"--confidence: expected probabilities such as 0.4 or 0.2,0.4, got {text!r}; correct it"
+        )
     return values
 
 
@@ -297,7 +305,9 @@ def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int
     known = chain_policies(trace, k)
     policies = {name: known.get(name, Policy((name,), k)) for name in names} or known
     if len(policies) < 2:
-        raise ConfigurationError(f"a choice needs at least two drafters, not {', '.join(policies)}; name more of them")
+        raise ConfigurationError(
+            f"drafters: expected at least two for a choice, got {', '.join(policies)}; name more of them"
+        )
     fixed = {name: ask(trace, policy) for name, policy in policies.items()}
     choice = ask(trace, Policy(tuple(policies), k, shadow_every=shadow_every))
     chosen, perfect = best_per_text(list(fixed.values()))

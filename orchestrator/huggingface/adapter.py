@@ -69,7 +69,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         decoder = model if generator is None else generator.target
         if not isinstance(decoder, CompiledDecoder):
             raise ConfigurationError(
-                f"{type(model).__name__} is neither a decoder nor a generator of this package; load one with "
+                f"model: expected a decoder or generator of this package, got {type(model).__name__}; load one with "
                 "AutoDecoder.from_pretrained"
             )
         super().__init__(_model_config(decoder))
@@ -116,7 +116,10 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             PromptError, ContextError, DecoderBusyError: as `SlotCache.read`.
         """
         if input_ids is None or input_ids.dim() != 2 or not input_ids.shape[1]:
-            raise ConfigurationError("give input_ids [rows, tokens] with at least one token; inputs_embeds is not read")
+            raise ConfigurationError(
+                "input_ids: expected [rows, tokens] with at least one token, got none (inputs_embeds is not "
+                "supported); give input_ids"
+            )
         text = cache if cache is not None else past_key_values
         text = SlotCache(self.decoder) if text is None else self._own(text)
         columns = input_ids.shape[1]
@@ -124,8 +127,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         if attention_mask is not None:
             if attention_mask.dim() != 2 or attention_mask.shape[1] not in (columns, columns + text.get_seq_length()):
                 raise ConfigurationError(
-                    f"attention_mask has shape {list(attention_mask.shape)} for {columns} tokens behind "
-                    f"{text.get_seq_length()}; give [rows, tokens], 0 where there is padding"
+                    f"attention_mask: expected [rows, tokens] with 0 at padding, for {columns} tokens after "
+                    f"{text.get_seq_length()}, got shape {list(attention_mask.shape)}; correct it"
                 )
             real = attention_mask[:, -columns:] != 0
         keep = min(logits_to_keep, columns) or columns
@@ -150,7 +153,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         """
         for name, reason in _REFUSED.items():
             if keywords.get(name) is not None:
-                raise ConfigurationError(f"{name} does not go with a decoder of this package: {reason}")
+                raise ConfigurationError(f"{name}: not supported by a decoder of this package ({reason}); omit it")
         check_options(keywords)
         result: Tensor | GenerateDecoderOnlyOutput = super().generate(inputs, generation_config, **keywords)
         return result
@@ -162,8 +165,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "this way of generating is code in a repository of its own, which is not run here; use greedy decoding, "
-            "sampling, beam search, assistant_model or prompt_lookup_num_tokens"
+            "custom_generate: expected greedy decoding, sampling, beam search, assistant_model or "
+            "prompt_lookup_num_tokens, got code of a repository, which is not executed; use one of these"
         )
 
     def generate_batch(self, *_: object, **__: object) -> Any:
@@ -173,8 +176,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "generate_batch brings a paged cache of transformers; a SpeculativeGenerator batches continuously itself: "
-            "give `sample` or `stream` more prompts than the decoder has slots"
+            "generate_batch: expected no paged cache of transformers, got one; pass more prompts than slots to "
+            "`sample` or `stream` of a SpeculativeGenerator, which batches continuously"
         )
 
     # ---- the places at which transformers' `generate` asks its model
@@ -194,15 +197,15 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool((mask[:, -1] != 0).all()):
             raise ConfigurationError(
-                "a row of attention_mask ends with padding; pad on the left (tokenizer.padding_side='left')"
+                "attention_mask: expected padding on the left, got a row that ends with padding; set "
+                "tokenizer.padding_side='left'"
             )
         padding = 0 if mask is None else int((mask == 0).sum(1).min())
         longest = generation_config.max_length - padding
         if longest > self.decoder.n_positions:
             raise ContextError(
-                f"texts of {longest} tokens (max_length, or the prompt and max_new_tokens) do not fit into "
-                f"{self.decoder.n_positions} positions; ask for fewer new tokens, or load the decoder with more "
-                "n_positions"
+                f"max_length: expected at most {self.decoder.n_positions} positions (prompt and new tokens), got "
+                f"{longest}; lower max_new_tokens, or load the decoder with more n_positions"
             )
         given = [model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None]
         if given:  # a cache is false to Python: it has no layers
@@ -257,11 +260,15 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         )  # fmt: skip
         reason = call.why_not()
         if reason is not None:
-            raise ConfigurationError(f"assisted generation: {reason}; give one prompt at a time, and all of it")
+            raise ConfigurationError(
+                f"assistant_model: not possible here, since {reason}; give one prompt at a time, and all of it"
+            )
         pair = None
         if (draft := model_kwargs.get("assistant_tokenizer")) is not None:
             if model_kwargs.get("tokenizer") is None:
-                raise ConfigurationError("assistant_tokenizer is one of two: give tokenizer, the target's, with it")
+                raise ConfigurationError(
+                    "assistant_tokenizer: expected the target's tokenizer with it, got none; give tokenizer too"
+                )
             pair = TokenizerPair(target=model_kwargs["tokenizer"], draft=draft)
         return self._on_engine(self._assistant(model_kwargs.get("assistant_model"), generation_config, pair), call)
 
@@ -271,14 +278,14 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         """The generator for an assistant and its options; made once."""
         if assistant is None and config.prompt_lookup_num_tokens is None:
             raise ConfigurationError(
-                "assistant_early_exit and use_mtp read parts of a model of transformers; give assistant_model (a "
-                "decoder) or prompt_lookup_num_tokens"
+                "assistant_early_exit and use_mtp read parts of a transformers model, which a decoder does not "
+                "have; give assistant_model (a decoder) or prompt_lookup_num_tokens"
             )
         draft = assistant.decoder if isinstance(assistant, HuggingFaceGenerationAdapter) else assistant
         if isinstance(draft, torch.nn.Module):
             raise ConfigurationError(
-                f"assistant_model is a {type(draft).__name__}; load the folder with AutoDecoder.from_pretrained and "
-                "give that decoder"
+                f"assistant_model: expected a decoder, got a {type(draft).__name__}; load the folder with "
+                "AutoDecoder.from_pretrained"
             )
         tokens, schedule, threshold = (
             self._of_assistant(name, config, assistant)
@@ -291,7 +298,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         if key not in self._assisted:
             if not isinstance(tokens, int) or not 1 <= tokens < MAX_WIDTH:
                 raise ConfigurationError(
-                    f"{tokens!r} drafted tokens in a round do not go; ask for 1 to {MAX_WIDTH - 1}"
+                    f"num_assistant_tokens: expected 1 to {MAX_WIDTH - 1} draft tokens per round, got {tokens!r}; "
+                    "correct it"
                 )
             if assistant is None:
                 generator = SpeculativeGenerator(
@@ -327,14 +335,14 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _own(self, cache: object) -> SlotCache:
         if not isinstance(cache, SlotCache) or cache.decoder is not self.decoder:
             raise ConfigurationError(
-                f"the cache is a {type(cache).__name__} and not one that this model has given; leave it out"
+                f"past_key_values: expected a cache that this model returned, got a {type(cache).__name__}; omit it"
             )
         return cache
 
 
 _REFUSED: dict[str, str] = {
     "custom_generate": "it would run a decoding loop of its own; write a drafter, or a logits processor",
-    "inputs_embeds": "graphs read token ids",
+    "inputs_embeds": "the compiled graphs read token ids",
     "position_ids": "positions follow from attention_mask",
     "negative_prompt_ids": "it needs a second text in the cache for every row",
     "negative_prompt_attention_mask": "it needs a second text in the cache for every row",
@@ -348,15 +356,18 @@ _CHECKED = ("guidance_scale", "cache_implementation", "output_attentions", "outp
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values that a decoder cannot follow."""
     if options.get("guidance_scale") not in (None, 1, 1.0):
-        raise ConfigurationError("guidance_scale needs a second text in the cache for every row; leave it out")
+        raise ConfigurationError(
+            "guidance_scale: expected none, since it needs a second sequence in the cache for each row, got one; "
+            "omit it"
+        )
     if options.get("cache_implementation") not in (None, "dynamic", "dynamic_full"):
         raise ConfigurationError(
-            f"cache_implementation={options['cache_implementation']!r}: the cache is the decoder's own; set "
-            "n_positions and amp when it is loaded"
+            "cache_implementation: expected none, since the decoder has its own cache, got "
+            f"{options['cache_implementation']!r}; set n_positions and amp when it is loaded"
         )
     for name in ("output_attentions", "output_hidden_states", "token_healing"):
         if options.get(name):
-            raise ConfigurationError(f"{name} is not to be had: a decoder's graphs give logits alone; leave it out")
+            raise ConfigurationError(f"{name}: not available, since a decoder's graphs return only logits; omit it")
 
 
 def _model_config(decoder: CompiledDecoder) -> PretrainedConfig:

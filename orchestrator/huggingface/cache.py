@@ -48,7 +48,10 @@ class SlotCache(Cache):
         if self._saved is None:
             self._check_owner()
             if not self.decoder.on_host:
-                raise ConfigurationError("a cache that is on a device or divided over ranks cannot be copied")
+                raise ConfigurationError(
+                    "past_key_values: a cache on a device or sharded over ranks cannot be copied; use one "
+                    "generation per decoder"
+                )
             rows = int(self.mask.sum(1).max()) if len(self.mask) else 0
             held = (one for layer in self.decoder.body.caches for one in layer)
             self._saved = [one[: len(self.mask), :, :rows].clone() for one in held]
@@ -86,13 +89,17 @@ class SlotCache(Cache):
             ConfigurationError: the number is positive, as older versions of `transformers` had it.
         """
         if tokens_to_remove > 0:
-            raise ConfigurationError("crop takes 0 or a negative number: how many tokens are taken from the end")
+            raise ConfigurationError(
+                "crop: expected 0 or a negative number (tokens to remove from the end), got a positive one; correct it"
+            )
         self.mask = self.mask[:, : max(0, self.mask.shape[1] + tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b goes on from what row ``beam_idx[b]`` holds. beam_idx [R] int64"""
         if len(beam_idx) != len(self.mask):
-            raise ConfigurationError(f"{len(beam_idx)} rows are named for a cache of {len(self.mask)}")
+            raise ConfigurationError(
+                f"beam_idx: expected {len(self.mask)} rows, as in the cache, got {len(beam_idx)}; correct it"
+            )
         self._move(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -143,26 +150,34 @@ class SlotCache(Cache):
         if len(self.mask):
             self._check_owner()
             if len(tokens) != len(self.mask):
-                raise PromptError(f"{len(tokens)} rows are given to a cache of {len(self.mask)}; give as many")
+                raise PromptError(
+                    f"input_ids: expected {len(self.mask)} rows, as in the cache, got {len(tokens)}; correct it"
+                )
         if bool(((before > 0) & ~real.any(1)).any()):
-            raise PromptError("a row with a text gets padding alone; every row needs a real token behind its text")
+            raise PromptError(
+                "input_ids: expected a real token in every row that has a sequence, got only padding in one; add a "
+                "token"
+            )
         vocabulary = self.decoder.config.vocab_size
         used = tokens[real]
         if len(used) and not 0 <= int(used.min()) <= int(used.max()) < vocabulary:
-            raise PromptError(f"ids must be 0 to {vocabulary - 1}, this model's vocabulary; the tokenizer is another's")
+            raise PromptError(
+                f"input_ids: expected ids from 0 to {vocabulary - 1}, this model's vocabulary, got others; use the "
+                "model's own tokenizer"
+            )
         longest = int((before + real.sum(1)).max())
         if longest > self.decoder.n_positions:
             raise ContextError(
-                f"a text of {longest} tokens does not fit into {self.decoder.n_positions} positions; shorten it, ask "
-                "for fewer new tokens, or load the decoder with more n_positions"
+                f"input_ids: expected at most {self.decoder.n_positions} positions, got {longest}; shorten the "
+                "prompt, lower max_new_tokens, or load the decoder with more n_positions"
             )
 
     def _check_rows(self, rows: int) -> None:
         slots = self.decoder.batch_size
         if rows > slots:
             raise PromptError(
-                f"{rows} rows (prompts x num_beams or num_return_sequences) need as many slots and this decoder has "
-                f"{slots}; load it with batch_size={rows}, or ask for fewer"
+                f"batch_size: expected {rows} slots for {rows} rows (prompts x num_beams or num_return_sequences), "
+                f"got {slots}; load the decoder with batch_size={rows}, or use fewer rows"
             )
 
     def _check_owner(self) -> None:
@@ -170,8 +185,8 @@ class SlotCache(Cache):
             return
         if self._saved is None:
             raise DecoderBusyError(
-                "another generation has used this decoder since: its slots no longer hold the text of this cache; "
-                "begin again without it, or load a second decoder"
+                "past_key_values: another generation has used this decoder since, so its slots no longer hold this "
+                "cache; start again without it, or load a second decoder"
             )
         with self.decoder.held_by(self):
             held = (one for layer in self.decoder.body.caches for one in layer)

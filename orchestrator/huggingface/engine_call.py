@@ -82,13 +82,13 @@ class PreparedCall:
         columns = self.input_ids.shape[1]  # newer versions drop a mask without padding, and keep its length
         length = getattr(self.config, "_mask_length", columns) if self.mask is None else self.mask.shape[1]
         if length != columns:
-            return "only what follows the text of a cache is given"
+            return "the call has only the tokens after those in the cache"
         if len(self.input_ids) == 1:
             return None
         if self.streamer is not None:
-            return "a streamer is given tokens of all rows at once"
+            return "a streamer receives tokens of all rows at once"
         if self.keeps_scores:
-            return "scores of several rows are asked for"
+            return "scores of several rows are requested"
         if any(type(processor) not in _ROW_BY_ROW for processor in self.processors):
             return "a logits processor may look at several rows at once"
         if any(type(rule) not in (MaxLengthCriteria, EosTokenCriteria) for rule in self.criteria):

@@ -186,7 +186,10 @@ _DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 async def _http_error(_: Request, error: Exception) -> Response:
     """Return the response to unknown paths and methods, which the framework rejects."""
     assert isinstance(error, HTTPException)
-    message = {404: "nothing is served at this path", 405: "this path is served, but not with this method"}
+    message = {
+        404: "this path does not exist; see docs/openai-api.md for the paths",
+        405: "this path does not support this method; use another one",
+    }
     refused = RefusedError(error.status_code, message.get(error.status_code, error.detail))
     response = refused_response(refused)
     response.headers.update(error.headers or {})
@@ -226,7 +229,7 @@ def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> Non
     async def act(request: Request, kind: type[ActionT], do: Callable[[ActionT], Awaitable[ModelState]]) -> Response:
         _check_caller(request, is_open=is_open)
         if "content-type" not in request.headers:  # a page of another site can leave it out
-            raise RefusedError(415, "say what the body is: Content-Type: application/json")
+            raise RefusedError(415, "Content-Type: expected application/json, got none; send that header")
         state = await do(await _read(request, kind))
         return JSONResponse(state.to_dict())
 
@@ -274,7 +277,11 @@ def _check_caller(request: Request, *, is_open: bool) -> None:
         return
     near = request.client is not None and is_loopback(request.client.host)
     if not near or not is_loopback(request.url.hostname or ""):
-        raise RefusedError(403, "without an API key these routes answer this machine alone; give the server --api-key")
+        raise RefusedError(
+            403,
+            "Authorization: expected an API key for these routes, unless the client runs on this machine, got none; "
+            "start the server with --api-key",
+        )
 
 
 _HEAD_WAIT_S = 0.05  # for which the head of a response waits for its first events, so that both are one message
@@ -311,12 +318,16 @@ class Items:
             task, self._next = self._next, None
             item = task.result()
             if item is None:
-                raise RefusedError(500, "the answer ended before it was complete")
+                raise RefusedError(500, "the response ended before it was complete; send the request again")
             return item
         if self._gone.done():
             raise _Gone
         if remaining_s is not None and (silence_s is None or remaining_s <= silence_s):
-            raise RefusedError(504, "the answer was not complete in the time it may take", code="deadline_exceeded")
+            raise RefusedError(
+                504,
+                "the response was not complete before the deadline; ask for fewer tokens or raise the timeout",
+                code="deadline_exceeded",
+            )
         return None
 
     async def close(self) -> None:
@@ -452,11 +463,13 @@ async def _read(request: Request, model: type[ModelT]) -> ModelT:
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site could send it without a preflight request
-        raise RefusedError(415, f"the body is {kind}; send JSON, and say so: Content-Type: application/json")
+        raise RefusedError(415, f"Content-Type: expected application/json, got {kind}; send JSON with that header")
     try:
         body = await request.body()
     except ClientDisconnect as error:
-        raise RefusedError(CLIENT_CLOSED, "the client disconnected before the end of the body") from error
+        raise RefusedError(
+            CLIENT_CLOSED, "the client disconnected before the end of the request body; send it again"
+        ) from error
     if len(body) < _LONG_BODY:
         return read_body(model, body)
     return await asyncio.to_thread(read_body, model, body)

@@ -148,7 +148,7 @@ class Deployment:
         running = {item.label for one in self._launched.values() for item in one.group.plan.placements}
         twice = next((item.label for item in plan.placements if item.label in running), None)
         if twice is not None:
-            raise PlanError(f"{twice} runs already; stop it, or add the other one under another name")
+            raise PlanError(f"{twice} already runs; stop it, or add the other one under another name")
         planner.check(plan)
         groups = groups_of(plan)
         _check_room(groups, self._policy)
@@ -187,7 +187,9 @@ class Deployment:
 
     def _known(self, model: str) -> _Launched:
         if model not in self._launched:
-            raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
+            raise ConfigurationError(
+                f"model: expected one of {', '.join(self.models)}, got {model!r}; correct the name"
+            )
         return self._launched[model]
 
     def _start(self, started: Sequence[_Launched]) -> None:
@@ -206,7 +208,9 @@ class Deployment:
             )
             self._wait(started)
         except _RAY_ERRORS as error:
-            raise WorkerError(f"{', '.join(one.group.name for one in started)} did not start: {error}") from error
+            raise WorkerError(
+                f"{', '.join(one.group.name for one in started)} did not start ({error}); see the logs of its workers"
+            ) from error
         for one in started:
             self._do(self._put(one.group.name, ModelRoute.to(one.group.name, one.application)))
 
@@ -219,7 +223,7 @@ class Deployment:
                 state = states[one.application]
                 if state.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                     why = "; ".join(each.message for each in state.deployments.values()) or state.message
-                    raise WorkerError(f"{one.group.name} did not start: {why}")
+                    raise WorkerError(f"{one.group.name} did not start ({why}); see the logs of its workers")
             waiting = [one for one in waiting if states[one.application].status != ApplicationStatus.RUNNING]
             if waiting and monotonic() > end:
                 names = ", ".join(one.group.name for one in waiting)
@@ -303,8 +307,8 @@ class Stream:
         if failed.cause is not None and not failed.lost:
             return failed.cause
         return TargetLostError(
-            f"{failed.message} (`tokens` has what came before, and the same request with the same seed gives the same "
-            "tokens again)",
+            f"{failed.message}; `tokens` has what was generated, and the same request with the same seed gives the "
+            "same tokens again",
             tuple(map(tuple, self._tokens)),
         )
 

@@ -203,7 +203,7 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except _RAY_ERRORS as error:
-        raise WorkerError(f"the service did not start: {summary(error)}") from error
+        raise WorkerError(f"the service did not start ({summary(error)}); see Ray's log") from error
 
 
 @contextmanager
@@ -222,11 +222,11 @@ def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
     if running != (host, port):
         address = ":".join(map(str, running))
         raise ConfigurationError(
-            f"Serve runs in this cluster and listens at {address}, not at {host}:{port}; to use it, give "
-            f"--host {running[0]} --port {running[1]}"
+            f"--host: Ray Serve already runs in this cluster and listens on {address}, not {host}:{port}; give "
+            f"--host {running[0]} --port {running[1]} to use it"
         )
     if APPLICATION in serve.status().applications:
         raise ConfigurationError(
-            f"an application {APPLICATION!r} is served in this cluster already; end it first, or put both into one "
+            f"an application {APPLICATION!r} already runs in this cluster; stop it first, or put both into one "
             "models file"
         )

@@ -380,7 +380,7 @@ class ModelLifecycle:
         """Return a model that an operator may change."""
         model = self._model(name)
         if model.state == "scaled":
-            message = f"Ray Serve loads and unloads {name} by its load (autoscaling); change its bounds instead"
+            message = f"{name} is loaded and unloaded by Ray Serve (autoscaling); change its bounds instead"
             raise RefusedError(409, message, param="model", code="model_autoscaled")
         return model
 

@@ -94,8 +94,7 @@ def receive_socket(handover: str) -> socket.socket:
             _, (number,), _, _ = socket.recv_fds(connection, 1, 1)
     except (OSError, ValueError) as error:
         raise WorkerError(
-            f"the address of the service cannot be had from the process that began it ({error}); start the service "
-            "again"
+            f"the process that started the service did not report its address ({error}); start the service again"
         ) from error
     return socket.socket(fileno=number)
 
@@ -150,6 +149,7 @@ def _bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         raise ConfigurationError(
-            f"nothing can listen at {host}:{port} ({error}); choose another --host or --port, or end what is there"
+            f"--port: cannot listen on {host}:{port} ({error}); choose another --host or --port, or stop the "
+            "process that uses it"
         ) from error
     return listening

@@ -135,7 +135,9 @@ class ApiKeys:
             hashed = sha256(api_key(scope).encode()).digest()
             if not sum(hmac.compare_digest(hashed, digest) for digest in self._digests):  # all of them, always
                 refused = RefusedError(
-                    401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
+                    401,
+                    "Authorization: expected a valid API key, got none or another one; send Authorization: Bearer KEY",
+                    code="invalid_api_key",
                 )
                 await refused_response(refused)(scope, receive, send)
                 return
@@ -165,8 +167,8 @@ class KeyLimit:
             return
         key = api_key(scope)
         if self._counts.total(key) >= self._limit:
-            message = f"this key has {self._limit} requests that are answered or wait, and may have no more"
-            refused = RefusedError(429, f"{message}; ask again when one has ended", code=QUEUE_FULL, retry_after_s=1.0)
+            message = f"this key has {self._limit} requests running or waiting, the most allowed"
+            refused = RefusedError(429, f"{message}; retry when one has finished", code=QUEUE_FULL, retry_after_s=1.0)
             await refused_response(refused)(scope, receive, send)
             return
         with self._counts.one_more(key):
@@ -213,7 +215,9 @@ class BodyLimit:
 
     @property
     def _refused(self) -> RefusedError:
-        return RefusedError(413, f"the body has more than {self._limit} bytes", code="request_too_large")
+        return RefusedError(
+            413, f"the body: expected at most {self._limit} bytes, got more; send less", code="request_too_large"
+        )
 
 
 class _Gzip:

@@ -130,7 +130,11 @@ class ModelServer:
         """Decode token ids; see `ModelRouter`."""
         if unknown := [token for token in request.tokens if token >= self._limits.vocab_size]:
             size = self._limits.vocab_size
-            raise RefusedError(400, f"id {unknown[0]} is outside the vocabulary of {size}", param="tokens")
+            raise RefusedError(
+                400,
+                f"tokens: expected ids of the vocabulary of {size}, got {unknown[0]}; use the model's own tokenizer",
+                param="tokens",
+            )
         text = await asyncio.to_thread(self._tokenizer.decode, list(request.tokens), skip_special_tokens=False)
         return DetokenizeResponse(prompt=text)
 
@@ -208,8 +212,8 @@ class ModelServer:
         longest, requested = max(map(len, prompts)), request.tokens_asked
         if requested is not None and longest < room < longest + requested:
             message = (
-                f"a prompt of {longest} tokens and max_tokens={requested} are more than the {room} allowed here; leave "
-                "max_tokens out to get as many as fit"
+                f"max_tokens: expected at most {room} tokens with the prompt of {longest}, got {requested}; omit "
+                "max_tokens to get as many as fit"
             )
             raise RefusedError(400, message, param="max_tokens", code=TOO_LONG)
         return replace(self._limits, n_positions=room)
@@ -413,20 +417,28 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
     """
     chat_tokenizer: Any = tokenizer
     if not form.template:
-        raise RefusedError(400, "this model has no chat template; ask /v1/completions", param="messages")
+        raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
     if prompt.tools and form.tools is None:
-        raise RefusedError(400, "this model's chat template has no place for tools", param="tools")
+        raise RefusedError(400, "tools: this model's chat template does not support tools; omit tools", param="tools")
     parameters = inspect.signature(chat_tokenizer.apply_chat_template).parameters
     for name in prompt.kwargs:
         if name in parameters or name == "messages":
-            raise RefusedError(400, f"{name!r} cannot be given to the template", param="chat_template_kwargs")
+            raise RefusedError(
+                400,
+                f"chat_template_kwargs: {name!r} cannot be passed to the template; omit it",
+                param="chat_template_kwargs",
+            )
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
     messages = for_template([_as_dict(message) for message in prompt.messages], form.in_parts)
     kwargs = {**prompt.kwargs, "add_generation_prompt": prompt.open, "continue_final_message": prompt.goes_on}
     try:
         return str(chat_tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
     except Exception as error:  # templates are programs that may raise any error
-        raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+        raise RefusedError(
+            400,
+            f"messages: the chat template rejects them ({error}); correct the roles or their order",
+            param="messages",
+        ) from error
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
@@ -450,7 +462,11 @@ def _as_dict(message: Message) -> dict[str, Any]:
                 arguments = json.loads(call.function.arguments or "{}")
             except (ValueError, RecursionError) as error:
                 name = call.function.name
-                raise RefusedError(400, f"the arguments of {name!r} are no JSON ({error})", param="messages") from error
+                raise RefusedError(
+                    400,
+                    f"messages: expected JSON as the arguments of {name!r}, got {error}; correct them",
+                    param="messages",
+                ) from error
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": call.id, "type": "function", "function": function})
         entry["tool_calls"] = calls

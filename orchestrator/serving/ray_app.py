@@ -74,7 +74,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     unknown = sorted(set(arguments) - set(_ARGUMENTS))
     if unknown or "models" not in arguments:
         accepted = ", ".join(arguments) or "none"
-        raise ConfigurationError(f"arguments are `models`, and perhaps `instance` and `api`, not {accepted}")
+        raise ConfigurationError(f"args: expected `models`, `instance` and `api`, got {accepted}; correct them")
     models, machine = arguments["models"], instance_named(arguments.get("instance"))
     if isinstance(models, list):
         specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()

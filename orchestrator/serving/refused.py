@@ -92,10 +92,10 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
     if isinstance(error, ConfigurationError):  # rounds that this server's drafter or acceptance rule does not support
         return RefusedError(400, str(error))
     log.error("a request failed", exc_info=error)
-    return RefusedError(500, f"the server failed at this request ({type(error).__name__}); its log says why")
+    return RefusedError(500, f"the server failed at this request ({type(error).__name__}); see its log")
 
 
 def model_not_found(name: str, served: list[str]) -> RefusedError:
     """Return the 404 for a model that is not served; ``served``: those that are."""
     choices = f"there are {', '.join(served)}" if served else "no model is ready"
-    return RefusedError(404, f"model {name!r} is not served; {choices}", param="model", code="model_not_found")
+    return RefusedError(404, f"model: {name!r} is not served; {choices}", param="model", code="model_not_found")

@@ -117,7 +117,13 @@ class ModelReplica:
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
         if not self._requests.begin():
-            yield Failed(503, "this model is being unloaded", code=UNAVAILABLE, retry_after_s=1.0, lost=True)
+            yield Failed(
+                503,
+                "this model is being unloaded; send the request again",
+                code=UNAVAILABLE,
+                retry_after_s=1.0,
+                lost=True,
+            )
             return
         try:
             times, begun = RequestTimes(self._metrics, resumed=bool(skip)), tuple[Item, ...]()
@@ -145,7 +151,7 @@ class ModelReplica:
         """Return the model's card. A replica that returns it can serve requests."""
         self._check()
         if self._requests.leaving:
-            raise WorkerError("this model is being unloaded")
+            raise WorkerError("this model is being unloaded; send the request again")
         return self._server.card
 
     async def usage(self) -> Usage:
@@ -186,7 +192,9 @@ class ModelReplica:
             log.error("a rank of the model is lost; this replica ends, to be replaced", exc_info=failure)
             os._exit(1)  # its processes cannot be connected again
         if failure is not None:
-            raise WorkerError(f"no round of the model succeeds ({type(failure).__name__}: {failure})") from failure
+            raise WorkerError(
+                f"the model's rounds fail repeatedly ({type(failure).__name__}: {failure}); see the replica's log"
+            ) from failure
         figures = self._target.engine.figures()
         self._beat.check(self._target.progress(), busy=figures.running + figures.waiting > 0)
 
@@ -254,7 +262,10 @@ class _Heartbeat:
         if count != self._count or not busy:
             self._count, self._since = count, now
         elif now - self._since > self._timeout_s:
-            raise WorkerError(f"the engine has done nothing for {self._timeout_s} seconds, with requests to serve")
+            raise WorkerError(
+                f"the engine has done nothing for {self._timeout_s} seconds although requests wait; see the "
+                "replica's log"
+            )
 
 
 def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[WorkerSpec]) -> ModelCard:

@@ -212,7 +212,7 @@ class ServeLifecycle:
                 lost = error
                 break
         log.warning("the actor of the lifecycle did not answer %s", method, exc_info=lost)
-        raise WorkerError("the process that loads and unloads models does not answer") from lost
+        raise WorkerError("the process that loads and unloads models does not respond; see its log") from lost
 
     async def _find(self) -> Any:
         """Return the actor, created if it is needed; None if it is not and there is none."""
@@ -302,7 +302,10 @@ class ServeLoader:
         try:
             await asyncio.to_thread(ray_guard.keep, _key(self._service.application), data)
         except ray_guard.STORE_ERRORS as error:
-            raise WorkerError(f"Ray's GCS does not keep what is pinned ({type(error).__name__})") from error
+            raise WorkerError(
+                f"cannot store the pinned models in Ray's GCS ({type(error).__name__}); check that the head node is "
+                "up, then retry"
+            ) from error
 
     async def remembered(self) -> Decisions:
         return await read_decisions(self._service.application)
@@ -312,9 +315,12 @@ class ServeLoader:
         while not await self._router.cards(name):
             state = (await self._deployments()).get(name)
             if state is not None and state.status in _STUCK:
-                raise WorkerError(f"{name} does not start; the log of its replica says why")
+                raise WorkerError(f"{name} did not start; see the log of its replica")
             if monotonic() > end:
-                raise WorkerError(f"{name} did not start within {self._startup_timeout_s} seconds")
+                raise WorkerError(
+                    f"{name} did not start within {self._startup_timeout_s} seconds; see the log of its replica, or "
+                    "raise fault_policy.startup_timeout_s"
+                )
             await asyncio.sleep(_LOOK_S)
 
     def _deploy(self, name: str) -> None:
@@ -331,14 +337,16 @@ class ServeLoader:
             await change()
         except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
             log.warning("Ray Serve did not start or end %s", name, exc_info=error)
-            raise WorkerError(f"Ray Serve did not start or end {name}; the log says why") from error
+            raise WorkerError(f"Ray Serve did not start or stop {name}; see its log") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
         """Return Serve's state of each model."""
         try:
             running = await ray_guard.running_deployments()
         except (RayError, ValueError) as error:
-            raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
+            raise WorkerError(
+                f"Ray Serve's controller does not respond ({type(error).__name__}); check that the head node is up"
+            ) from error
         keys = {name: (self._service.application_of(name), deployment_name(name)) for name in self._groups}
         return {name: running[key] for name, key in keys.items() if key in running}
 
@@ -383,7 +391,10 @@ async def read_decisions(application: str) -> Decisions:
         data = await asyncio.to_thread(ray_guard.kept, _key(application))
         return Decisions() if data is None else Decisions(**json.loads(data))
     except (*ray_guard.STORE_ERRORS, TypeError) as error:
-        raise WorkerError(f"Ray's GCS does not tell what is pinned ({type(error).__name__})") from error
+        raise WorkerError(
+            f"cannot read the pinned models from Ray's GCS ({type(error).__name__}); check that the head node is "
+            "up, then retry"
+        ) from error
 
 
 def forget_decisions(application: str) -> None:

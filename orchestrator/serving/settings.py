@@ -58,27 +58,31 @@ class ApiSettings:
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):
-            raise ConfigurationError("an API key is empty; leave it out, or give one that is not")
+            raise ConfigurationError("api_keys: expected keys that are not empty, got an empty one; remove it")
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigurationError(
-                    f"cors_origins: expected an origin such as https://example.org:8080, or *, got {origin!r}; leave "
-                    "the path out"
+                    f"cors_origins: expected an origin such as https://example.org:8080, or *, got {origin!r}; omit "
+                    "the path"
                 )
         for name in ("max_body_bytes", "max_sequence_tokens", "max_requests_per_key"):
             limit: int | None = getattr(self, name)
             if limit is not None and limit < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {limit}")
+                raise ConfigurationError(f"{name}: expected at least 1, got {limit}; raise it")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ConfigurationError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
+            raise ConfigurationError(
+                f"request_timeout_s: expected more than 0, got {self.request_timeout_s}; correct it"
+            )
         if not self.ping_s > 0:
-            raise ConfigurationError(f"ping_s must be above 0, not {self.ping_s}")
+            raise ConfigurationError(f"ping_s: expected more than 0, got {self.ping_s}; correct it")
         if not 0 <= self.stream_interval_ms <= MAX_STREAM_INTERVAL_MS:
             most = f"{MAX_STREAM_INTERVAL_MS:g}"
-            raise ConfigurationError(f"stream_interval_ms must be from 0 to {most}, not {self.stream_interval_ms}")
+            raise ConfigurationError(
+                f"stream_interval_ms: expected 0 to {most}, got {self.stream_interval_ms}; correct it"
+            )
         if self.spec_metrics not in get_args(SpecMetrics):
             raise ConfigurationError(
-                f"spec_metrics={self.spec_metrics!r} is unknown; use {', '.join(get_args(SpecMetrics))}"
+                f"spec_metrics: expected {', '.join(get_args(SpecMetrics))}, got {self.spec_metrics!r}; use one of them"
             )
 
 

@@ -55,12 +55,14 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """
     chat_tokenizer: Any = tokenizer
     if not getattr(chat_tokenizer, "chat_template", None):
-        raise PromptError("this model has no chat template; it can only continue a text")
+        raise PromptError("messages: expected a model with a chat template, got one without; use it to continue a text")
     try:
         read = for_template(messages, roles_in_parts(tokenizer))
         text = chat_tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs that raise what they like
-        raise PromptError(f"the chat template refuses these messages: {error}") from error
+        raise PromptError(
+            f"messages: the chat template rejects them ({error}); correct the roles or their order"
+        ) from error
     return list(chat_tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -90,7 +92,7 @@ class Conversation:
                 self.turns = turns[forgotten:]
                 return ids, forgotten
         raise PromptError(
-            f"the question alone has {len(ids)} tokens with its template, and there is room for {self.room}; "
+            f"messages: expected at most {self.room} tokens, got {len(ids)} for the question with its template; "
             "shorten it, lower --max-new-tokens or raise --n-positions"
         )
 

@@ -104,8 +104,8 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
     kind = header.fields.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"{path}: a tokenizer of the kind {kind!r} cannot be built; supported: gpt2 (byte-level) and llama "
-            "(SentencePiece). Use the model's Hugging Face folder."
+            f"{path}: tokenizer: expected gpt2 (byte-level) or llama (SentencePiece), got {kind!r}; use the model's "
+            "Hugging Face folder"
         )
     by_id = {number: token for token, number in vocabulary.items()}
     named = _special(header.fields, by_id)
@@ -133,11 +133,13 @@ def _vocabulary(header: GgufHeader) -> tuple[dict[str, int], dict[int, int]]:
     tokens = _list(header, "tokenizer.ggml.tokens", str)
     types = _list(header, "tokenizer.ggml.token_type", int, length=len(tokens)) or [_NORMAL] * len(tokens)
     if not tokens:
-        raise CheckpointError(f"{header.path} holds no vocabulary; use the model's Hugging Face folder.")
+        raise CheckpointError(f"{header.path}: expected a vocabulary, got none; use the model's Hugging Face folder")
     used = {number: kind for number, kind in enumerate(types) if kind != _UNUSED}
     vocabulary = {tokens[number]: number for number in used}
     if len(vocabulary) < len(used):
-        raise CheckpointError(f"{header.path} is damaged: a token is in its vocabulary twice; download the file again.")
+        raise CheckpointError(
+            f"{header.path}: expected every token of the vocabulary once, got one twice; download the file again"
+        )
     return vocabulary, used
 
 
@@ -149,11 +151,11 @@ def _list(header: GgufHeader, key: str, kind: type, *, length: int | None = None
     numbers = (int, float) if kind is float else kind
     if not isinstance(value, list) or not all(isinstance(one, numbers) for one in value):
         raise CheckpointError(
-            f"{header.path} is damaged: {key} is no list of {kind.__name__}; download the file again."
+            f"{header.path}: {key}: expected a list of {kind.__name__}, got another value; download the file again"
         )
     if length is not None and len(value) != length:
         raise CheckpointError(
-            f"{header.path} is damaged: {key} has {len(value)} entries for {length} tokens; download the file again."
+            f"{header.path}: {key}: expected {length} entries, one per token, got {len(value)}; download the file again"
         )
     return value
 
@@ -166,8 +168,8 @@ def _special(fields: Fields, by_id: Mapping[int, str]) -> dict[str, str]:
         for number in (fields.ids(key) or ())[:1]:
             if number not in by_id:
                 raise CheckpointError(
-                    f"{fields.where}: {key} = {number} is outside the vocabulary of {len(by_id)} tokens; download the "
-                    "file again."
+                    f"{fields.where}: {key}: expected an id of the vocabulary of {len(by_id)} tokens, got {number}; "
+                    "download the file again"
                 )
             special[f"{name}_token"] = by_id[number]
     return special
@@ -185,12 +187,11 @@ def _merges(
         left, _, right = line.partition(" ")
         if not {left, right, left + right} <= vocabulary.keys():
             raise CheckpointError(
-                f"{header.path} is damaged: the merge {line!r:.60} is of tokens that are not in its vocabulary; "
-                "download the file again."
+                f"{header.path}: expected merges of tokens in the vocabulary, got {line!r:.60}; download the file again"
             )
         merges.append((left, right))
     if byte_level and not merges:
-        raise CheckpointError(f"{header.path}: the key 'tokenizer.ggml.merges' is missing; download the file again.")
+        raise CheckpointError(f"{header.path}: the key 'tokenizer.ggml.merges' is missing; download the file again")
     return merges
 
 
@@ -204,7 +205,7 @@ def _merges_of_scores(
     scores = _list(header, "tokenizer.ggml.scores", float)
     if len(scores) <= max(vocabulary.values()):
         raise CheckpointError(
-            f"{header.path}: the key 'tokenizer.ggml.scores' is missing or too short; download the file again."
+            f"{header.path}: the key 'tokenizer.ggml.scores' is missing or too short; download the file again"
         )
     scored = []
     for token, number in vocabulary.items():
@@ -223,8 +224,8 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int], merges: list[tuple[s
     name = fields.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise CheckpointError(
-            f"{fields.where}: tokenizer.ggml.pre = {name!r} is not known, and another split of the text gives other "
-            f"tokens; known: {', '.join(SPLITS)}. Use the model's Hugging Face folder."
+            f"{fields.where}: tokenizer.ggml.pre: expected one of {', '.join(SPLITS)}, got {name!r}, which may "
+            "split text into other tokens; use the model's Hugging Face folder"
         )
     split = SPLITS[name]
     backend: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole))

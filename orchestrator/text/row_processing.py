@@ -78,7 +78,11 @@ def _processed(processor: Processor, ids: list[int], logits: Tensor) -> Tensor:
     scores: object = processor(torch.tensor([ids]), logits.unsqueeze(0))
     if not isinstance(scores, Tensor) or scores.shape != (1, len(logits)):
         kind = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise SamplingError(f"a logits processor returned {kind}; it must return scores [1, {len(logits)}]")
+        raise SamplingError(
+            f"logits_processor: expected scores [1, {len(logits)}], got {kind}; correct what it returns"
+        )
     if bool(scores.isnan().any()):
-        raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
+        raise SamplingError(
+            f"logits_processor: expected scores, got NaN after {len(ids)} tokens; correct what it returns"
+        )
     return scores[0].float()

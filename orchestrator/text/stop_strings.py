@@ -35,14 +35,21 @@ class StopStrings:
 
     def __post_init__(self) -> None:
         if self.scope not in ("text", "output"):
-            raise SamplingError(f"scope={self.scope!r} of stop strings is unknown; use 'text' or 'output'")
+            raise SamplingError(
+                f"scope: expected 'text' or 'output' for stop strings, got {self.scope!r}; use one of them"
+            )
         if not all(self.strings):
-            raise SamplingError("a stop string is empty; it would stop every text at once")
+            raise SamplingError(
+                "stop_strings: expected strings that are not empty, got an empty one, which would stop every "
+                "request at once; remove it"
+            )
         for string in self.strings:
             try:
                 string.encode()
             except UnicodeEncodeError as error:
-                raise SamplingError(f"the stop string {string!r} holds half a surrogate pair; no text does") from error
+                raise SamplingError(
+                    f"stop_strings: expected valid Unicode, got {string!r} with half a surrogate pair; remove it"
+                ) from error
 
     @classmethod
     def of(cls, strings: str | Sequence[str] | StopStrings | None) -> StopStrings | None:

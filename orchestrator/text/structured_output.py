@@ -61,12 +61,14 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         if self.kind not in get_args(StructuredKind):
             kinds = ", ".join(get_args(StructuredKind))
-            raise SamplingError(f"structured_outputs of kind {self.kind!r} are unknown; there are {kinds}")
+            raise SamplingError(
+                f"structured_outputs: expected one of {kinds} as the kind, got {self.kind!r}; use one of them"
+            )
         wrong = None
         if self.kind == "json_schema":
             wrong = None if isinstance(self.value, (Mapping, str)) else "a JSON schema: a mapping, or JSON text"
         elif self.kind == "json_object":
-            wrong = None if self.value is None else "nothing: any JSON object will do"
+            wrong = None if self.value is None else "nothing, since any JSON object is allowed"
         elif self.kind == "choice":
             listed = isinstance(self.value, Sequence) and not isinstance(self.value, str)
             good = listed and self.value and all(isinstance(one, str) and one for one in self.value or ())
@@ -74,11 +76,12 @@ class StructuredOutput:
         elif not isinstance(self.value, str) or not self.value:
             wrong = "a string that is not empty"
         if wrong is not None:
-            raise SamplingError(f"structured_outputs of kind {self.kind!r} need {wrong}, not {self.value!r:.60}")
+            raise SamplingError(
+                f"structured_outputs: expected {wrong}, for kind {self.kind!r}, got {self.value!r:.60}; correct it"
+            )
         if (size := len(self.source.encode())) > MAX_SOURCE_BYTES:
             raise SamplingError(
-                f"structured_outputs of {size} bytes are longer than the {MAX_SOURCE_BYTES} that are compiled; "
-                "ask for something simpler"
+                f"structured_outputs: expected at most {MAX_SOURCE_BYTES} bytes, got {size}; use a simpler one"
             )
 
     @property
@@ -93,7 +96,9 @@ class StructuredOutput:
         try:
             return json.dumps(self.value)  # in the order given: properties come in the schema's order
         except (TypeError, ValueError, RecursionError) as error:
-            raise SamplingError(f"the JSON schema cannot be written as JSON ({error}); give plain values") from None
+            raise SamplingError(
+                f"structured_outputs: the schema cannot be written as JSON ({error}); use plain values"
+            ) from None
 
 
 _KEPT = 64
@@ -188,8 +193,8 @@ class GrammarState:
     def _check(self, length: int) -> None:
         if self._matcher.is_error():
             raise SamplingError(
-                f"the grammar cannot go on after {length} tokens of output ({_first_line(self._matcher.get_error())}); "
-                "ask for a simpler one"
+                f"structured_outputs: the grammar has no continuation after {length} output tokens "
+                f"({_first_line(self._matcher.get_error())}); use a simpler one"
             )
 
 
@@ -230,8 +235,8 @@ class GrammarCompiler:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise SamplingError(
-                f"structured_outputs need to know the bytes of every token, and {type(tokenizer).__name__} has no "
-                "backend_tokenizer; pass a fast Hugging Face tokenizer as tokenizer=..."
+                "tokenizer: expected one with a backend_tokenizer for structured_outputs, got "
+                f"{type(tokenizer).__name__}; pass a fast Hugging Face tokenizer as tokenizer=..."
             )
         unpadded = type(backend).from_str(backend.to_str())
         unpadded.no_padding()
@@ -264,7 +269,7 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
         else:
             grammar = LLMatcher.grammar_from_lark(source)
     except ValueError as error:
-        raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read: {error}") from None
+        raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read ({error}); correct it") from None
     if requested.after is not None:
         grammar = _behind_reasoning(requested.after, grammar, tokenizer)
     # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
@@ -280,8 +285,8 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
     matcher = LLMatcher(words, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise SamplingError(
-            f"structured_outputs: this {requested.kind} cannot be compiled: {_first_line(matcher.get_error())}; "
-            "docs/structured.md lists what can"
+            f"structured_outputs: this {requested.kind} cannot be compiled: {_first_line(matcher.get_error())}; see "
+            "docs/structured.md for what is supported"
         )
     return matcher
 

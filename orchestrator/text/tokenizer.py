@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be read ({error}); put the model's tokenizer.json into it"
+            f"{folder}: expected a tokenizer, got none that can be read ({error}); add the model's tokenizer.json"
         ) from error
     tokenizer: Tokenizer = loaded
     return tokenizer
@@ -57,7 +57,9 @@ def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> lis
     """
     ids = tokenizer.encode(text, verbose=False)  # verbose: what is too long is said further on, with the remedy
     if not ids:
-        raise PromptError(f"{name} is empty, and this model's tokenizer puts no token before it; give some text")
+        raise PromptError(
+            f"{name}: expected text, got an empty one, and this model's tokenizer adds no first token; give some text"
+        )
     return ids
 
 

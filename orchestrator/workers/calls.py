@@ -99,12 +99,12 @@ class GuardedTokenizer:
             text: object = self._tokenizer.decode(token_ids, **options)
             if isinstance(text, str):
                 return text
-            reason = f"{text!r} is no text"
+            reason = f"{text!r} is not a text"
         except Exception as error:  # tokenizers raise errors of any class
             reason = repr(error)
         self.failed = CheckpointError(
-            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are searched ({reason}); "
-            "give the model its own tokenizer, or ask without stop strings"
+            f"stop_strings: the tokenizer cannot turn ids {token_ids} into text ({reason}); give the model its own "
+            "tokenizer, or omit stop_strings"
         )
         return ""
 
@@ -197,7 +197,7 @@ def call_params(params: SamplingParams | None, overrides: Mapping[str, object]) 
     for name in sorted(SamplingParams.in_process_fields()):
         if getattr(merged, name) is not None:
             raise ConfigurationError(
-                f"{name} holds objects of this process, and the target runs in another one; leave it out (the target "
-                "has its own tokenizer for stop_strings), or decode in this process with SpeculativeGenerator"
+                f"{name}: objects cannot be sent to the target's process; omit it (the target has its own tokenizer "
+                "for stop_strings), or decode in this process with SpeculativeGenerator"
             )
     return merged

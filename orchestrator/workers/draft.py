@@ -59,13 +59,13 @@ class DraftPool:
         config = self._config
         if handshake.slots != config.options.slots:
             raise ConfigurationError(
-                f"target {handshake.target} has {handshake.slots} slots and its draft {config.options.slots}; give "
-                "both the same batch_size"
+                f"batch_size: expected {handshake.slots} for the draft, as for target {handshake.target}, got "
+                f"{config.options.slots}; set both to the same value"
             )
         if not self._free:
             raise ConfigurationError(
-                f"this draft serves {self._max_targets} targets at a time, and that many are connected; name more "
-                "targets in `draft_of`, or raise the setting `max_targets`"
+                f"max_targets: expected at most {self._max_targets} targets at a time, got one more; list more "
+                "targets in `draft_of`, or raise `max_targets`"
             )
         decoder = self._free[-1]
         model = self._drafter(decoder, handshake.vocab_size)
@@ -98,7 +98,7 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
     """
     config, targets = WorkerConfig.from_settings(settings), settings.get("targets", ())
     if not isinstance(targets, list | tuple):
-        raise ConfigurationError(f"the setting targets must be a list of folders, not {targets!r}")
+        raise ConfigurationError(f"targets: expected a list of folders, got {targets!r}; correct the setting")
     own_size, sizes = ModelConfig.from_pretrained(config.folder).vocab_size, set[int]()
     for folder in map(Path, targets):
         size = ModelConfig.from_pretrained(folder).vocab_size

@@ -93,8 +93,8 @@ class SharedEngine:
             waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._limits.max_waiting
             if most is not None and waiting + len(call.requests) > most:
                 raise QueueFullError(
-                    f"{waiting} requests wait already, and {most} may (max_waiting); this call has "
-                    f"{len(call.requests)} more. Ask again later, or with fewer prompts"
+                    f"the queue is full: {waiting} requests wait, {most} are allowed (max_waiting), and this call "
+                    f"has {len(call.requests)} more; retry later, or send fewer prompts"
                 )
             assert call.ticket not in self._calls, "a ticket names one call"
             numbers = [next(self._numbers) for _ in call.requests]
@@ -201,8 +201,13 @@ class SharedEngine:
         now = monotonic()
         for state in list(self._calls.values()):
             if state.call.deadline is not None and now > state.call.deadline:
-                seated = "its answer was not complete" if state.running else "no slot was free for it"
-                self._end(state, DeadlineError(f"the time given to this call is over, and {seated}; ask for less"))
+                seated = "the request was not finished" if state.running else "no slot was free for it"
+                self._end(
+                    state,
+                    DeadlineError(
+                        f"the deadline of this call has passed, and {seated}; raise it, or ask for fewer tokens"
+                    ),
+                )
 
     def _fail(self, error: Exception) -> None:
         """End the calls with requests in slots after a failed step. Waiting calls continue if rounds still work."""
@@ -250,8 +255,8 @@ class AsyncEngine:
         """Raise EventLoopError if another loop than its own is running, where updates would never arrive."""
         if asyncio.get_running_loop() is not self._loop:
             raise EventLoopError(
-                "this engine's streams are bound to another event loop that still runs; use one loop for all calls, "
-                "or make another AsyncEngine (or ModelServer) in this one"
+                "this engine's streams belong to another event loop that still runs; use one loop for all calls, or "
+                "create another AsyncEngine (or ModelServer) in this one"
             )
 
     def begin(self, call: Call) -> AsyncCall:

@@ -59,7 +59,7 @@ def take_cores(spec: WorkerSpec) -> CoreLocks:
     """
     node = ray.get_runtime_context().get_node_id()
     if node != spec.node:
-        raise WorkerError(f"{spec.label} was planned for node {spec.node} and started on {node}; launch it again")
+        raise WorkerError(f"{spec.label}: expected to start on node {spec.node}, got {node}; launch it again")
     locks = CoreLocks(spec.cores, node=node)
     locks.acquire()
     environment.share_cpus(*spec.affinity)
@@ -77,7 +77,7 @@ class DraftWorker:
             environment.check(spec.env)
             self._locks = take_cores(spec)
             if spec.address is None:
-                raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
+                raise ConfigurationError(f"{spec.label}: expected an address to listen at, got none; set `address`")
             listener, pool = _listening(spec, spec.address)
         except Exception:
             # Ray restarts an actor whose process ends, but not one whose constructor raised. The first error is raised

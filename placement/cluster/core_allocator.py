@@ -138,8 +138,8 @@ class CoreAllocator:
             if cores is None:
                 left = fragmentation(instance, used)
                 raise PlanError(
-                    f"{left.free} cores free but no aligned run of {request.degree} on node {node[:8]}; stop a model, "
-                    "or start this one where there is room"
+                    f"{left.free} cores are free on node {node[:8]}, but not {request.degree} aligned ones in a "
+                    "row; stop a model, or start this one on another node"
                 )
             taken[request.actor] = cores
             ranges.append(cores)
@@ -261,7 +261,7 @@ def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
     except ray.exceptions.RayError as error:
         kind = type(error).__name__
         raise WorkerError(
-            f"the allocator of the cluster's cores gave no answer in {timeout} seconds ({kind}); try again"
+            f"the allocator of the cluster's cores did not respond in {timeout} seconds ({kind}); try again"
         ) from error
 
 

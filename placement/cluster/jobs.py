@@ -165,8 +165,8 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                 if self._workers:
                     break
                 raise PlanError(
-                    f"no node of the cluster has {self._degree} free {RESOURCE} for a cell; stop a model, add a node, "
-                    "or start Ray's nodes with that resource (ray start --resources)"
+                    f"no node of the cluster has {self._degree} free {RESOURCE} for a cell; stop a model, add a "
+                    "node, or start Ray's nodes with that resource (ray start --resources)"
                 )
             try:
                 new.append(self._start(group))
@@ -200,7 +200,7 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
         except ray.exceptions.RayError as error:
             self._remove(worker)
             if not self._workers:
-                raise WorkerError(f"the worker {worker.name} does not start: {error}") from error
+                raise WorkerError(f"worker {worker.name} did not start ({error}); see its log") from error
             log.warning("the worker %s does not start: %s", worker.name, error)
         else:
             call_allocator("confirm", [worker.name], timeout=_START_S)

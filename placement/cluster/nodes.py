@@ -40,7 +40,7 @@ def connect(address: str | None, *, cores: int, num_cpus: int | None = None) -> 
         ray.init(address=address or _NEW_CLUSTER, namespace=NAMESPACE, log_to_driver=False, **own)
     except RAY_ERRORS as error:
         failure = f"no Ray cluster can be joined at {address}" if address else "Ray did not start on this machine"
-        raise PlanError(f"{failure}: {summary(error)}") from error
+        raise PlanError(f"{failure}: {summary(error)}; see Ray's log") from error
 
 
 def summary(error: Exception) -> str:

@@ -48,7 +48,9 @@ class ReplicaGroup:
     ) -> None:
         targets = [item for item in members if item.role == "target"]
         if len(targets) != 1:
-            raise PlanError(f"a replica runs one target, not {len(targets)}; give each target a draft of its own")
+            raise PlanError(
+                f"targets: expected one target per replica, got {len(targets)}; give each target its own draft"
+            )
         self._policy, self._label = fault_policy, targets[0].label
         self._drafts = [item.label for item in members if item.role == "draft"]
         own_name = str(ray.get_runtime_context().get_actor_name())
@@ -151,7 +153,7 @@ def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef]
             try:
                 ray.get(answer)
             except ray.exceptions.RayError as error:
-                raise WorkerError(f"{label} did not start: {error}") from error
+                raise WorkerError(f"{label} did not start ({error}); see its log") from error
         if loading.done():
             loading.result()  # an error of it is raised at once, too
         if names and monotonic() > deadline:

@@ -37,5 +37,7 @@ def maker(path: str) -> Callable[..., object]:
     try:
         function: Callable[..., object] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"{path!r} names no function ({error}); write module:function") from error
+        raise ConfigurationError(
+            f"{path!r}: expected the name of a function, got {error}; write module:function"
+        ) from error
     return function

@@ -51,7 +51,7 @@ class CoreLocks:
         try:
             number = os.open(path, _OPEN | os.O_CREAT, 0o600)
         except OSError as error:
-            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove what is there") from error
+            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove the file") from error
         self._held.append(number)
         while not _take(number):
             if monotonic() > deadline:

@@ -86,8 +86,8 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
     ]
     if wrong:
         raise WorkerError(
-            f"this process was not started as planned: {'; '.join(wrong)}; unset these variables where Ray's nodes "
-            "are started, and let the plan set them"
+            f"this process was not started as planned: {'; '.join(wrong)}; unset these variables on Ray's nodes, so "
+            "that the plan can set them"
         )
 
 
@@ -99,9 +99,7 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
     """
     for name in (CORES, "PACELINE_CORES"):
         if os.environ.get(name):
-            raise WorkerError(
-                f"this process has cores already ({name}={os.environ[name]!r}); unset it where Ray's nodes start"
-            )
+            raise WorkerError(f"this process already has cores ({name}={os.environ[name]!r}); unset it on Ray's nodes")
     os.environ.update(env)
 
 
@@ -146,9 +144,9 @@ def check_unassigned() -> None:
     """
     if cores := os.environ.get(CORES):
         raise PlanError(
-            f"{CORES}={cores} is set, and a plan gives every process cores of its own; unset it for this command "
-            f"(env -u {CORES} paceline ...). To keep cores for other programs, start Ray yourself with as many "
-            "neuron_cores as it may use, and join it by its address"
+            f"{CORES}: expected it unset, since a plan assigns every process its own cores, got {cores}; unset it "
+            f"for this command (env -u {CORES} paceline ...), or, to keep cores for other programs, start Ray "
+            "yourself with as many neuron_cores as it may use, and join it by its address"
         )
 
 
@@ -207,11 +205,12 @@ def private(folder: Path) -> None:
                 level.mkdir(mode=0o700, exist_ok=True)
             status = level.lstat()
         except OSError as error:
-            raise WorkerError(f"{folder} cannot be used ({error}); set TMPDIR to a folder of your own") from error
+            raise WorkerError(f"{folder}: the folder cannot be used ({error}); set TMPDIR to another folder") from error
         if not _safe(status):
             raise WorkerError(
-                f"{level} belongs to another user, or others can write there, so that {folder} cannot be trusted; "
-                "remove it, or set TMPDIR (for locks of cores: PACELINE_LOCKS) to a folder of your own"
+                f"{level}: expected a folder that only you can write to, got one of another user or writable by "
+                f"others, so {folder} is unsafe; remove it, or set TMPDIR (for core locks: PACELINE_LOCKS) to "
+                "another folder"
             )
 
 

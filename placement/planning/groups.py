@@ -85,7 +85,7 @@ def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[Replic
         ordered = sorted(planned.placements, key=lambda item: item.role == "draft")
         groups.append(ReplicaGroupPlan(target.name, target.replicas, Plan(instance, tuple(ordered))))
     if not groups:
-        raise PlanError("the models file has no target: every model in it has draft_of")
+        raise PlanError("models: expected at least one target, got only models with draft_of; add a target")
     return tuple(groups)
 
 
@@ -135,8 +135,8 @@ def to_unload(group: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Map
         return tuple(leaving)
     stay = ", ".join(resident.name for resident in residents if not resident.movable) or "none"
     raise RoomError(
-        f"{group.name} wants {' + '.join(map(str, group.num_cores))} cores for each of {group.replicas} replicas, "
-        f"and no node has room (pinned or busy: {stay}); unpin or unload one, or add a node"
+        f"{group.name}: {' + '.join(map(str, group.num_cores))} cores are needed for each of {group.replicas} "
+        f"replicas, and no node has them free (pinned or busy: {stay}); unpin or unload a model, or add a node"
     )
 
 
@@ -159,11 +159,11 @@ def fit_together(groups: Sequence[ReplicaGroupPlan], instance: Instance) -> tupl
         if last is None:
             num_cores = sum(sum(group.num_cores) * group.min_replicas for group in eager)
             raise RoomError(
-                f"{', '.join(group.name for group in eager)} want {num_cores} cores together, and {over.name} finds no "
-                f"room on {instance.name} ({instance.cores} cores); give a model `load: on_demand`, or take a larger "
-                "instance"
+                f"{', '.join(group.name for group in eager)}: {num_cores} cores are needed together, and "
+                f"{over.name} does not fit {instance.name} ({instance.cores} cores); give a model `load: "
+                "on_demand`, or use a larger instance"
             )
-        reason = f"{over.name} finds no room on {instance.name} beside the drafts"
+        reason = f"{over.name} does not fit {instance.name} next to the drafts"
         settled[last] = without_draft(settled[last], reason)
 
 

@@ -107,7 +107,7 @@ def instance(name: str) -> Instance:
         PlanError: there is no such type.
     """
     if name not in INSTANCES:
-        raise PlanError(f"instance {name!r} is unknown; use one of {', '.join(INSTANCES)}")
+        raise PlanError(f"instance: expected one of {', '.join(INSTANCES)}, got {name!r}; use one of them")
     return INSTANCES[name]
 
 
@@ -149,9 +149,9 @@ def parse(text: str) -> Devices:
             for row in json.loads(text)
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"neuron-ls -j was not understood ({error}); name the machine with --instance") from error
+        raise PlanError(f"neuron-ls -j: the output could not be parsed ({error}); set --instance") from error
     if not rows or len(set(rows)) != 1:
-        raise PlanError(f"neuron-ls lists {len(rows)} devices that are not alike; name the machine with --instance")
+        raise PlanError(f"instance: expected equal devices from neuron-ls, got {len(rows)} that differ; set --instance")
     cores, memory, logical = rows[0]
     return Devices(len(rows), cores, memory, logical)
 
@@ -173,8 +173,8 @@ def matching(devices: Devices) -> Instance:
     fits = [item for item in fits if (item.logical > 1) == (devices.logical > 1)] or fits
     if not fits:
         raise PlanError(
-            f"no known instance type has {devices.count} devices of {devices.cores_each} cores; "
-            "name the nearest with --instance"
+            f"instance: no known type has {devices.count} devices of {devices.cores_each} cores; set --instance to "
+            "the nearest"
         )
     smallest = min(fits, key=lambda item: item.vcpus)
     return replace(smallest, memory=min(smallest.memory, devices.memory_each // devices.cores_each))
@@ -194,7 +194,7 @@ def detect() -> Instance | None:
             [str(command), "-j"], capture_output=True, text=True, check=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise PlanError(f"{command} -j failed ({error}); name the machine with --instance") from error
+        raise PlanError(f"{command} -j failed ({error}); set --instance") from error
     return matching(parse(done.stdout))
 
 

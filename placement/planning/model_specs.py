@@ -100,13 +100,14 @@ def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[
     except ConfigurationError as error:
         raise PlanError(f"{where}: {error}") from error
     for name in config.set_of(NOT_SERVED):
-        raise PlanError(f"{where}: {name} is for measurements, and nothing is served with it; leave it out")
+        raise PlanError(f"{where}: {name} is for measurements and not for serving; omit it")
 
     def located(path: str) -> str:
         folder = resolve(path)
         if not folder.is_dir() and not is_gguf(folder):
             raise PlanError(
-                f"{where}: draft {path!r} is neither a drafter's name nor a folder; correct it, or give {{path: DIR}}"
+                f"{where}: draft: expected a drafter's name or a folder, got {path!r}; correct it, or give {{path: "
+                "DIR}"
             )
         return str(folder)
 
@@ -142,7 +143,10 @@ def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProces
             model: ModelConfig | None = ModelConfig.from_pretrained(folder)
         except CheckpointError as error:
             if not size:
-                raise PlanError(f"{where}: draft {spec.path!r} holds neither a model nor heads ({error})") from error
+                raise PlanError(
+                    f"{where}: draft: expected a model or heads in {spec.path!r}, got neither ({error}); correct "
+                    "the path"
+                ) from error
             model = None
         drafts.append(_InProcessDraft(str(spec), model, size, degree if isinstance(degree, int) else None))
     return tuple(drafts)
@@ -189,7 +193,9 @@ class ModelSpec:
 
 def _valid_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a name is up to 63 letters, digits, '-', '_' or '.', not {name!r:.80}")
+        raise ValueError(
+            f"name: expected up to 63 letters, digits, '-', '_' or '.', got {name!r:.80}; rename the model"
+        )
     return name
 
 
@@ -214,7 +220,10 @@ class ModelEntry(Residency):
         except ConfigurationError as error:
             raise PlanError(f"{where}: {error}") from error
         if options.quantization == "gguf" and (home is None or not is_gguf(home)):
-            raise PlanError(f"{where}: quantization: gguf keeps what a GGUF file has; give the path of one")
+            raise PlanError(
+                f"{where}: quantization: expected a GGUF file for gguf, which keeps the formats of that file; give "
+                "the path of one"
+            )
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
         speculative = self._speculative(keys, folder, where)
         drafts = _in_process_drafts(speculative, where)
@@ -241,10 +250,12 @@ class ModelEntry(Residency):
             foreign = [key for key in (*keys, *(["max_waiting"] if self.max_waiting else [])) if key != "k"]
             if foreign:
                 raise PlanError(
-                    f"{where}: {foreign[0]} is a key of targets, and this model has draft_of; give it to the target"
+                    f"{where}: {foreign[0]} is a key of targets, and this model has draft_of; move it to the target"
                 )
             if not isinstance(k, int | None) or isinstance(k, bool) or k == 0:
-                raise PlanError(f"{where}: k of a draft must be a whole number of at least 1, not {k!r:.80}")
+                raise PlanError(
+                    f"{where}: k: expected a whole number of at least 1 for a draft, got {k!r:.80}; correct it"
+                )
         return _read_speculative(keys, where, lambda path: _resolve(folder, path, where))
 
 
@@ -282,9 +293,9 @@ def _read(file: Path) -> _ModelsFile:
     try:
         content = read_yaml(file)
     except (OSError, ValueError, YAMLError) as error:  # ValueError: not UTF-8, or an endless number
-        raise PlanError(f"cannot read {file}: {error}") from error
+        raise PlanError(f"{file}: the file cannot be read ({error}); correct the path or its permissions") from error
     if not isinstance(content, dict) or not isinstance(content.get("models"), list):
-        raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
+        raise PlanError(f"{file}: expected a list `models`, got none; see `paceline plan --help`")
     return validate(_ModelsFile, content, str(file))
 
 
@@ -296,7 +307,7 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
         CheckpointError: a model's configuration cannot be used.
     """
     if not entries:
-        raise PlanError(f"{where} names no model; add an entry below `models`")
+        raise PlanError(f"{where}: expected at least one model, got none; add an entry below `models`")
     specs: dict[str, ModelSpec] = {}
     parsed: list[ModelEntry] = []
     for number, content in enumerate(entries):
@@ -307,7 +318,7 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
         own = ModelEntry.model_fields
         keys = {key: value for key, value in content.items() if value is not None and key not in own}
         if entry.name in specs:
-            raise PlanError(f"{where}: two models are called {entry.name!r}; names must differ")
+            raise PlanError(f"{where}: name: expected different names, got {entry.name!r} twice; rename one model")
         specs[entry.name] = entry.spec(keys, folder, place)
         parsed.append(entry)
     return tuple(_paired(entry, specs) for entry in parsed)
@@ -321,7 +332,10 @@ def _configuration(entry: ModelEntry, folder: Path, where: str) -> tuple[ModelCo
         file = _resolve(folder, entry.config, where)
         whole = file.is_dir() or is_gguf(file)
         return (ModelConfig.from_pretrained(file) if whole else ModelConfig.from_file(file)), None
-    raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
+    raise PlanError(
+        f"{where}: expected either `path` (a checkpoint folder) or `config` (a config.json), got both or neither; "
+        "give one"
+    )
 
 
 def _resolve(folder: Path, path: str, where: str) -> Path:
@@ -337,7 +351,9 @@ def _resolve(folder: Path, path: str, where: str) -> Path:
             return checkpoint_path(path).resolve()
         return here if here.exists() else beside
     except (OSError, ValueError) as error:
-        raise PlanError(f"{where}: {path[:80]!r} cannot be looked for ({error}); give the path of a folder") from error
+        raise PlanError(
+            f"{where}: path: {path[:80]!r} cannot be searched for ({error}); give the path of a folder"
+        ) from error
 
 
 def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
@@ -350,8 +366,8 @@ def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
     replicas = sum(specs[name].replicas for name in spec.draft_of)
     if entry.replicas not in (None, replicas):
         raise PlanError(
-            f"{spec.name!r} has {spec.replicas} replicas, and a draft has one for each of the {replicas} of its "
-            "targets; remove the key"
+            f"{spec.name!r}: replicas: expected none for a draft, which has one for each of the {replicas} of its "
+            f"targets, got {spec.replicas}; remove the key"
         )
     return replace(spec, replicas=replicas)
 
@@ -359,19 +375,21 @@ def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
 def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> None:
     """Raise PlanError unless ``draft`` can draft for the model called ``name``."""
     if name not in specs or name == draft.name:
-        raise PlanError(f"draft_of of {draft.name!r} names {name!r}; it must be another model of the file")
+        raise PlanError(f"{draft.name!r}: draft_of: expected another model of the file, got {name!r}; correct it")
     target = specs[name]
     if target.draft_of:
-        raise PlanError(f"{draft.name!r} drafts for {name!r}, which is a draft itself; name a target")
+        raise PlanError(
+            f"{draft.name!r}: draft_of: expected a target, got {name!r}, which is a draft itself; name a target"
+        )
     if target.speculative.draft:
         raise PlanError(
-            f"{name!r} has a `draft` in its own process, and {draft.name!r} drafts for it too (draft_of); remove one"
+            f"{name!r}: expected one draft, got a `draft` in its own process and {draft.name!r} (draft_of); remove one"
         )
     if target.options.slots != draft.options.slots:
         raise PlanError(
-            f"{draft.name!r} has batch_size={draft.options.slots} and its target {name!r} "
-            f"{target.options.slots}; give both the same"
+            f"{draft.name!r}: batch_size: expected {target.options.slots}, as its target {name!r}, got "
+            f"{draft.options.slots}; set both to the same value"
         )
     rivals = [other.name for other in specs.values() if name in other.draft_of]
     if len(rivals) > 1:
-        raise PlanError(f"{' and '.join(rivals)} both draft for {name!r}; give a target one draft")
+        raise PlanError(f"{name!r}: expected one draft, got {' and '.join(rivals)}; remove all but one")

@@ -57,29 +57,32 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
     name = model.name
     legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
     if not legal:
-        raise PlanError(f"{name} runs at no degree of {instance.name}: {_why_not(model, instance.degrees[0])}")
+        raise PlanError(
+            f"{name}: cannot run at any degree of {instance.name} ({_why_not(model, instance.degrees[0])}); use "
+            "another instance or quantization"
+        )
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
             over = _size(model, legal[-1]).total - instance.memory
             raise RoomError(
-                f"{name} does not fit {instance.name} at any degree it can be divided by: at {legal[-1]} it needs "
-                f"{over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
-                "batch_size, quantize the weights, or take an instance with more memory a core"
+                f"{name}: at {legal[-1]}, its highest degree on {instance.name}, each core needs {over} bytes more "
+                f"than the {instance.memory} available; lower n_positions or batch_size, quantize the weights, or "
+                "use an instance with more memory per core"
             )
         return fits[0]
     if model.degree not in instance.degrees:
         raise PlanError(
-            f"{name}: tp_degree={model.degree} is illegal on {instance.name}; the runtime accepts "
-            f"{', '.join(map(str, instance.degrees))}"
+            f"{name}: tp_degree: expected one of {', '.join(map(str, instance.degrees))} on {instance.name}, got "
+            f"{model.degree}; use one of them"
         )
     if model.degree not in legal:
-        raise PlanError(f"{name}: {_why_not(model, model.degree)}; use one of {', '.join(map(str, legal))}")
+        raise PlanError(f"{name}: tp_degree: {_why_not(model, model.degree)}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise RoomError(
-            f"{name} does not fit at tp_degree={model.degree}: each core needs {over} bytes more than the "
-            f"{instance.memory} of {instance.name}; raise tp_degree, or lower n_positions or batch_size"
+            f"{name}: at tp_degree={model.degree} each core needs {over} bytes more than the {instance.memory} of "
+            f"{instance.name}; raise tp_degree, or lower n_positions or batch_size"
         )
     return model.degree
 
@@ -95,8 +98,8 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
         degree = degree_of(model, instance)
         if (needed := model.replicas * degree) > instance.cores:
             raise RoomError(
-                f"{model.name}: {model.replicas} replicas on {degree} cores each want {needed} cores, and "
-                f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
+                f"{model.name}: {model.replicas} replicas of {degree} cores need {needed} cores, and "
+                f"{instance.name} has {instance.cores}; lower replicas, or use a larger instance"
             )
         size = _size(model, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
@@ -109,7 +112,9 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     labels = [item.label for item in placements]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise PlanError(f"a model and a replica of another would both be called {twice!r}; rename one of them")
+        raise PlanError(
+            f"name: expected different names, got {twice!r} for a model and a replica of another; rename one of them"
+        )
     return Plan(instance, tuple(placements))
 
 
@@ -193,11 +198,11 @@ def check(plan: Plan) -> None:
     for item in plan.placements:
         model, degree = item.model, len(item.cores)
         if model.folder is None:
-            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+            raise PlanError(f"{item.name}: expected `path` to run it, got only a configuration; give `path`")
         if model.n_positions > model.config.max_position_embeddings:
             raise PlanError(
-                f"{item.name} was planned with n_positions={model.n_positions}, more than the "
-                f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
+                f"{item.name}: n_positions: expected at most {model.config.max_position_embeddings}, which it was "
+                f"trained on (max_position_embeddings), got {model.n_positions}; lower it"
             )
         try:
             check_positions(model.config.rope, model.n_positions)
@@ -205,16 +210,15 @@ def check(plan: Plan) -> None:
             raise PlanError(f"{item.name}: {error}") from error
         if (item.role == "draft" or model.speculative.draft) and model.k >= MAX_WIDTH:
             raise PlanError(
-                f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
-                "tokens a round; ask for fewer"
+                f"{item.name}: k: expected at most {MAX_WIDTH - 1} draft tokens per round, got {model.k}; lower it"
             )
         options = model.options
         row = BACKENDS[options.backend]
         if reason := why_not_quantized(row, options.quantization) or why_not_cached(row, options.kv_cache_dtype):
-            raise PlanError(f"{item.name}: {reason}")
+            raise PlanError(f"{item.name}: {reason}; correct it")
         if degree > 1 and not row.divided:
             able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
             raise PlanError(
-                f"{item.name} was planned on {degree} cores, and backend={options.backend!r} runs a model on one; give "
-                f"`tp_degree: 1`, or a backend that divides a model: {able}"
+                f"{item.name}: tp_degree: expected 1 for backend={options.backend!r}, got {degree}; set `tp_degree: "
+                f"1`, or use a backend with tensor parallelism: {able}"
             )

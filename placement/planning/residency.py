@@ -66,24 +66,30 @@ class Residency(pydantic.BaseModel):
                 f"{where}: {names[0]} is a key of targets, and a draft is loaded with its target; remove it"
             )
         if self.pinned and (self.load == "on_demand" or self.idle_ttl_s is not None):
-            raise PlanError(f"{where}: a pinned model is never unloaded; remove `pinned`, or load and idle_ttl_s")
+            raise PlanError(
+                f"{where}: pinned: expected no load and idle_ttl_s with it, since a pinned model is never unloaded; "
+                "remove `pinned`, or load and idle_ttl_s"
+            )
         scaling = self.autoscaling
         if scaling is None:
             return Residency(load=self.load, pinned=self.pinned, idle_ttl_s=self.idle_ttl_s)
         if replicas is not None:
-            raise PlanError(f"{where}: replicas is a fixed number, and autoscaling chooses it; give one of them")
+            raise PlanError(f"{where}: expected either replicas (a fixed number) or autoscaling, got both; remove one")
         if self.pinned or self.load == "on_demand":
             raise PlanError(
-                f"{where}: Ray Serve loads and unloads a model with autoscaling; in place of pinned and load, set "
-                "autoscaling.min_replicas to 1 or to 0"
+                f"{where}: autoscaling: expected no pinned and load with it, since Ray Serve then loads and unloads "
+                "the model; set autoscaling.min_replicas to 1 or to 0 instead"
             )
         if scaling.min_replicas > scaling.max_replicas:
             raise PlanError(
-                f"{where}: autoscaling.min_replicas={scaling.min_replicas} is more than "
-                f"max_replicas={scaling.max_replicas}"
+                f"{where}: autoscaling.min_replicas: expected at most max_replicas={scaling.max_replicas}, got "
+                f"{scaling.min_replicas}; correct one of them"
             )
         if self.idle_ttl_s is not None and scaling.min_replicas:
-            raise PlanError(f"{where}: idle_ttl_s needs autoscaling.min_replicas: 0, for the last replica to go")
+            raise PlanError(
+                f"{where}: idle_ttl_s: expected autoscaling.min_replicas: 0 with it, so that the last replica can "
+                "be unloaded; set it, or remove idle_ttl_s"
+            )
         target = scaling.target_ongoing_requests or float(batch_size)
         scaling = scaling.model_copy(update={"target_ongoing_requests": target})
         return Residency(load=self.load, idle_ttl_s=self.idle_ttl_s, autoscaling=scaling)

@@ -26,12 +26,12 @@ Count = Annotated[int, pydantic.Field(strict=True, ge=0)]
 Flag = pydantic.StrictBool
 
 _REASONS = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "dataclass_type": "must be a mapping",
-    "model_type": "must be a mapping",
-    "dict_type": "must be a mapping",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dataclass_type": "a mapping",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
 }
 
 
@@ -59,10 +59,10 @@ def validate(kind: type[T], content: object, where: str, *others: type) -> T:
     own = _keys(kind)
     keys = list(dict.fromkeys([*own, *(key for other in others for key in _keys(other))]))
     if not isinstance(content, dict):
-        raise PlanError(f"{where} must be a mapping with the keys {', '.join(keys)}, not {content!r:.80}")
+        raise PlanError(f"{where}: expected a mapping with the keys {', '.join(keys)}, got {content!r:.80}; correct it")
     unknown = sorted(str(key) for key in content if key not in keys)
     if unknown:
-        raise PlanError(f"{where}: {unknown[0]!r} is not a key; the keys are {', '.join(keys)}")
+        raise PlanError(f"{where}: {unknown[0]!r} is not a key; use one of {', '.join(keys)}")
     try:
         return pydantic.TypeAdapter(kind).validate_python({key: content[key] for key in content if key in own})
     except pydantic.ValidationError as error:
@@ -79,8 +79,8 @@ def _message(error: pydantic.ValidationError, where: str) -> str:
         return f"{place} is missing; add it"
     if first["type"] == "value_error":
         return f"{place}: {first['ctx']['error']}"
-    reason = _REASONS.get(first["type"]) or first["msg"].replace("Input should be", "must be")
-    return f"{place} {reason}, not {first['input']!r:.80}"
+    reason = _REASONS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    return f"{place}: expected {reason}, got {first['input']!r:.80}; correct it"
 
 
 def _keys(kind: type) -> list[str]:
@@ -109,6 +109,6 @@ def _check_keys(root: Node | None) -> None:
                 waiting.append(value)
                 if isinstance(key, yaml.ScalarNode) and key.value in keys:
                     raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} is there twice; remove one of them", problem_mark=key.start_mark
+                        problem=f"the key {key.value!r} occurs twice; remove one of them", problem_mark=key.start_mark
                     )
                 keys.add(str(key.value))

@@ -64,7 +64,7 @@ class Address:
         host, _, port = rest.rpartition(":")
         if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) <= _LAST_PORT:
             return cls(host=host, port=int(port))
-        raise ConfigurationError(f"{text!r} is not an address; write unix:/path/of/socket or tcp:host:port")
+        raise ConfigurationError(f"address: expected unix:/path/of/socket or tcp:host:port, got {text!r}; correct it")
 
 
 class SilentError(ChannelError):
@@ -105,7 +105,7 @@ class Channel:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
         if sent < len(data):
             self._write(data[sent:], monotonic() + seconds)
 
@@ -161,19 +161,19 @@ class Channel:
         challenge = self._read_exactly(_NONCE, end)
         self._write(hmac.digest(secret, own_role + challenge, "sha256"), end)
         if not hmac.compare_digest(self._read_exactly(32, end), hmac.digest(secret, other_role + nonce, "sha256")):
-            raise ChannelError("the other side does not know the secret; start both with the same one")
+            raise ChannelError("the peer does not have the shared secret; start both processes with the same one")
 
     def _read_exactly(self, size: int, end: float) -> bytes:
         data = b""
         while len(data) < size:
             if not self._readable.poll(max(0.0, end - monotonic()) * 1000):
-                raise SilentError("the other side did not authenticate in time")
+                raise SilentError("the peer did not authenticate in time; see its log")
             try:
                 more = self._socket.recv(size - len(data))
             except OSError as error:
-                raise ChannelError(f"the other side is gone ({error})") from error
+                raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
             if not more:
-                raise ChannelError("the other side hung up")
+                raise ChannelError("the peer closed the connection; see its log")
             data += more
         return data
 
@@ -185,9 +185,11 @@ class Channel:
                     view = view[self._socket.send(view) :]
                 except BlockingIOError:
                     if not self._writable.poll(max(0.0, end - monotonic()) * 1000):
-                        raise ChannelError("the other side does not read; it hangs or is overloaded") from None
+                        raise ChannelError(
+                            "the peer does not read its messages; check whether it is overloaded or suspended"
+                        ) from None
         except OSError as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
 
     def _next(self) -> bytearray | None:
         """Return a complete frame, after one read of the socket. A single one, the usual case, skips the buffer."""
@@ -196,9 +198,9 @@ class Channel:
         except BlockingIOError:
             return None
         except (OSError, ValueError) as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+            raise ChannelError(f"the connection is lost ({error}); see the peer's log") from error
         if not size:
-            raise ChannelError("the other side hung up")
+            raise ChannelError("the peer closed the connection; see its log")
         data = self._space[:size]
         if not self._buffer and size > _LENGTH.size and _LENGTH.unpack_from(data)[0] == size - _LENGTH.size:
             return bytearray(data[_LENGTH.size :])
@@ -209,7 +211,8 @@ class Channel:
         size = int(_LENGTH.unpack_from(self._buffer)[0])
         if size > _MAX_FRAME:
             raise ChannelError(
-                f"a frame of {size} bytes was announced, more than {_MAX_FRAME}; the other side is not paceline"
+                f"expected frames of at most {_MAX_FRAME} bytes, got one of {size}; check that the peer is a "
+                "paceline process"
             )
         return size + _LENGTH.size
 
@@ -273,7 +276,7 @@ def bind(address: Address) -> socket.socket:
             listener.bind((address.host, address.port))
     except OSError as error:
         listener.close()
-        raise ChannelError(f"cannot listen at {address} ({error}); choose another address") from error
+        raise ChannelError(f"address: cannot listen at {address} ({error}); choose another one") from error
     return listener
 
 

@@ -100,12 +100,17 @@ class ProposeRequest(_Message, frozen=True, tag="propose"):
     def __post_init__(self) -> None:
         slots, sampling = self.slots, self.sampling
         if len(self.numbers) != _WORD * slots * (self.width + 3):
-            raise ValueError(f"{len(self.numbers)} bytes for a commit of {slots} slots, {self.width} wide")
+            raise ValueError(
+                f"numbers: expected a commit of {slots} slots of width {self.width}, got {len(self.numbers)} bytes; "
+                "run the same version on both sides"
+            )
         if sampling is not None and (len(sampling.params), len(sampling.seeds)) != (
             4 * _WORD * slots,
             4 * _WORD * slots,
         ):
-            raise ValueError(f"sampling parameters that are not those of {slots} slots")
+            raise ValueError(
+                f"sampling: expected parameters of {slots} slots, got others; run the same version on both sides"
+            )
 
 
 class ProposeReply(_Message, frozen=True, tag="propose-reply"):
@@ -118,7 +123,10 @@ class ProposeReply(_Message, frozen=True, tag="propose-reply"):
 
     def __post_init__(self) -> None:
         if len(self.tokens) != _WORD * self.slots * self.num_draft_tokens:
-            raise ValueError(f"{len(self.tokens)} bytes for {self.slots} slots of {self.num_draft_tokens} tokens")
+            raise ValueError(
+                f"tokens: expected {self.slots} slots of {self.num_draft_tokens} tokens, got {len(self.tokens)} "
+                "bytes; run the same version on both sides"
+            )
 
 
 class ErrorReply(_Message, frozen=True, tag="error"):
@@ -168,7 +176,8 @@ def decode_reply(frame: bytearray) -> Reply:
 
 def _not_understood(frame: bytearray, error: Exception) -> ChannelError:
     return ChannelError(
-        f"a message of {len(frame)} bytes was not understood ({error}); run the same version of paceline on both sides"
+        f"a message of {len(frame)} bytes could not be decoded ({error}); run the same version of paceline on both "
+        "sides"
     )
 
 

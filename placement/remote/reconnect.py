@@ -209,16 +209,18 @@ class Reconnector:
             channel.send(messages.encode(self._handshake), _CALL_S)
             while (frame := channel.receive(_POLL_S)) is None:
                 if self._stop.is_set() or monotonic() > deadline:
-                    raise ChannelError("the drafter does not answer the handshake")
+                    raise ChannelError("the drafter did not answer the handshake; see its log")
             reply = messages.decode_reply(frame)
             if isinstance(reply, messages.ErrorReply):
                 raise _RefusedError(reply.reason)
             if not isinstance(reply, messages.HandshakeReply):
-                raise ChannelError("the drafter answered the handshake with something else")
+                raise ChannelError(
+                    "expected a handshake from the drafter, got another message; run the same version on both sides"
+                )
             if reply.num_draft_tokens != self._num_draft_tokens:
                 raise _RefusedError(
-                    f"the drafter proposes {reply.num_draft_tokens} tokens a round, not {self._num_draft_tokens}; "
-                    "restart it with the same k"
+                    f"k: expected {self._num_draft_tokens} draft tokens per round, got {reply.num_draft_tokens} "
+                    "from the drafter; restart it with the same k"
                 )
         except ChannelError:
             channel.close()

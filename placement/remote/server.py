@@ -90,7 +90,10 @@ class _TargetSession:
                 self._sampling = request.sampling.tensors()
                 self._used_slots = _used_slots(self._sampling)
             if self._sampling is None:
-                raise ValueError("the first round of a connection must say how to sample")
+                raise ValueError(
+                    "expected the sampling parameters in the first round of a connection, got none; run the same "
+                    "version on both sides"
+                )
             buffer, commit, limits = self.warmer.commit(request)
             if request.pause_us and grant.lookahead is not None:
                 grant.lookahead.paused(request.pause_us / 1e6)
@@ -125,7 +128,9 @@ class _TargetSession:
 
     def _granted(self) -> _Grant:
         if self.grant is None:
-            raise ChannelError("a target must send a handshake first, and then requests")
+            raise ChannelError(
+                "expected a handshake from the target first, got a request; run the same version on both sides"
+            )
         return self.grant
 
 
@@ -139,10 +144,13 @@ def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
     missing.
     """
     if proposal.draft_probs is not None or proposal.parents is not None:
-        raise ValueError("a drafter in another process must propose chains that are not drawn")
+        raise ValueError(
+            "drafter: expected chains that are not sampled from a drafter in another process, got others; use "
+            "another drafter"
+        )
     rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `channel`
     if not isinstance(rows[0][0], int):
-        raise ValueError("a proposal's tokens must be integers")
+        raise ValueError("drafter: expected integers as draft tokens, got others; correct the drafter")
     return rows
 
 
@@ -393,7 +401,7 @@ class DraftServer:
         """Return the reply to a handshake: the granted drafter's properties, or the reason for none."""
         number = handshake.number
         if session.grant is not None:
-            raise ChannelError("a target must send its handshake once")
+            raise ChannelError("expected one handshake from a target, got another; run the same version on both sides")
         try:
             drafter = self._pool.acquire(handshake)
         except Exception as error:  # a drafter may be anything

@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_and_the_conversation_goes_on(chatty: Path) -> Non
     answers, rest = talk(chatty, "/mode nobody", " ".join(["w3"] * 200), "/what", "", "w5", "/quit", "w6")
     assert answers == [answer(chatty, "w1 w5 w2")]
     assert "nobody" in rest
-    assert "room for 90" in rest
+    assert "at most 90 tokens" in rest
     assert "/mode DRAFT" in rest
 
 
@@ -165,7 +165,7 @@ def test_the_oldest_turns_make_room(chatty: Path) -> None:
     assert tokenizer.decode(ids) == "w1 w6 w1 w9 w9 w1 w7 w2"
     talk_.answer("w4")
     before = list(talk_.turns)
-    with pytest.raises(PromptError, match="room for 12"):
+    with pytest.raises(PromptError, match="at most 12 tokens"):
         talk_.ask(" ".join(["w3"] * 20))
     assert talk_.turns == before
     with pytest.raises(PromptError, match="no tools"):

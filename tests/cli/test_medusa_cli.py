@@ -119,11 +119,11 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--draft", "HEADS", "--draft", "ngram"], "use it alone"),
-        (["--acceptor", "typical"], "needs a drafter"),
-        (["--draft", "HEADS", "--k", "7"], "k=7 says otherwise"),
+        (["--draft", "HEADS", "--draft", "ngram"], "use it without a list"),
+        (["--acceptor", "typical"], "expected a drafter with it, got draft=None; give a draft"),
+        (["--draft", "HEADS", "--k", "7"], "got 7"),
         (["--draft", "HEADS", "--acceptor", "best"], "unknown"),
-        (["--draft", "medusa:path=absent"], "not a folder"),
+        (["--draft", "medusa:path=absent"], "expected a folder"),
         (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
     ],
 )
@@ -138,12 +138,12 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
     ("arguments", "said"),
     [
         (["--nodes", 0], "--nodes 0"),
-        (["--max-new-tokens", 0], "must be at least 1"),
-        (["--eval-samples", 1], "at least two texts"),
-        (["--eval-samples", 0], "at least two texts"),
-        (["--eval-samples", -2], "at least two texts"),
-        (["--out", "FOLDER"], "is a folder"),
-        (["--out", "FILE/tree.json"], "cannot be made a folder"),
+        (["--max-new-tokens", 0], "expected --nodes and --max-new-tokens of at least 1"),
+        (["--eval-samples", 1], "one half to search with, one half to check on"),
+        (["--eval-samples", 0], "one half to search with, one half to check on"),
+        (["--eval-samples", -2], "one half to search with, one half to check on"),
+        (["--out", "FOLDER"], "--out: expected a file for the choices, got the folder"),
+        (["--out", "FILE/tree.json"], "cannot be created"),
         (["--prompts", "FILE"], "one of them"),
     ],
 )
@@ -165,12 +165,12 @@ def test_trees_that_cannot_be_are_refused(
     ("arguments", "said"),
     [
         (["--heads", 0], "at least 1"),
-        (["--heads", 60], "must be room for 60 drafts"),
+        (["--heads", 60], "60 draft positions after"),
         (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
-        (["--learning-rate", "nan"], "must be positive"),
-        (["--epochs", "inf"], "must be positive"),
-        (["--max-minutes", -1], "not a time"),
+        (["--learning-rate", "nan"], "expected a positive"),
+        (["--epochs", "inf"], "expected a positive"),
+        (["--max-minutes", -1], "max_minutes: expected at least 0, or None for no limit, got"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(
@@ -186,7 +186,10 @@ def test_trainings_that_cannot_be_are_refused(
 
 def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "no text")):
+    for wrong, said in (
+        (tmp_path / "absent.txt", "does not exist"),
+        (tmp_path / "empty.txt", "expected text, got none"),
+    ):
         done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--length", 64)
         assert done.exit_code == 2
         assert said in done.stderr

@@ -200,7 +200,7 @@ def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypat
     monkeypatch.setattr(decoder.backend, "compile", fails)
     with pytest.raises(BackendError, match="no compiler today"):
         ask("bad")
-    with pytest.raises(ArtefactError, match="no graph is compiled yet"):
+    with pytest.raises(ArtefactError, match="save: expected compiled graphs, got none; call compile"):
         decoder.save("graphs")
     monkeypatch.setattr(decoder.backend, "compile", compiled)
     monkeypatch.setattr(decoder.backend, "save", lambda graphs, _folder: saved.extend(g.key for g in graphs))

@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
     "rope": ({"llama.rope.scaling.type": "longrope"}, UnknownArchitectureError, "type 'longrope' .* is not supported"),
     "a part": ({"split.count": 3}, CheckpointError, "one of 3 parts .*llama-gguf-split --merge"),
     "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count is 'two', but must be an integer"),
-    "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "outside the vocabulary"),
+    "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "of the vocabulary of"),
 }  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def test_keys_that_would_change_the_output_are_refused_by_name(tmp_path: Path, n
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), architecture="mamba")
-    with pytest.raises(UnknownArchitectureError, match=r"'mamba' is not supported; supported: llama"):
+    with pytest.raises(UnknownArchitectureError, match=r"'mamba' got 'mamba'"):
         ModelConfig.from_pretrained(path)
 
 
@@ -296,7 +296,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     for size in (0, 2, 7, 20, 200, 3000, header_ends, header_ends + 30, len(whole) - 100_000, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match=r"cut.gguf .*(truncated|empty|not a GGUF)"):
+        with pytest.raises(CheckpointError, match=r"cut.gguf: .*(truncated|empty|expected a GGUF)"):
             loaded(path)
 
 
@@ -310,7 +310,7 @@ def test_lengths_are_not_believed(tmp_path: Path) -> None:
         changed = bytearray(whole)
         changed[at : at + 8] = struct.pack("<Q", 1 << 60)
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"wrong.gguf is (truncated|damaged)"):
+        with pytest.raises(CheckpointError, match=r"wrong.gguf: the file is (truncated|damaged)"):
             loaded(path)
 
 
@@ -319,9 +319,9 @@ def test_other_files_by_that_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingWeightsError, match="does not exist"):
         loaded(path)
     for content, words in (
-        (b"PK\x03\x04 and more", "not a GGUF file"),
+        (b"PK\x03\x04 and more", "expected a GGUF file, got one that starts with"),
         (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
-        (b"GGUF" + struct.pack("<I", 1) + bytes(40), "has version 1 of GGUF"),
+        (b"GGUF" + struct.pack("<I", 1) + bytes(40), "expected GGUF version 2 or 3, got 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(40), "big-endian"),
     ):
         path.write_bytes(content)

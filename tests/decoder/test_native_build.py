@@ -192,7 +192,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
 
 def test_no_compiler_is_one_line(tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    with pytest.raises(BackendError, match=r"not on PATH; install g\+\+.*set CXX.*backend='eager'") as error:
+    with pytest.raises(BackendError, match=r"on PATH, got neither; install g\+\+.*set CXX.*backend='eager'") as error:
         answer(tiny)
     assert "\n" not in str(error.value)
 

@@ -176,9 +176,17 @@ def test_damaged_ones_are_refused(tmp_path: Path) -> None:
     for change, error, words in (
         ({PACKED + "_shape": None}, MissingWeightsError, "up_proj.weight_shape is missing"),
         ({PACKED + "_scale": None}, MissingWeightsError, "up_proj.weight_scale is missing"),
-        ({PACKED + "_packed": torch.zeros(64, 3, dtype=torch.int32)}, CheckpointError, "is no matrix of 64 x 32"),
-        ({PACKED + "_zero_point": torch.zeros(8, 3, dtype=torch.int32)}, CheckpointError, "does not go with 64 rows"),
-        ({PACKED + "_g_idx": torch.zeros(32, dtype=torch.int32)}, UnknownArchitectureError, "in another order"),
+        ({PACKED + "_packed": torch.zeros(64, 3, dtype=torch.int32)}, CheckpointError, "expected 64 x 32 numbers"),
+        (
+            {PACKED + "_zero_point": torch.zeros(8, 3, dtype=torch.int32)},
+            CheckpointError,
+            "expected zero points for 64 rows",
+        ),
+        (
+            {PACKED + "_g_idx": torch.zeros(32, dtype=torch.int32)},
+            UnknownArchitectureError,
+            "expected columns in their original order",
+        ),
     ):
         tensors = {name: one for name, one in {**whole, **change}.items() if one is not None}
         save_file(tensors, made / "model.safetensors", {"format": "pt"})

@@ -131,8 +131,8 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
 @pytest.mark.parametrize(
     ("degree", "gqa", "words"),
     [
-        (0, None, "tp_degree must be a number of ranks"),
-        (4, "shard-over-heads", "2 K/V heads are not divisible by tp_degree=4"),
+        (0, None, "tp_degree: expected a number of ranks of at least 1, got"),
+        (4, "shard-over-heads", "expected K/V heads divisible by tp_degree=4"),
         (2, "shard-over-batch", "one slot at a time"),
         (2, "by-magic", "use one of 'shard-over-heads'"),
     ],
@@ -147,12 +147,12 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_read(
 
 
 def test_backends_of_one_rank_say_so(workshop: Workshop) -> None:
-    with pytest.raises(ConfigurationError, match="backend='native' runs on one rank"):
+    with pytest.raises(ConfigurationError, match="tp_degree: expected 1 for backend='native'"):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="native", tp_degree=2)
 
 
 def test_parts_of_gathered_keys_must_be_even(workshop: Workshop) -> None:
-    with pytest.raises(ConfigurationError, match="no even part"):
+    with pytest.raises(ConfigurationError, match="ranks can share evenly for 'all-gather-heads', got"):
         layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
 
 

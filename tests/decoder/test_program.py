@@ -138,7 +138,7 @@ def test_a_program_that_is_dropped_in_the_middle_of_a_trace_is_no_part_of_it() -
 
 
 def test_a_step_that_looks_at_numbers_is_refused() -> None:
-    with pytest.raises(BackendError, match="cannot be recorded, since it looks at the numbers of a tensor"):
+    with pytest.raises(BackendError, match="a step that reads a tensor's values cannot be recorded"):
         recorded(lambda s, x: (x + 1,) if bool(x.sum() > 0) else (x,), X)
 
 
@@ -210,7 +210,7 @@ def test_there_is_nothing_to_save(workshop: Workshop, tmp_path: Path, backend: s
     decoder = workshop.decoder(backend=backend)
     plain(decoder, {}, prompts=PROMPTS[:1], new=1)
     for act in (decoder.save, decoder.load):
-        with pytest.raises(ArtefactError, match=rf"{backend}.*use one that (has|can): neuron"):
+        with pytest.raises(ArtefactError, match=rf"{backend}.*use neuron"):
             act(tmp_path)
 
 
@@ -223,7 +223,7 @@ def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, how: str) -> Non
     done = subprocess.run(
         command, capture_output=True, text=True, env={**variables, "PACELINE_CACHE": str(tmp_path)}, check=False
     )
-    assert re.search(r"g\+\+.*not on PATH; install g\+\+.*apt install.*set CXX.*backend='eager'", done.stderr)
+    assert re.search(r"g\+\+.*on PATH, got neither; install g\+\+.*apt install.*set CXX.*backend='eager'", done.stderr)
 
 
 @pytest.mark.parametrize("draft", ["model", "ngram", None])

@@ -114,7 +114,12 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
 def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, longest: int) -> None:
     with pytest.raises(ConfigurationError) as caught:
         rope_tables(config, HEAD, longest + 1)
-    for part in (f"{config.type!r}", "table is fixed", f"n_positions={longest + 1}", f"n_positions={longest} or fewer"):
+    for part in (
+        f"{config.type!r}",
+        "and a compiled decoder has one table of frequencies; load",
+        f"n_positions={longest + 1}",
+        f"n_positions={longest} or less",
+    ):
         assert part in str(caught.value)
 
 
@@ -127,7 +132,7 @@ def test_transformers_turns_a_short_text_otherwise_once_it_grows() -> None:
 
 def test_a_decoder_longer_than_longrope_s_original_length_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     reference_config(LONGROPE).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"n_positions={ORIGINAL} or fewer"):
+    with pytest.raises(ConfigurationError, match=f"n_positions={ORIGINAL} or less"):
         AutoDecoder.from_pretrained(tmp_path, backend="eager")
     with pytest.raises(CheckpointError, match="weights"):
         AutoDecoder.from_pretrained(tmp_path, backend="eager", n_positions=ORIGINAL)
@@ -137,14 +142,14 @@ def test_a_decoder_longer_than_longrope_s_original_length_is_refused_before_weig
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(16, 0), (15, 4), (0, 4)])
 def test_impossible_sizes(head_dim: int, positions: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"positions={positions} and head_dim={head_dim}"):
+    with pytest.raises(ConfigurationError, match=f"got {positions} and head_dim={head_dim}"):
         rope_tables(RopeConfig(), head_dim, positions)
 
 
 def test_unknown_type_and_wrong_number_of_factors() -> None:
     with pytest.raises(UnknownArchitectureError, match=r"'su' is not supported; .* longrope"):
         rope_tables(RopeConfig("su"), HEAD, 4)
-    with pytest.raises(UnknownArchitectureError, match=r"short_factor has 1 entries, .* needs 8"):
+    with pytest.raises(UnknownArchitectureError, match=r"short_factor: expected 8 entries .*, got 1"):
         rope_tables(RopeConfig("longrope", short_factor=(1.0,)), HEAD, 4)
 
 

@@ -80,7 +80,7 @@ def test_what_is_no_split_checkpoint(tmp_path: Path, state: State) -> None:
     (place / INDEX).write_text(json.dumps(names | {NORM: f"{names[NORM]}.empty_json"}))
     refused(tmp_path, CheckpointError, f"{names[NORM]}.empty_json", "random numbers")
     (place / INDEX).write_text("{}")
-    refused(tmp_path, CheckpointError, "names no tensors")
+    refused(tmp_path, CheckpointError, "expected tensor names, got none; download the checkpoint in")
     (place / INDEX).unlink()
     refused(tmp_path, CheckpointError, f"without {INDEX}", "save_pretrained_split")
 
@@ -95,7 +95,7 @@ def test_tensors_that_are_missing_damaged_or_something_else(tmp_path: Path, stat
     file.unlink()
     refused(tmp_path, MissingWeightsError, file.name, "does not exist")
     torch.save(Attack(tmp_path / "trap"), file)
-    refused(tmp_path, CheckpointError, "is refused", "mkdir")
+    refused(tmp_path, CheckpointError, "expected tensors only", "mkdir")
     assert not (tmp_path / "trap").exists()
 
 

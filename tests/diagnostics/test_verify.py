@@ -187,12 +187,16 @@ def test_the_command(workshop: Workshop) -> None:
     assert values["passed"] and [one["batch_size"] for one in values["reports"]] == [1, 2]
     assert {one["status"] for report in values["reports"] for one in report["findings"]} == {"ok"}
     refused = call("verify", *asked, "--only", "law")
-    assert refused.exit_code == 2 and "the tests are greedy" in refused.stderr
+    assert refused.exit_code == 2 and "--only: expected greedy" in refused.stderr
 
 
 def test_bad_settings_are_refused() -> None:
-    for wrong, message in (({"minutes": 0}, "no time"), ({"only": ["x"]}, "no test"), ({"max_new_tokens": 2}, "24")):
+    for wrong, message in (
+        ({"minutes": 0}, "minutes: expected"),
+        ({"only": ["x"]}, "--only: expected"),
+        ({"max_new_tokens": 2}, "24"),
+    ):
         with pytest.raises(ConfigurationError, match=message):
             VerifySettings(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="leaves fewer"):
+    with pytest.raises(ConfigurationError, match="prompts: expected at least"):
         verify(faults.target(), "ngram", VerifySettings(prompts=[[1] * 60]))

@@ -116,9 +116,9 @@ def test_a_new_head_changes_no_token(
 
 def test_what_cannot_be_drafted_is_refused(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
-    with pytest.raises(ConfigurationError, match="window of 200 rows"):
+    with pytest.raises(ConfigurationError, match="got 200"):
         HeadDrafter(OffsetHead(target), target, 199)
     drafter = HeadDrafter(OffsetHead(target), target, 3)
     one = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ConfigurationError, match="reads the target's states"):
+    with pytest.raises(ConfigurationError, match="passes the target's hidden states"):
         drafter.propose(Commit(one.view(1, 1), one, one), sampling_tensors([Sampling()]), RoundLimits(one.tolist(), 4))

@@ -97,7 +97,7 @@ def test_a_repetition_of_few_tokens_proposes_few() -> None:
     wide = SuffixDrafter(8, max_spec_factor=0.5)
     wide.add_request(0, [1, 2, 9, 8, 1, 2])
     assert proposed(wide) == [9] and wide.shortened(2).draft_lengths == (2,)
-    with pytest.raises(ConfigurationError, match="without a draft"):
+    with pytest.raises(ConfigurationError, match="max_spec_factor: expected at least 1 draft token after a"):
         SuffixDrafter(8, max_spec_factor=0.4)
 
 
@@ -124,7 +124,7 @@ def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
     for _ in range(9):
         least.add([1, 2, 3])
     assert len(least.automaton.tokens) <= 1
-    with pytest.raises(ConfigurationError, match="keeps nothing"):
+    with pytest.raises(ConfigurationError, match="max_cached_tokens: expected at least 1, got"):
         OutputCorpus(0)
 
 
@@ -246,7 +246,11 @@ def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     empty, bare = tmp_path / "empty.bin", tmp_path / "bare.bin"
     write_tokens(empty, [], vocab_size=16)
     bare.write_bytes(b"12345678")
-    for wrong, message in ((tmp_path / "none.bin", "does not exist"), (empty, "no tokens"), (bare, "no header")):
+    for wrong, message in (
+        (tmp_path / "none.bin", "does not exist"),
+        (empty, "corpus: expected at least one token, got an empty file"),
+        (bare, "expected a header"),
+    ):
         with pytest.raises(ConfigurationError, match=message):
             SuffixDrafter(3, corpus=wrong)
     with pytest.raises(ConfigurationError, match="leave one of them out"):

@@ -109,8 +109,11 @@ def test_a_small_eagle_head_is_not_divided_unless_asked(workshop: Workshop, tmp_
     assert not is_divided(sizes, 4) and is_divided(sizes, 4, True)
     large = replace(sizes, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128)
     assert is_divided(large, 2) and not is_divided(large, 8, False) and not is_divided(large, 1)
-    with pytest.raises(ConfigurationError, match="over the ranks of its target, which has one"):
+    with pytest.raises(ConfigurationError, match="divided: expected a target with tp_degree=2 or more for"):
         heads.drafter(tmp_path, whole, 3, Chain(2), divided=True)
-    for value, said in (("true", "which has one"), ("yes", "divided='yes' must be true or false")):
+    for value, said in (
+        ("true", "divided: expected a target with tp_degree=2 or more for"),
+        ("yes", "divided: expected true or false .*, got 'yes'"),
+    ):
         with pytest.raises(ConfigurationError, match=said):
             make_drafter(SpeculativeConfig(draft=f"{tmp_path}:divided={value}"), whole)

@@ -74,7 +74,7 @@ def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_
     assert acceptance(network, some, skip=0, **given) == acceptance(network, short, skip=begin, **given)
     assert acceptance(network, some, skip=0, **given) != acceptance(network, texts, skip=begin, **given)
     counted[:, begin + depth :] = False
-    with pytest.raises(ConfigurationError, match="room for 3 drafts"):
+    with pytest.raises(ConfigurationError, match="space for 3 draft tokens"):
         acceptance(network, some, skip=0, **given)
 
 

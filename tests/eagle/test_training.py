@@ -139,7 +139,7 @@ def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) 
     assert (len(trained), len(measured)) == (64, 32) and not trained & measured
     with pytest.raises(ConfigurationError, match="give more"):
         FeatureCache(frozen, texts.flatten(), replace(SHORT, eval_samples=33), folder=tmp_path)
-    with pytest.raises(ConfigurationError, match="leaves texts out"):
+    with pytest.raises(ConfigurationError, match="change it, since the remaining sequences would be left out"):
         EagleTraining(tokens=100, batch_size=48)
 
 
@@ -152,8 +152,8 @@ def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Worksho
         (EagleHeadOptions(version=3, layers=(-1,)), "numbered 0 to 2"),
         (EagleHeadOptions(version=3, draft_vocab_size=0), "1 to 96 ids"),
         (EagleHeadOptions(version=3, draft_vocab_size=97), "1 to 96 ids"),
-        (EagleHeadOptions(version=1, draft_vocab_size=60), "not possible for version 1"),
-        (EagleHeadOptions(depth=20), "room for 20 drafts"),
+        (EagleHeadOptions(version=1, draft_vocab_size=60), "for version 1; correct it"),
+        (EagleHeadOptions(depth=20), "20 draft positions"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             train.check(plan, SHORT, sizes)
@@ -263,7 +263,7 @@ def test_a_trained_head_is_trained_on(workshop: Workshop, tmp_path: Path) -> Non
     head = EagleDrafter.from_pretrained(tmp_path / "more", workshop.decoder(slots=1)).head
     assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
-    with pytest.raises(ConfigurationError, match="give no others"):
+    with pytest.raises(ConfigurationError, match="start: expected the layers and draft vocabulary of that"):
         train.check(EagleHeadOptions(layers=LAYERS, start=tmp_path / "first"), SHORT, sizes)
-    with pytest.raises(ConfigurationError, match="a head of version 3; give version=3"):
+    with pytest.raises(ConfigurationError, match="version: expected 3"):
         train.check(EagleHeadOptions(version=1, start=tmp_path / "first"), SHORT, sizes)

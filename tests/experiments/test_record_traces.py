@@ -115,7 +115,7 @@ def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
     assert [one.path for one in own.prompt_sets] == [str(few)], "and its prompts alone"
     for wrong, message in (
         ({"target": "somebody"}, "the trace is of somebody, and the experiment of target"),
-        ({"fingerprint": "0"}, "another model"),
+        ({"fingerprint": "0"}, "record one with this model"),
         ({"texts": short.texts[:1]}, "none of the experiment's prompts .prompts, few."),
     ):
         with pytest.raises(TraceError, match=message):
@@ -136,7 +136,7 @@ def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
 
 
 def test_who_reads_features_is_not_asked_without_the_target() -> None:
-    with pytest.raises(ConfigurationError, match="beside the target"):
+    with pytest.raises(ConfigurationError, match="drafters: expected none that reads the target's hidden"):
         record_along(SimpleNamespace(reads=object()), None, [], texts=[])  # type: ignore[arg-type]
 
 

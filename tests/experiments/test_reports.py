@@ -76,9 +76,9 @@ def test_what_if_says_what_the_run_counted(done: Path) -> None:
     assert "left out: model k=5: model was recorded with depth 3" in " ".join(deep.stderr.split())
     assert call("experiment", "whatif", trace, "--drafter", "model", "--k", "2:5").exit_code == 2, "asked for by name"
     untimed = call(*asked, "--drafter", "choice:suffix+model")
-    assert untimed.exit_code == 2 and "no round of 'choice:suffix+model' was timed" in " ".join(untimed.stderr.split())
+    assert untimed.exit_code == 2 and "got 'choice:suffix+model'" in " ".join(untimed.stderr.split())
     refused = call("experiment", "whatif", trace, "--target", done.parent / "draft")
-    assert refused.exit_code == 2 and "another model" in refused.stderr
+    assert refused.exit_code == 2 and "record one with this model" in refused.stderr
 
 
 def test_rounds_of_groups_are_those_of_the_run(done: Path) -> None:
@@ -129,8 +129,8 @@ def test_records_of_vllm(tmp_path: Path) -> None:
     ((name, figures),) = read_records(file)
     assert (name, figures.num_drafts, figures.num_rounds, figures.new_tokens) == ("a", 2, 3, 6)
     assert figures.mean_acceptance_length == 2.0
-    wrong: list[tuple[dict[str, Any], str]] = [({"per_step_accepted": [9, 0, 0]}, "accepts more")]
-    for change, message in (*wrong, ({"num_draft_tokens": 7}, "add up to 6")):
+    wrong: list[tuple[dict[str, Any], str]] = [({"per_step_accepted": [9, 0, 0]}, "expected at most as many accepted")]
+    for change, message in (*wrong, ({"num_draft_tokens": 7}, "expected 6, the sum over its steps")):
         file.write_text(json.dumps({**row, "metrics": {"speculative_decoding": {**steps, **change}}}))
         with pytest.raises(ConfigurationError, match=message):
             read_records(file)
@@ -239,11 +239,11 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
     rated = json.loads(call(*asked, "--acceptance", "0.5,0.25", "--drafter", "model").stdout)["loads"][0]["candidates"]
     assert {one["k"]: one["tokens_per_round"] for one in rated} == {0: 1.0, 1: 1.5, 2: 1.625, 3: 1.65625}
     for wrong, message in (
-        (["--acceptance", "2", "--drafter", "model"], "is no rate"),
+        (["--acceptance", "2", "--drafter", "model"], "--acceptance: expected a rate such as 0"),
         (["--acceptance", "0.5"], "model, suffix, suffix+model were timed"),
-        ([], "--trace, or from --acceptance"),
-        (["--acceptance", "0.5", "--drafter", "other"], "no round of 'other'"),
-        (["--trace", trace, "--target", done.parent / "target"], "give --experiment"),
+        ([], "--acceptance: expected either --trace or --acceptance, got"),
+        (["--acceptance", "0.5", "--drafter", "other"], "got 'other'"),
+        (["--trace", trace, "--target", done.parent / "target"], "expected --experiment for measured times"),
     ):
         refused = call(*asked, *wrong)
         assert refused.exit_code == 2 and message in " ".join(refused.stderr.split())

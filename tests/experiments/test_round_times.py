@@ -24,7 +24,7 @@ def test_between_and_beyond_measured_ones_are_lines() -> None:
 
 def test_a_single_depth_makes_a_line_with_plain_decoding() -> None:
     alone = RoundTimes({("it", 4, 1): 2.0})
-    with pytest.raises(ConfigurationError, match=r"4 drafted tokens alone .* k: \[4, 8\]"):
+    with pytest.raises(ConfigurationError, match=r"only with 4 draft tokens .* k: \[4, 8\]"):
         alone.seconds("it", 8, 1)
     beside = RoundTimes({**alone.rounds, ("none", 0, 1): 1.0})
     assert (beside.seconds("it", 8, 1), beside.seconds("it", 4, 1), beside.seconds("it", 2, 1)) == (3.0, 2.0, 1.5)
@@ -33,7 +33,7 @@ def test_a_single_depth_makes_a_line_with_plain_decoding() -> None:
 def test_a_single_batch_size_says_nothing_about_another() -> None:
     times = RoundTimes({("it", 4, 1): 2.0, ("none", 0, 1): 1.0})
     for drafter, k in (("it", 4), ("none", 0)):
-        with pytest.raises(ConfigurationError, match=r"batch size 1 alone.*batch_sizes: \[1, 4\]"):
+        with pytest.raises(ConfigurationError, match=r"only at batch size 1.*batch_sizes: \[1, 4\]"):
             times.seconds(drafter, k, 4)
     with pytest.raises(ConfigurationError, match="no round of 'other' was timed; there are times of it, none"):
         times.seconds("other", 1, 1)
@@ -80,7 +80,11 @@ def test_targets_and_samplings_are_kept_apart(tmp_path: Path) -> None:
         times.of(trace("c", 0.0))
     with pytest.raises(ConfigurationError, match="several targets"):
         times.alone()
-    for wrong, message in (('{"rounds": [], "prefill": 0}', "another version"), ("[]", "no times"), ("{", "no times")):
+    for wrong, message in (
+        ('{"rounds": [], "prefill": 0}', "expected a file of this version"),
+        ("[]", "expected the times of rounds"),
+        ("{", "expected the times of rounds"),
+    ):
         path.write_text(wrong)
         with pytest.raises(TraceError, match=message):
             load_times(path)

@@ -26,8 +26,8 @@ def test_ids_come_back_in_the_width_of_the_vocabulary(tmp_path: Path, vocab_size
 @pytest.mark.parametrize(
     ("written", "target", "said"),
     [
-        (32_000, LLAMA3, "holds ids of 16 bits, and ids of a vocabulary of 128256 have 32"),
-        (LLAMA3, 32_000, "holds ids of a vocabulary of 128256, and the target has 32000"),
+        (32_000, LLAMA3, "ids of 32 bits for a vocabulary of 128256, got 16"),
+        (LLAMA3, 32_000, "target's vocabulary of 32000, got ids of one of 128256"),
     ],
 )
 def test_ids_of_another_vocabulary_are_refused(tmp_path: Path, written: int, target: int, said: str) -> None:
@@ -46,13 +46,15 @@ def test_a_file_without_a_header_is_read_only_as_what_the_user_says(tmp_path: Pa
     ids = np.arange(1, 9, dtype=np.uint16)
     path = tmp_path / "a.bin"
     ids.tofile(path)
-    with pytest.raises(ConfigurationError, match=r"no header that says how wide.*say --data-dtype uint16 or uint32"):
+    with pytest.raises(
+        ConfigurationError, match=r"expected a header with the size.*give --data-dtype uint16 or uint32"
+    ):
         read_tokens(path, 96)
     assert read_tokens(path, 96, dtype="uint16").tolist() == ids.tolist()
     for dtype, size, said in (
-        ("uint32", 96, "holds ids of 32 bits, and ids of a vocabulary of 96 have 16"),
-        ("uint16", LLAMA3, "holds ids of 16 bits, and ids of a vocabulary of 128256 have 32"),
-        ("uint32", LLAMA3, "holds the token id 524295, and its vocabulary has 128256 ids"),
+        ("uint32", 96, "ids of 16 bits for a vocabulary of 96, got 32"),
+        ("uint16", LLAMA3, "ids of 32 bits for a vocabulary of 128256, got 16"),
+        ("uint32", LLAMA3, "below the vocabulary size 128256, got 524295 ids"),
         ("int8", 96, "the data type 'int8' of token ids is unknown; use one of uint16, uint32"),
     ):
         with pytest.raises(ConfigurationError, match=said):
@@ -64,11 +66,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     write_tokens(path, [[1, 2]], vocab_size=96)
     whole = path.read_bytes()
     for raw, said in (
-        (whole[:-1], "ends in the middle of a number of 16 bits"),
+        (whole[:-1], "a whole number of 16-bit ids"),
         (whole[:8] + b"\x02" + whole[9:], "a header of token ids that is not understood .version 2"),
         (whole[:10] + b"\x04" + whole[11:], "not understood .version 1, 4 bytes an id, 96 ids"),
-        (whole + b"\x61\x00", "holds the token id 97, and its vocabulary has 96"),
-        (whole[:-2] + b"\x60\x00", "holds the token id 96, and its vocabulary has 96"),
+        (whole + b"\x61\x00", "below the vocabulary size 96, got 97"),
+        (whole[:-2] + b"\x60\x00", "below the vocabulary size 96, got 96"),
     ):
         path.write_bytes(raw)
         with pytest.raises(ConfigurationError, match=said):
@@ -78,11 +80,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_what_is_no_id_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     for ids in ([96], [-1]):
-        with pytest.raises(ConfigurationError, match="are not of a vocabulary of 96"):
+        with pytest.raises(ConfigurationError, match="token ids of a vocabulary of 96"):
             write_tokens(path, [[1], ids], vocab_size=96)
     assert not list(tmp_path.iterdir()), "whole or not at all"
     path.write_bytes(b"\x01\x00")
-    with pytest.raises(ConfigurationError, match="begin it with write_tokens"):
+    with pytest.raises(ConfigurationError, match="expected a header of token ids, got none; start the file"):
         append_tokens(path, [1])
     with pytest.raises(StorageError):
         write_tokens(tmp_path / "a.bin" / "b.bin", [[1]], vocab_size=96)

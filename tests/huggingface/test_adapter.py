@@ -228,16 +228,25 @@ def test_the_decoder_s_slots_belong_to_one_text_at_a_time(both: Both) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a loop as a function": ({"custom_generate": lambda **_: None}, "custom_generate"),
     "a loop as a repository": ({"custom_generate": "owner/name", "trust_remote_code": True}, "custom_generate"),
-    "group beams": ({"num_beams": 4, "num_beam_groups": 2, "trust_remote_code": True}, "repository of its own"),
+    "group beams": (
+        {"num_beams": 4, "num_beam_groups": 2, "trust_remote_code": True},
+        "code of a repository, which is not executed",
+    ),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 2, 24)}, "inputs_embeds"),
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "a negative prompt": ({"negative_prompt_ids": ONE}, "negative_prompt_ids"),
     "a static cache": ({"cache_implementation": "static"}, "cache_implementation"),
-    "a paged cache": ({"cache_implementation": "paged"}, "cache_implementation"),
+    "a paged cache": (
+        {"cache_implementation": "paged"},
+        "cache_implementation",
+    ),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    "right padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "pad on the left"),
-    "a strange cache": ({"past_key_values": object()}, "not one that this model has given"),
+    "right padding": (
+        {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])},
+        "attention_mask: expected padding on the left, got a row",
+    ),
+    "a strange cache": ({"past_key_values": object()}, "past_key_values: expected a cache that this model returned"),
 }
 
 
@@ -261,7 +270,7 @@ def test_texts_that_do_not_fit_are_refused(both: Both) -> None:
 
 
 def test_what_is_no_decoder_is_refused(both: Both) -> None:
-    with pytest.raises(ConfigurationError, match="neither a decoder nor a generator"):
+    with pytest.raises(ConfigurationError, match="model: expected a decoder or generator of this package, got"):
         HuggingFaceGenerationAdapter(both.theirs)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="generate_batch"):
         both.ours.generate_batch([[1, 2]])

@@ -85,7 +85,7 @@ def test_an_assistant_with_a_tokenizer_of_its_own(both: Both, tmp_path: Path, as
     assert torch.equal(made, plain)
     if asked is GREEDY:
         assert torch.equal(made, expected(both, **asked))
-    with pytest.raises(ConfigurationError, match="one of two"):
+    with pytest.raises(ConfigurationError, match="assistant_tokenizer: expected the target's tokenizer with"):
         both.ours.generate(ONE, assistant_model=assistant, **given, assistant_tokenizer=pair["assistant_tokenizer"])
 
 
@@ -183,7 +183,7 @@ def test_assistants_that_cannot_be(both: Both) -> None:
         both.ours.generate(ONE, assistant_model=both.theirs, **asked)
     with pytest.raises(ConfigurationError, match="assistant_early_exit"):
         both.ours.generate(ONE, assistant_early_exit=1, **asked)
-    with pytest.raises(ConfigurationError, match="drafted tokens"):
+    with pytest.raises(ConfigurationError, match="draft tokens per round"):
         both.ours.generate(ONE, prompt_lookup_num_tokens=500, **asked)
     with pytest.raises(ConfigurationError, match="one prompt at a time"):
         both.ours.generate(PADDED, assistant_model=both.draft, **{**asked, "attention_mask": MASK}, streamer=Kept())

@@ -161,9 +161,9 @@ def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
     with pytest.raises(ConfigurationError, match="repeats one block 2 times"):
         checkpoint.renamed(config, weights(config), "medusa")
     for wrong in (config, TIED):
-        with pytest.raises(ConfigurationError, match="NxD Inference reads"):
+        with pytest.raises(ConfigurationError, match="layout: NxD Inference expects heads with one block and"):
             checkpoint.renamed(wrong, weights(wrong), "nxd")
-    with pytest.raises(ConfigurationError, match="unknown"):
+    with pytest.raises(ConfigurationError, match="layout: expected one of"):
         checkpoint.renamed(OWN, weights(OWN), "eagle")
 
 
@@ -189,8 +189,8 @@ def test_the_number_of_heads_is_that_of_the_tensors(tmp_path: Path) -> None:
     path.unlink()
     assert checkpoint.load(tmp_path, vocab_size=9).config == replace(OWN, base="")
     for key, value, said in (
-        ("medusa_num_heads", 4, "there are 3 heads"),
-        ("medusa_num_layers", 2, "the heads have 1"),
+        ("medusa_num_heads", 4, "medusa_num_heads: expected 3"),
+        ("medusa_num_layers", 2, "medusa_num_layers: expected 1"),
     ):
         path.write_text(json.dumps({key: value}))
         with pytest.raises(MissingWeightsError, match=said):
@@ -215,14 +215,22 @@ def test_a_whole_head_that_is_missing_is_named() -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     named = weights(OWN)
     for change, error, said in (
-        ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "holds NaN"),
-        ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "has shape"),
+        ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "contains NaN"),
+        ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "expected shape"),
         ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "stored as I8"),
-        ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "are both"),
+        ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "keep one layout"),
         ({"heads.0.blocks.0.bias": torch.tensor(1.0)}, WeightShapeError, "single number"),
         ({"heads.1.projection.weight": torch.tensor(1.0)}, WeightShapeError, "single number"),
-        ({"heads.1.projection.bias": torch.ones(9)}, CheckpointError, "no such part"),
-        ({"medusa_head_0.norm.weight": torch.ones(6)}, CheckpointError, "no such part"),
+        (
+            {"heads.1.projection.bias": torch.ones(9)},
+            CheckpointError,
+            "weights: expected residual blocks and a projection without",
+        ),
+        (
+            {"medusa_head_0.norm.weight": torch.ones(6)},
+            CheckpointError,
+            "weights: expected residual blocks and a projection without",
+        ),
     ):
         save_file({**named, **change}, tmp_path / "model.safetensors")
         with pytest.raises(error, match=said):
@@ -230,9 +238,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             checkpoint.convert(tmp_path, tmp_path / "out", layout="paceline", output=output())
     save_file({"model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
-    with pytest.raises(MissingWeightsError, match="no tensor has the name of a Medusa head"):
+    with pytest.raises(MissingWeightsError, match="got none; give the file that contains the heads"):
         checkpoint.load(tmp_path, vocab_size=9)
-    with pytest.raises(CheckpointError, match="not a folder"):
+    with pytest.raises(CheckpointError, match="expected a folder"):
         checkpoint.load(tmp_path / "absent", vocab_size=9)
 
 
@@ -247,7 +255,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_heads_are_not_written_behind_others(tmp_path: Path, layout: str, stale: str) -> None:
     """What is written is what is read afterwards."""
     (tmp_path / stale).touch()
-    with pytest.raises(ConfigurationError, match=f"holds other heads in {stale}"):
+    with pytest.raises(ConfigurationError, match=f"expected a folder without other heads, got {stale}"):
         checkpoint.save(tmp_path, OWN, weights(OWN), layout=layout)
     (tmp_path / stale).unlink()
     for seed in (1, 2):  # over heads of the same name
@@ -264,8 +272,8 @@ def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -
     path.write_text(json.dumps({**told, "num_attention_heads": 4, "medusa_choices": None}))
     checkpoint.load(tmp_path, vocab_size=9)
     for more, said in (
-        ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a setting"),
-        ({"model_type": "medusa", "num_heads": 5}, "vLLM's own layout"),
+        ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a known setting"),
+        ({"model_type": "medusa", "num_heads": 5}, "vLLM's layout"),
     ):
         path.write_text(json.dumps({**told, **more}))
         with pytest.raises(UnknownArchitectureError, match=said):
@@ -279,7 +287,7 @@ def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -
 
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
     torch.save({"0.0.linear.weight": Path("x")}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(CheckpointError, match="nothing in it was run"):
+    with pytest.raises(CheckpointError, match="none of which was executed; use a safetensors checkpoint"):
         checkpoint.load(tmp_path, vocab_size=9)
 
 
@@ -289,5 +297,5 @@ def test_heads_of_another_target_are_refused() -> None:
     for wrong in ({"heads": 0}, {"layers": -1}, {"hidden_size": 0}):
         with pytest.raises(ConfigurationError):
             replace(OWN, **wrong)
-    with pytest.raises(ConfigurationError, match="need a residual block"):
+    with pytest.raises(ConfigurationError, match="layers: expected at least 1 for Medusa heads without their"):
         replace(TIED, layers=0)

@@ -92,15 +92,15 @@ def test_a_chain_is_a_chain() -> None:
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ([], "no choices"),
-        ([[0, 0]], "hangs in the air"),
+        ([], "tree: expected at least one choice, got none; give at least"),
+        ([[0, 0]], "has no parent; add"),
         ([[0], [0]], "twice"),
-        ([[0], []], "no choice"),
-        ([[-1]], "no choice"),
+        ([[0], []], "as a choice"),
+        ([[-1]], "as a choice"),
         ([[0.5]], "whole numbers"),
         ([[True]], "whole numbers"),
-        (["0"], "no choice"),
-        ([3], "no choice"),
+        (["0"], "as a choice"),
+        ([3], "as a choice"),
     ],
 )
 def test_what_is_no_tree_is_refused(choices: list[object], said: str) -> None:

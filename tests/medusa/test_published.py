@@ -37,5 +37,5 @@ def test_the_heads_of_vicuna_are_five_whatever_their_file_says(tmp_path: Path) -
 
 
 def test_heads_in_vllm_s_own_layout_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownArchitectureError, match="model_type 'medusa' is vLLM's own layout"):
+    with pytest.raises(UnknownArchitectureError, match="which is not supported; use the checkpoint that it was"):
         checkpoint.load(folder(tmp_path, "vllm-medusa"), vocab_size=VOCABULARY)

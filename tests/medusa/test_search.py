@@ -64,5 +64,5 @@ def test_the_geometric_law_of_one_accuracy() -> None:
 def test_a_tree_has_no_node_without_a_chance() -> None:
     ranks = torch.tensor([[0, 3], [3, 0]])
     assert search.best(search.by_places(ranks, top=3), 9).choices == Choices.of([[0]])
-    with pytest.raises(ConfigurationError, match="at least one node"):
+    with pytest.raises(ConfigurationError, match="nodes: expected at least 1, got"):
         search.best(search.by_places(ranks, top=3), 0)

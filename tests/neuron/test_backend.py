@@ -164,7 +164,7 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
     workshop: Workshop, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = pair(workshop, "neuron")[1]
-    with pytest.raises(ArtefactError, match="no graph is compiled"):
+    with pytest.raises(ArtefactError, match="expected graphs compiled for Neuron"):
         target.save(tmp_path / "shipped")
     wanted = target.sample(PROMPTS, max_new_tokens=6).tolist()
     assert all("--target=inf2" in flags and "--auto-cast=none" in flags for flags in runtime().compiled)
@@ -175,7 +175,7 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
     target.save(tmp_path / "shipped")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "other"))
     again = pair(workshop, "neuron")[1]
-    with pytest.raises(ArtefactError, match="holds no compiled graphs"):
+    with pytest.raises(ArtefactError, match="expected compiled graphs, got none; write them with decoder"):
         again.load(tmp_path)
     again.load(tmp_path / "shipped")
     assert again.sample(PROMPTS, max_new_tokens=6).tolist() == wanted
@@ -300,7 +300,7 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
     assert done.sequences.tolist() == wanted
     assert done.statistics.tau > 1.3 or len(made) == 1
     assert len(runtime().locks) == 4
-    with pytest.raises(ConfigurationError, match="has tp_degree=4"):
+    with pytest.raises(ConfigurationError, match="load it with tp_degree=4"):
         fresh(workshop.checkpoint(), backend="neuron")
 
 

@@ -42,5 +42,5 @@ def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
     unread = call(*asked, "--acceptance", "0.9", "--batch-sizes", "many")
     assert unread.exit_code == 2 and "--batch-sizes 'many' are no numbers" in " ".join(unread.stderr.split())
     refused = call(*asked, "--acceptance", "0.9", "--verify")
-    assert refused.exit_code == 2 and "it needs --experiment and --trace" in " ".join(refused.stderr.split())
-    assert "needs --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())
+    assert refused.exit_code == 2 and "--verify: expected --experiment and" in " ".join(refused.stderr.split())
+    assert "--acceptance: expected --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())

@@ -134,7 +134,7 @@ def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Wo
 def test_compiling_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron_native.runtime.cache_clear()
     monkeypatch.setenv("TORCH_NEURONX_COMPILE_ONLY", "1")
-    with pytest.raises(BackendError, match=r"TORCH_NEURONX_COMPILE_ONLY is set.*unset it\. `paceline export-hlo`"):
+    with pytest.raises(BackendError, match=r"TORCH_NEURONX_COMPILE_ONLY is set.*unset it \(`paceline export-hlo`"):
         make("neuron-native")
 
 

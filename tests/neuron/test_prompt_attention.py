@@ -104,7 +104,7 @@ def test_the_table_decides_and_the_user_may_say_no(monkeypatch: pytest.MonkeyPat
     for prompts in (Sdk(Chip.TRN2, 29, (), 2).prompts(), neuron_native.prompt_form()):
         assert not prompts.takes(CHUNK_256, PLAIN_ATTENTION) and "PACELINE_NEURON_PROMPTS=plain" in prompts.chosen
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "fast")
-    with pytest.raises(ConfigurationError, match="PACELINE_NEURON_PROMPTS='fast' is unknown"):
+    with pytest.raises(ConfigurationError, match="PACELINE_NEURON_PROMPTS: expected kernel or plain, got 'fast'"):
         neuron_native.prompt_form()
 
 

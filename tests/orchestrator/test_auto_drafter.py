@@ -140,12 +140,21 @@ def test_heads_are_refused_where_they_do_not_fit(workshop: Workshop, heads: dict
     target = workshop.decoder()
     for options, message in (
         ({"draft": ["ngram", heads["eagle"]]}, "cannot be in a list"),
-        ({"draft": heads["eagle"] + ":draft_tree=tree:-1,-1,0", "k": 4}, "are 2 tokens deep, and k=4"),
-        ({"draft": heads["medusa"], "k": 9}, "are 3 tokens deep, and k=9 says otherwise; give 1 to 3"),
-        ({"draft": heads["medusa"] + ":amp=f32"}, "has no option 'amp'"),
-        ({"draft": heads["eagle"], "confidence_threshold": 0.5}, "is an option of draft models"),
-        ({"draft": heads["eagle"], "vocabulary": "intersection"}, "is an option of draft models"),
-        ({"draft": ["ngram", "suffix"], "acceptor": "reject"}, "a list of drafters goes with acceptor='match'"),
+        ({"draft": heads["eagle"] + ":draft_tree=tree:-1,-1,0", "k": 4}, "expected a draft depth of 2"),
+        ({"draft": heads["medusa"], "k": 9}, "got 9; use 1 to 3"),
+        ({"draft": heads["medusa"] + ":amp=f32"}, "'amp' is not an option"),
+        (
+            {"draft": heads["eagle"], "confidence_threshold": 0.5},
+            "expected a draft model with it, got none in draft; omit it",
+        ),
+        (
+            {"draft": heads["eagle"], "vocabulary": "intersection"},
+            "expected a draft model with it, got none in draft; omit it",
+        ),
+        (
+            {"draft": ["ngram", "suffix"], "acceptor": "reject"},
+            "acceptor: expected 'match' for a list of drafters, none of",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=message):
             make_drafter(SpeculativeConfig(**options), target)

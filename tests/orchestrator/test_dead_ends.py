@@ -22,7 +22,7 @@ def test_a_dead_end_is_named_at_the_beginning_and_in_the_middle(length: int, do_
         return scores if ids.shape[1] < length else scores - math.inf
 
     one = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=2)
-    with pytest.raises(SamplingError, match=f"no token to follow the text of {length} tokens"):
+    with pytest.raises(SamplingError, match=f"expected at least one allowed token after {length} tokens"):
         one.sample([[1, 2]], logits_processor=[cut], eos_token_id=[], do_sample=do_sample)  # type: ignore[list-item]
     one.sample([[1, 2]], max_new_tokens=2)
 

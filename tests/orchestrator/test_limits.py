@@ -137,7 +137,7 @@ def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next
 
 @pytest.mark.parametrize("found", [7, ["a"], [float("inf")]], ids=str)
 def test_what_is_no_ids_is_named(found: object) -> None:
-    with pytest.raises(ConfigurationError, match="it must return token ids, or None"):
+    with pytest.raises(ConfigurationError, match="draft: expected token ids or None from the drafting"):
         run(SpeculativeGenerator(lambda _: found, target(), k=2), [LONG[:4]])  # type: ignore[arg-type, return-value]
 
 

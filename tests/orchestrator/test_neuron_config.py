@@ -112,7 +112,7 @@ def test_names_of_both(given: dict[str, Any], expected: dict[str, Any]) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"batch_sise": 2}, "no option batch_sise"),
     ({"pp_degree": 2}, "pp_degree=2 cannot be followed"),
-    ({"kv_cache_quant": {"quant_dtype": "s4"}}, "quant_dtype='s4' cannot be followed"),
+    ({"kv_cache_quant": {"quant_dtype": "s4"}}, "for keys and values, got 's4'"),
     ({"kv_quant_config": {"quant_dtype": "bfloat16"}}, "kv_quant_config: quant_dtype='bfloat16' cannot be followed"),
     ({"kv_quant_config": {"k_method": 1}}, "kv_quant_config has no option k_method"),
     ({"kv_quant_config": True}, "kv_quant_config is a bool; it must be an object"),
@@ -120,15 +120,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"quantized": True, "quantization_type": "blockwise_symmetric"}, "quantization_type='blockwise_symmetric' cannot"),
     ({"quantized": True, "quantization_type": "per_chanel_symmetric"}, "use per_channel_symmetric or per_tensor"),
     ({"quantization_type": "per_chanel_symmetric"}, "use per_channel_symmetric or per_tensor"),
-    ({"quantized": True, "quantization_dtype": "f8e5m2"}, "of 8-bit floats, every row has a scale"),
+    ({"quantized": True, "quantization_dtype": "f8e5m2"}, "whose rows have one scale each"),
     ({"quantized": "yes"}, "quantized='yes' must be true or false"),
     ({"quantized": True, "quant": {}}, "give one"),
     ({"quant": True}, "quant is a bool; it must be an object"),
     ({"quant": {"quantize_method": "direct_cast"}}, "quantize_method='direct_cast' cannot be followed: every row"),
     ({"quant": {"quantize_attn": False}}, "quantize_attn=False cannot be followed: matrices of layers"),
-    ({"quant": {"no_quantize_list": ["lm_head"]}}, "no_quantize_list=.* cannot be followed"),
+    ({"quant": {"no_quantize_list": ["lm_head"]}}, "no_quantize_list: .* is not supported"),
     ({"quant": {"dtype": "s8"}}, "quant has no option dtype"),
-    ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head' must be a list of names"),
+    ({"modules_to_not_convert": "lm_head"}, "a list of names, got 'lm_head'"),
     ({"router_config": {"act_fn": "sigmoid"}}, "router_config=.* cannot be followed: experts are chosen by a softmax"),
     ({"normalize_top_k_affinities": False}, "norm_topk_prob"),
     ({"disable_normalize_top_k_affinities": True}, "norm_topk_prob"),
@@ -142,20 +142,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_quant": "int8"}, "kv_cache_quant='int8' must be true or false"),
     ({"speculation_length": "5"}, "speculation_length='5' must be a number"),
     ({"batch_size": True}, "batch_size=True must be a number"),
-    ({"batch_size": 4, "token_generation_batches": [1, 8]}, "graphs for 8 slots are asked for .* there are 4"),
+    ({"batch_size": 4, "token_generation_batches": [1, 8]}, "at most 4 slots .*, got 8"),
     ({"token_generation_batches": 4}, "token_generation_batches=4 must be a list of numbers"),
     ({"seq_len": 12.5}, "seq_len=12.5 must be a number"),
     ({"buckets": [128, "256"]}, "buckets=.* must be a list of numbers"),
     ({"context_length_estimate": "64"}, "context_length_estimate='64' must be a list of numbers"),
-    ({"tp_degree": "2"}, "tp_degree must be a number of ranks, 1 or more, not '2'"),
+    ({"tp_degree": "2"}, "tp_degree: expected a number of ranks of at least 1, got '2'"),
     ({"pp_degree": True}, "pp_degree=True cannot be followed"),
-    ({"group_query_attention": "zzz"}, "group_query_attention='zzz' is unknown; use one of 'shard-over-heads'"),
-    ({"torch_dtype": "int8"}, "torch_dtype='int8' is unknown"),
-    ({"on_device_sampling_config": {"top_q": 1}}, "no option 'top_q'"),
+    ({"group_query_attention": "zzz"}, "group_query_attention: expected one of 'shard-over-heads'"),
+    ({"torch_dtype": "int8"}, "got 'int8'"),
+    ({"on_device_sampling_config": {"top_q": 1}}, "top_q: not an option"),
     ({"on_device_sampling_config": {"temperature": 0}}, "temperature"),
     ({"batch_size": 0}, "batch_size"),
     ({"allow_input_truncation": True}, "does not fit is refused"),
-    ({"neuron_config": 3}, "must be an object"),
+    ({"neuron_config": 3}, "expected an object"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_what_is_no_configuration_raises(source: str, tmp_path: Path) -> None:
         source = str(tmp_path / "list.json")
     with pytest.raises(ConfigurationError):
         NeuronConfig.from_neuron_config(source)
-    with pytest.raises(ConfigurationError, match="there is no option 'colour'"):
+    with pytest.raises(ConfigurationError, match="colour: not an option"):
         NeuronConfig.from_json('{"colour": 1}')
 
 
@@ -224,7 +224,7 @@ def test_every_key_has_one_meaning() -> None:
 def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
     values, reason = REFUSED[name]
     assert all(read(**{name: value}).batch_size == 1 for value in values)
-    with pytest.raises(ConfigurationError, match=re.escape(f"{name}=7 cannot be followed: {reason}")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"{name}: 7 is not supported ( {reason}")):
         read(**{name: 7})
 
 
@@ -248,5 +248,5 @@ def test_what_changes_nothing_is_named_with_the_reason(name: str) -> None:
     for value in (None, *good):
         assert read(**{name: value}).without_effect == {name: WITHOUT_EFFECT[name]}
     for value in bad:
-        with pytest.raises(ConfigurationError, match=f"^{name}=.* is none of its values: it must be "):
+        with pytest.raises(ConfigurationError, match=f"^{name}: expected .*, got "):
             read(**{name: value})

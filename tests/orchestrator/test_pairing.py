@@ -40,13 +40,13 @@ def test_more_added_tokens_than_the_smaller_model_has_ids_pair(tmp_path: Path) -
 
 
 def test_sizes_that_differ_need_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(PairingError, match=r"40 and 48 ids, and a tokenizer.json is missing"):
+    with pytest.raises(PairingError, match=r"40 and 48 ids, got none"):
         pair(tmp_path, (40, 48), (WORDS, None))
 
 
 def test_tokens_with_other_ids_are_named(tmp_path: Path) -> None:
     swapped = WORDS | {"w3": 4, "w4": 3}
-    with pytest.raises(PairingError, match=r"2 tokens have other ids, such as 'w3' \(3 and 4\)"):
+    with pytest.raises(PairingError, match=r"2 other ids, such as 'w3' \(3 and 4\)"):
         pair(tmp_path, (40, 40), (WORDS, swapped))
 
 
@@ -58,7 +58,7 @@ def test_a_padding_token_may_have_another_name(tmp_path: Path, says_so: bool) ->
         words = {(pad if number == 9 else word): number for word, number in WORDS.items()}
         folder = saved(network(layers=1), tmp_path / name, words=words)
         (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad} if says_so else {}))
-    with nullcontext() if says_so else pytest.raises(PairingError, match="2 tokens have other ids, such as '<end>'"):
+    with nullcontext() if says_so else pytest.raises(PairingError, match="2 other ids, such as '<end>'"):
         SpeculativeGenerator(*[load(tmp_path / name) for name in pads])
 
 

@@ -260,7 +260,7 @@ class Passing:
 def test_a_criterion_that_reads_scores_is_refused_before_the_start(criterion: Any) -> None:
     """It would be given None, as by `generate` without output_scores."""
     one = generator(4)
-    with pytest.raises(SamplingError, match="reads scores, which a criterion is not given here"):
+    with pytest.raises(SamplingError, match="None, as in `generate` without output_scores"):
         one.sample([[1]], stopping_criteria_list=[criterion], max_new_tokens=3)
     assert one.target.body.forwards == 0  # type: ignore[attr-defined]
 

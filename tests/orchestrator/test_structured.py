@@ -223,15 +223,18 @@ def test_what_is_no_grammar_is_named_before_any_work(asked: StructuredOutput, sa
 
 def test_what_cannot_be_compiled_for_other_reasons_is_named_too() -> None:
     made = generator("ngram")
-    for more, said in (({}, "need the tokenizer"), ({"tokenizer": WORDS, "eos_token_id": []}, "end with an eos id")):
+    for more, said in (
+        ({}, "expected a fast Hugging Face tokenizer"),
+        ({"tokenizer": WORDS, "eos_token_id": []}, "expected an eos id"),
+    ):
         with pytest.raises(SamplingError, match=said):
             made.sample([[BOS]], structured_outputs=ASKED["flat"], **more)  # type: ignore[call-overload]
-    with pytest.raises(SamplingError, match="ignore_eos is set"):
+    with pytest.raises(SamplingError, match="ignore_eos: expected False with structured_outputs, which"):
         made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, ignore_eos=True)  # type: ignore[call-overload]
     for kind, value in (("choice", []), ("choice", "abc"), ("regex", ""), ("json_object", "{}"), ("xml", "a")):
-        with pytest.raises(SamplingError, match="structured_outputs of kind"):
+        with pytest.raises(SamplingError, match="structured_outputs: expected"):
             StructuredOutput(kind, value)  # type: ignore[arg-type]
-    with pytest.raises(SamplingError, match="are longer than"):
+    with pytest.raises(SamplingError, match="structured_outputs: expected at most"):
         StructuredOutput("regex", "a" * (MAX_SOURCE_BYTES + 1))
 
 

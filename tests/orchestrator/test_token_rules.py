@@ -92,7 +92,7 @@ def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
         ({"logprobs": True}, "logprobs must be an integer or None"),
         ({"n": 0}, "n must be within 1"),
         ({"min_tokens": -1}, "min_tokens must be at least 0"),
-        ({"logit_bias": {3: 101}}, "logit_bias of id 3 must be within"),
+        ({"logit_bias": {3: 101}}, "logit_bias: expected values from"),
         ({"logit_bias": {"3": 1}}, "logit_bias must be a mapping of ids to numbers"),
         ({"logit_bias": {V: 1}}, f"logit_bias names id {V}, outside the vocabulary"),
         ({"structured_outputs": {"type": "object"}}, "structured_outputs must be a StructuredOutput"),

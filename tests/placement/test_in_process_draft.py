@@ -86,15 +86,15 @@ def test_a_draft_has_a_degree_of_its_own_even_one_that_does_not_divide_it(home: 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"draft": "ngrm"}, "draft 'ngrm' is neither a drafter's name nor a folder"),
-        ({"draft": {"k": 3}}, "needs `type` .* or `path`"),
-        ({"draft": {"type": "ngrams"}}, "draft type 'ngrams' is unknown"),
-        ({"draft": "medusa"}, "'medusa' needs a folder"),
-        ({"draft": "empty"}, "draft '.*empty' holds neither a model nor heads"),
-        ({"draft": "ngram", "k": -1}, "k=-1 is no draft length"),
-        ({"draft": "ngram", "acceptor": "certain"}, "acceptor='certain' is unknown"),
+        ({"draft": "ngrm"}, "got 'ngrm'"),
+        ({"draft": {"k": 3}}, "expected `type` .* or `path`"),
+        ({"draft": {"type": "ngrams"}}, "as the type, got 'ngrams'"),
+        ({"draft": "medusa"}, "a folder for the drafter 'medusa'"),
+        ({"draft": "empty"}, "draft: expected a model or heads in '.*empty'"),
+        ({"draft": "ngram", "k": -1}, "got -1"),
+        ({"draft": "ngram", "acceptor": "certain"}, "got 'certain'"),
         ({"draft": "draft", "confidence_threshold": 2}, "confidence_threshold=2"),
-        ({"draft": "draft", "vocabulary": "other"}, "vocabulary='other' is unknown"),
+        ({"draft": "draft", "vocabulary": "other"}, "got 'other'"),
         ({"draft": "draft", "fused": "yes"}, "fused='yes'"),
         ({"draft": "draft", "exact": 1}, "exact=1"),
         ({"acceptor": "reject"}, "acceptor needs a drafter"),
@@ -110,7 +110,7 @@ def test_errors_name_the_model_and_the_key(home: Path, keys: dict[str, object], 
 
 def test_a_model_drafts_in_one_place(home: Path) -> None:
     own = {"name": "small", "path": "draft", "draft_of": "chat"}
-    with pytest.raises(PlanError, match="'chat' has a `draft` in its own process, and 'small' drafts for it too"):
+    with pytest.raises(PlanError, match="'chat': expected one draft, got a `draft` in its own process and 'small'"):
         read(home, {"name": "chat", "draft": "ngram"}, own)
     with pytest.raises(PlanError, match="model 'small': acceptor is a key of targets"):
         read(home, {"name": "chat"}, {**own, "acceptor": "match"})

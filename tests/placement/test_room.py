@@ -42,7 +42,7 @@ def test_the_draft_goes_before_the_context(home: Path) -> None:
 
 
 def test_a_draft_that_is_wrong_does_not_stay_away_in_silence(home: Path) -> None:
-    with pytest.raises(PlanError, match="tp_degree=3 is illegal"):
+    with pytest.raises(PlanError, match="got 3"):
         groups(home, {"name": "a"}, {"name": "b", "draft_of": "a", "tp_degree": 3})
 
 
@@ -50,7 +50,7 @@ def test_a_draft_in_the_targets_process_goes_too(home: Path) -> None:
     (full,) = groups(home, {"name": "a", "draft": str(home), "tp_degree": 1})
     need = full.plan.placements[0].footprint
     (bare,) = groups(home, {"name": "a", "draft": str(home), "tp_degree": 1}, on=replace(SMALL, memory=need.total - 1))
-    assert not bare.plan.placements[0].model.speculative.draft and "does not fit" in bare.undrafted
+    assert not bare.plan.placements[0].model.speculative.draft and "its highest degree on" in bare.undrafted
     with pytest.raises(RoomError):
         groups(home, {"name": "a", "tp_degree": 1}, on=replace(SMALL, memory=1 << 20))
 
@@ -58,10 +58,10 @@ def test_a_draft_in_the_targets_process_goes_too(home: Path) -> None:
 def test_models_that_start_together_fit_together(home: Path) -> None:
     one = groups(home, {"name": "a"}, *with_draft("b"))
     settled = fit_together(one, SMALL)
-    assert [group.num_cores for group in settled] == [(1,), (1,)] and "finds no room" in settled[1].undrafted
+    assert [group.num_cores for group in settled] == [(1,), (1,)] and "does not fit" in settled[1].undrafted
     on_demand = groups(home, {"name": "a"}, *with_draft("b", load="on_demand"))
     assert fit_together(on_demand, SMALL) == on_demand
-    with pytest.raises(RoomError, match="a, b want 3 cores together, and b finds no room"):
+    with pytest.raises(RoomError, match="a, b: 3 cores are needed together, and b does not fit"):
         fit_together(groups(home, {"name": "a", "tp_degree": 2}, {"name": "b"}), SMALL)
 
 
@@ -90,8 +90,8 @@ def test_as_few_as_possible_leave(home: Path) -> None:
         ({"idle_ttl_s": 0}, "idle_ttl_s must be greater than 0"),
         ({"autoscaling": {"max_replicas": 2}, "replicas": 2}, "give one of them"),
         ({"autoscaling": {"max_replicas": 2}, "load": "on_demand"}, "min_replicas to 1 or to 0"),
-        ({"autoscaling": {"max_replicas": 2}, "idle_ttl_s": 3}, "needs autoscaling.min_replicas: 0"),
-        ({"autoscaling": {"max_replicas": 2, "min_replicas": 3}}, "more than max_replicas"),
+        ({"autoscaling": {"max_replicas": 2}, "idle_ttl_s": 3}, "expected autoscaling.min_replicas: 0"),
+        ({"autoscaling": {"max_replicas": 2, "min_replicas": 3}}, "min_replicas: expected at most max_replicas="),
         ({"autoscaling": {"max_replica": 2}}, "autoscaling.max_replica"),
     ],
 )

@@ -94,7 +94,7 @@ def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
             decode(frame)
     whole = messages.encode(propose(1))
     for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(whole + b"0000"), bytearray(whole[:-1])):
-        with pytest.raises(ChannelError, match="was not understood"):
+        with pytest.raises(ChannelError, match="could not be decoded"):
             messages.decode_request(frame)
 
 
@@ -116,7 +116,7 @@ def test_a_request_whose_numbers_contradict_each_other_is_refused(changes: dict[
     good = propose(1)
     fields = ["propose", *(changes.get(name, getattr(good, name)) for name in good.__struct_fields__)]
     frame = bytearray(msgspec.msgpack.encode(fields))
-    with pytest.raises(ChannelError, match="was not understood"):
+    with pytest.raises(ChannelError, match="could not be decoded"):
         messages.decode_request(frame)
 
 
@@ -136,7 +136,7 @@ def test_addresses() -> None:
     for text in ("unix:/tmp/a b", "tcp:10.0.0.1:99", "tcp:::1:5"):
         assert str(Address.parse(text)) == text
     for text in ("", "unix:", "tcp:host", "tcp:host:port", "tcp:host:\u00b2", "tcp:host:65536", "http://x"):
-        with pytest.raises(ConfigurationError, match="not an address"):
+        with pytest.raises(ConfigurationError, match="address: expected unix:/path/of/socket or tcp:host:port, got"):
             Address.parse(text)
 
 
@@ -156,7 +156,7 @@ def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
     raw.send(data[-1:] + data)
     assert here.arrived() == [frame, frame] and here.receive(0) is None
     raw.send((1 << 31).to_bytes(4, "little"))
-    with pytest.raises(ChannelError, match="is not paceline"):
+    with pytest.raises(ChannelError, match="check that the peer is a paceline process"):
         here.receive(0)
 
 
@@ -211,7 +211,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         channel, reply = connected(stack, address, "a")
         assert isinstance(reply, messages.HandshakeReply) and (channel.peer() is None) == (kind == "tcp")
         channel.send(messages.encode(messages.ErrorReply(1, "not a request")), 1)
-        with pytest.raises(ChannelError, match="hung up"):
+        with pytest.raises(ChannelError, match="the peer closed the connection"):
             channel.receive(5)
 
 

@@ -59,7 +59,7 @@ class ScriptedEngine:
 
     def submit(self, call: Call, sink: Sink) -> None:
         if self.full:
-            raise QueueFullError("4 requests wait already", retry_after=7.0)
+            raise QueueFullError("4 requests wait", retry_after=7.0)
         self.calls.append(call)
         threading.Thread(target=self._speak, args=(call, sink), daemon=True).start()
 

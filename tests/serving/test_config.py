@@ -152,7 +152,7 @@ def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: P
     assert packed == {WeightFormat.Q4_0}
     line = ["serve", "--target", str(workshop.checkpoint()), "--quantization", "gguf", "--print-serve-config"]
     done = CliRunner().invoke(app, line)
-    assert done.exit_code == 2 and "quantization: gguf keeps what a GGUF file has" in done.stderr
+    assert done.exit_code == 2 and "quantization: expected a GGUF file for gguf, which keeps" in done.stderr
 
 
 def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +170,9 @@ def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ([], "give a models file, or --target DIR"),
+        ([], "expected either a models file or --target DIR for a single"),
         (["--target", "x", "models.yaml"], "one of them"),
-        (["--target", "MODEL", "--host", "0.0.0.0"], "no API key"),
+        (["--target", "MODEL", "--host", "0.0.0.0"], "makes the server reachable for others"),
         (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "spec_metrics='all'"),
     ],
 )
@@ -186,5 +186,5 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
 def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="arguments are `models`, and perhaps `instance` and `api`"):
+    with pytest.raises(ConfigurationError, match="args: expected `models`, `instance` and `api`, got"):
         build(wrong)

@@ -71,7 +71,12 @@ def test_scores_of_what_was_sent_are_left_out_too() -> None:
 
 def test_a_model_without_a_tokenizer_is_asked_by_ids_and_says_so_where_text_is_needed() -> None:
     made = generator()
-    bare = ModelServer(NoTokenizer(CheckpointError("there is none")), SharedEngine(made), made.limits, card=card())
+    bare = ModelServer(
+        NoTokenizer(CheckpointError("there is none")),
+        SharedEngine(made),
+        made.limits,
+        card=card(),
+    )
 
     async def work() -> list[Item]:
         assert await items(bare, request())
@@ -111,7 +116,7 @@ def chunk(index: int, *tokens: int, last: bool = False) -> Chunk:
 def test_a_caller_gets_outputs_and_the_error_that_is_meant(loop: asyncio.AbstractEventLoop) -> None:
     whole = stream(loop, Accepted(7), chunk(0, 1, 2), chunk(1, 3, last=True))
     assert [(one.index, one.tokens) for one in whole] == [(0, (1, 2)), (1, (3,))]
-    prompt = PromptError("outside the vocabulary")
+    prompt = PromptError("of the vocabulary")
     for failed, kind in (
         (Failed(400, "no", cause=prompt), PromptError),
         (Failed(429, "full", code="queue_full"), QueueFullError),

@@ -141,7 +141,7 @@ def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     played = Played()
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(ConfigurationError, match=r"nothing can listen at 127\.0\.0\.1"),
+        pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1"),
     ):
         serve(played, monkeypatch, ready=never, port=other.getsockname()[1], address=None)
     assert not played.calls
@@ -169,7 +169,10 @@ def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypat
     assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
 
 
-@pytest.mark.parametrize(("others", "port", "says"), [((), 81, "--port 8000"), (("paceline",), 8000, "end it first")])
+@pytest.mark.parametrize(
+    ("others", "port", "says"),
+    [((), 81, "--port 8000"), (("paceline",), 8000, "already runs in this cluster; stop it first, or put both")],
+)
 def test_a_cluster_that_serves_otherwise_is_left_alone(
     others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ class PlannedLoader:
         self.loads.append(name)
         await asyncio.to_thread(self.gate.wait, 20)
         if name in self.broken:
-            raise WorkerError(f"{name} does not start")
+            raise WorkerError(f"{name} did not start")
         self._make(name)
 
     async def unload(self, name: str) -> None:
@@ -189,7 +189,7 @@ def test_what_is_pinned_or_busy_stays_and_the_request_is_told_when_to_come_back(
         answer = served.ask("c")
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "model_unavailable") and answer.headers["retry-after"]
-        assert "no node has room" in error["message"] and served.states()["b"] == "loaded"
+        assert "unpin or unload a model, or add a node" in error["message"] and served.states()["b"] == "loaded"
         refused = served.say("unload", "a")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_pinned")
         served.say("pin", "b", pinned=False)
@@ -280,4 +280,4 @@ def test_the_command_shows_and_changes_them(home: Path, monkeypatch: pytest.Monk
         code, text = served.command("list", "--json")
         assert {one["name"]: one["state"] for one in json.loads(text)} == {"a": "loaded", "c": "unloaded"}
     code, text = served.command("list")
-    assert code == 2 and "no service answers" in text
+    assert code == 2 and "no service responds" in text

@@ -81,7 +81,7 @@ def test_an_address_that_cannot_be_had_is_an_error_before_anything_starts() -> N
         with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} .*choose another --host or --port"):
             ListeningSocket("127.0.0.1", port)
     for host, port in (("127.0.0.1", 1 << 16), ("192.0.2.1", 0)):  # no port; an address that no machine has
-        with pytest.raises(ConfigurationError, match="nothing can listen"):
+        with pytest.raises(ConfigurationError, match="choose another --host or --port, or stop the process that"):
             ListeningSocket(host, port)
 
 

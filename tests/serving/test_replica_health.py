@@ -30,7 +30,7 @@ def ask(replica: ModelReplica) -> None:
 
 
 def test_a_device_that_fails_every_round_is_told() -> None:
-    with pytest.raises(WorkerError, match="no round of the model succeeds"):
+    with pytest.raises(WorkerError, match="the model's rounds fail repeatedly"):
         ask(Bare(failure=BackendError("the device is gone")))
 
 

@@ -100,9 +100,9 @@ def test_a_cluster_with_other_applications_keeps_them(
     groups = plan_groups(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     port = client.base_url.port or 0
     asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
-    with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
+    with pytest.raises(ConfigurationError, match=f"listens on 127.0.0.1:{port}, not 127.0.0.1:{port + 1}"):
         serving_run.serve_groups(groups, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
+    with pytest.raises(ConfigurationError, match="an application 'paceline' already runs"):
         serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     monkeypatch.setattr(serving_run, "APPLICATION", "more")
     with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):

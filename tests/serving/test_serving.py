@@ -172,9 +172,10 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
     for wrong, says, which in (
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
-        ({"prompt": "x" * 200}, "leaves no room", "prompt"), ({"prompt": [500]}, "outside the vocabulary", "prompt"),
-        ({"prompt": "x", "temperature": -1}, "temperature must be", "temperature"),
-        ({"prompt": "x", "stream": True, "top_p": 3}, "top_p must be", "top_p"),
+        ({"prompt": "x" * 200}, "expected a prompt shorter than", "prompt"),
+        ({"prompt": [500]}, "of the vocabulary", "prompt"),
+        ({"prompt": "x", "temperature": -1}, "temperature: expected", "temperature"),
+        ({"prompt": "x", "stream": True, "top_p": 3}, "top_p: expected a number above 0 and at most 1, got", "top_p"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=says) as refused:
             client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]

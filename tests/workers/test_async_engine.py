@@ -165,7 +165,7 @@ def test_a_full_queue_and_a_deadline_have_names() -> None:
         late = call(made, "late", PROMPTS[2], max_new_tokens=9)
         waiting = asyncio.create_task(listen(engine, replace(late, deadline=time.monotonic() + 0.01)))
         await until(lambda: made[0].figures().waiting == 1)
-        with pytest.raises(QueueFullError, match="1 requests wait already, and 2 may"):
+        with pytest.raises(QueueFullError, match="1 requests wait, 2 are allowed"):
             await listen(engine, call(made, "more", PROMPTS[1], PROMPTS[1], max_new_tokens=9))
         made[1].let(1)
         await asyncio.sleep(0.02)

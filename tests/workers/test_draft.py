@@ -44,7 +44,7 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
     with pytest.raises(ConfigurationError, match="serves 2 targets"):
         made.acquire(Handshake(0, "c", 1, VOCABULARY))
     made.release(first)
-    with pytest.raises(ConfigurationError, match="same batch_size"):
+    with pytest.raises(ConfigurationError, match="for the draft, as for target"):
         made.acquire(Handshake(0, "c", 2, VOCABULARY))
     third = made.acquire(Handshake(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder

@@ -70,7 +70,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if "content" not in self.model_fields_set and not (self.tool_calls or self.thoughts):
-            raise ValueError("a message has a content, unless it has tool_calls")
+            raise ValueError("content: expected a value unless the message has tool_calls, got none; add it")
         return self
 
     @property
@@ -150,50 +150,57 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     ] = None
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     functions: Annotated[
-        list[Any], Field(max_length=0, description="an empty list; give functions by their newer name, tools")
+        list[Any], Field(max_length=0, description="an empty list (give functions as tools, the newer name)")
     ] = []
-    function_call: Annotated[Literal["none", "auto"], Field(description="left out; tool_choice is its newer name")] = (
+    function_call: Annotated[Literal["none", "auto"], Field(description="null (give tool_choice, the newer name)")] = (
         "none"
     )
     response_format: Annotated[
         ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
     ] = ResponseFormat(type="text")
-    prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a text')] = (
+    prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a string')] = (
         None
     )
     modalities: Annotated[
-        list[Literal["text"]], Field(max_length=1, description='["text"]; nothing else is served')
+        list[Literal["text"]], Field(max_length=1, description='["text"], the only supported output')
     ] = ["text"]
-    audio: Annotated[None, Field(description="left out; no audio is served")] = None
-    web_search_options: Annotated[None, Field(description="left out; nothing is searched")] = None
-    reasoning_effort: Annotated[str | None, Field(description="a text; the chat template may read it")] = None
+    audio: Annotated[None, Field(description="null (audio is not supported)")] = None
+    web_search_options: Annotated[None, Field(description="null (web search is not supported)")] = None
+    reasoning_effort: Annotated[str | None, Field(description="a string, which the chat template may read")] = None
     add_generation_prompt: Annotated[
         bool, Field(description="true or false; whether the template begins the assistant's turn")
     ] = True
     continue_final_message: Annotated[
-        bool, Field(description="true or false; whether the answer goes on where the last message ends")
+        bool, Field(description="true or false; whether the output continues the last message")
     ] = False
     chat_template_kwargs: Annotated[
-        dict[str, Any], Field(description="an object; what the chat template reads beside the messages")
+        dict[str, Any], Field(description="an object with further arguments of the chat template")
     ] = {}
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs: expected logprobs: true with it; set logprobs")
         if self.tool_choice in ("auto", "required") and not self.tools:
-            raise ValueError(f"tool_choice is {self.tool_choice!r}, and there are no tools")
+            raise ValueError(f"tool_choice: expected tools with {self.tool_choice!r}, got none; add tools")
         begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
         if begins and self.continue_final_message:
-            message = "continue_final_message needs add_generation_prompt: false, or neither; leave out one of them"
+            message = (
+                "continue_final_message: expected add_generation_prompt: false with it, got true; omit one of them"
+            )
             raise RefusedError(400, message, param="continue_final_message")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+                raise ValueError(
+                    f"tool_choice: expected a function in tools, got {self.tool_choice.function.name!r}; correct "
+                    "the name"
+                )
         _ = self.structured  # refused here where it is given twice
         if self.guided is not None and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("structured_outputs and its like do not go with calls that tool_choice demands")
+            raise ValueError(
+                "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
+            )
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
 

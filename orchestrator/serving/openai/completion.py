@@ -32,7 +32,7 @@ def _not_empty(value: Prompt) -> Prompt:
     """Neither a list nor one of the lists in it is empty."""
     parts = value if isinstance(value, list) else [value]
     if not parts or any(part == [] for part in parts):
-        raise ValueError("an empty list")
+        raise ValueError("expected at least one entry, got an empty list; add one")
     return value
 
 
@@ -45,18 +45,20 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     prompt: Annotated[
         str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(max_length=MAX_PROMPTS)],
         AfterValidator(_not_empty),
-        Field(description=f"a text, a list of ids, or a list of at most {MAX_PROMPTS} texts or lists of ids"),
+        Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
     stop: StopField = []
     n: CountField = 1
     best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
     echo: Annotated[bool, Field(description="true or false")] = False
-    suffix: Annotated[Literal[""], Field(description="empty; nothing is inserted before a suffix")] = ""
+    suffix: Annotated[
+        Literal[""], Field(description="an empty string (insertion before a suffix is not supported)")
+    ] = ""
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
     ] = None
-    prediction: Annotated[None, Field(description="left out; it is a field of chat completions")] = None
+    prediction: Annotated[None, Field(description="null (it is a field of chat completions)")] = None
     response_format: Annotated[
         ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
     ] = ResponseFormat(type="text")
@@ -65,11 +67,15 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     def _check(self) -> CompletionRequest:
         _ = self.structured  # refused here where it is given twice
         if not self.max_tokens and not self.echo:
-            raise RefusedError(400, "max_tokens must be at least 1 unless echo is true, not 0", param="max_tokens")
+            raise RefusedError(
+                400, "max_tokens: expected at least 1 unless echo is true, got 0; raise it", param="max_tokens"
+            )
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
+            raise ValueError(f"best_of: expected at least n={self.n}, got {self.best_of}; raise it")
         if self.stream and (self.best_of or self.n) > self.n:
-            raise ValueError("best_of above n cannot be streamed, since the best are known at the end")
+            raise ValueError(
+                "best_of: expected at most n for a stream, since the best are known only at the end; set stream: false"
+            )
         return self
 
     @property

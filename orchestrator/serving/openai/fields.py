@@ -34,8 +34,8 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
     """
     if strict and choice in (None, "auto"):
         message = (
-            f"strict: true of the function {strict[0]!r} is served where a call is demanded; set tool_choice to "
-            '"required" or to a function, or leave strict out'
+            f"strict: true of the function {strict[0]!r} needs a tool_choice that requires a call; set tool_choice "
+            'to "required" or to a function, or omit strict'
         )
         raise RefusedError(400, message, param="tools")
 
@@ -43,7 +43,7 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
 def refuse_unstreamed(stream: bool, options: object) -> None:
     """Raise RefusedError: there are options of a stream, and no stream."""
     if options is not None and not stream:
-        raise RefusedError(400, "stream_options needs stream: true; leave it out", param="stream_options")
+        raise RefusedError(400, "stream_options: expected stream: true with it; omit it", param="stream_options")
 
 
 _MEDIA = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
@@ -81,7 +81,7 @@ class StreamOptions(Strict):
     @model_validator(mode="after")
     def _check(self) -> StreamOptions:
         if self.continuous_usage_stats and not self.include_usage:
-            raise ValueError("continuous_usage_stats needs include_usage: true")
+            raise ValueError("continuous_usage_stats: expected include_usage: true with it; set it")
         return self
 
 
@@ -112,26 +112,26 @@ class IgnoredFields(Strict):
     service_tier: Annotated[str, Field(description="a text")] = ""
     safety_identifier: Annotated[str, Field(description="a text")] = ""
     prompt_cache_key: Annotated[str, Field(description="a text")] = ""
-    prompt_cache_retention: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_retention: Annotated[str, Field(description="a string")] = ""
 
 
 class OwnSamplingFields(Strict):
     """How tokens are chosen, where it is said as in OpenAI's API or in vLLM."""
 
-    # Bounds that are in the description alone: `SamplingParams` refuses what is outside, for every way into the engine.
+    # `SamplingParams` checks bounds that only the description has, for every way into the engine.
     temperature: Annotated[float, Field(description="a number from 0 on", json_schema_extra={"minimum": 0})] = 1.0
     top_p: Annotated[
         float | None,
-        Field(description="a number above 0, 1 at most", json_schema_extra={"minimum": 1e-4, "maximum": 1}),
+        Field(description="a number above 0, at most 1", json_schema_extra={"minimum": 1e-4, "maximum": 1}),
     ] = None
     top_k: Annotated[
-        int | None, Field(description="a whole number, 0 or -1 for off", json_schema_extra={"minimum": -1})
+        int | None, Field(description="a whole number; 0 or -1 is off", json_schema_extra={"minimum": -1})
     ] = None
     min_p: Annotated[
         float | None, Field(description="a number from 0 to 1", json_schema_extra={"minimum": 0, "maximum": 1})
     ] = None
     seed: Annotated[
-        int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or left out for any")
+        int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or null for a random one")
     ]
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
@@ -143,7 +143,7 @@ class OwnSamplingFields(Strict):
     min_tokens: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 0
     ignore_eos: Annotated[bool, Field(description="true or false")] = False
     prompt_logprobs: Annotated[
-        None, Field(description="left out; /v1/completions gives them with echo: true and logprobs")
+        None, Field(description="null (/v1/completions returns them with echo: true and logprobs)")
     ] = None
     speculative: Annotated[
         SpeculativeOptions,
@@ -154,7 +154,7 @@ class OwnSamplingFields(Strict):
     def _check_bias(self) -> OwnSamplingFields:
         for name in self.logit_bias:
             if not name.isascii() or not name.isdecimal():
-                raise ValueError(f"logit_bias names token ids, not {name!r}")
+                raise ValueError(f"logit_bias: expected token ids as keys, got {name!r}; correct them")
         return self
 
 
@@ -206,7 +206,10 @@ class StructuredOutputs(Strict):
     def _one(self) -> StructuredOutputs:
         fields_set = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(fields_set) != 1:
-            raise ValueError(f"one of json, regex, choice, grammar and json_object, not {len(fields_set)}")
+            raise ValueError(
+                f"expected exactly one of json, regex, choice, grammar and json_object, got {len(fields_set)}; "
+                "remove the others"
+            )
         return self
 
 
@@ -219,14 +222,14 @@ class GuidedFields(Strict):
     ] = None
     guided_json: Annotated[dict[str, Any] | str | None, Field(description="a JSON schema")] = None
     guided_regex: Annotated[str | None, Field(description="a regular expression")] = None
-    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of texts")] = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of strings")] = None
     guided_grammar: Annotated[str | None, Field(description="a grammar")] = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> GuidedFields:
         given = [name for name in GuidedFields.model_fields if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"the text can be what one of {', '.join(given)} says; leave out the others")
+            raise ValueError(f"expected one of {', '.join(given)}, got several; omit the others")
         return self
 
     @property
@@ -247,7 +250,7 @@ class GuidedFields(Strict):
 StopField = Annotated[
     Annotated[str, Field(min_length=1)]
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
-    Field(description=f"a text or a list of at most {MAX_STOPS} texts, none of them empty"),
+    Field(description=f"a string or a list of at most {MAX_STOPS} strings, none of them empty"),
 ]
 ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # no vocabulary has more, and tokenizers fail at more than 32 bits
@@ -263,7 +266,10 @@ def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | N
         RefusedError: both say something.
     """
     if response_format.structured is not None and guided is not None:
-        message = "the text can be what response_format says, or structured_outputs and its like; leave out one of them"
+        message = (
+            "response_format: expected either response_format or structured_outputs and its like, got both; omit "
+            "one of them"
+        )
         raise RefusedError(400, message, param="response_format")
     return response_format.structured or guided
 
@@ -286,7 +292,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema")
+            raise ValueError("json_schema: expected type json_schema with it; correct the type")
         return self
 
     @property
@@ -309,7 +315,9 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
         is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
         raise _refusal(error, model, json.loads(body) if is_json else None) from error
     except RecursionError as error:
-        raise RefusedError(400, "the body is nested too deeply") from error
+        raise RefusedError(
+            400, "the body: expected at most the allowed depth of nesting, got more; simplify it"
+        ) from error
 
 
 def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
@@ -329,16 +337,16 @@ def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> Re
     errors = error.errors(include_url=False, include_context=True)
     first = errors[0]
     if first["type"] == "json_invalid":
-        return RefusedError(400, f"the body is not JSON ({first['msg']})")
+        return RefusedError(400, f"the body: expected JSON, got {first['msg']}; correct it")
     if not first["loc"]:
-        message = first["msg"] if first["type"] == "value_error" else "the body must be a JSON object"
+        message = first["msg"] if first["type"] == "value_error" else "the body: expected a JSON object; send one"
         return RefusedError(400, message.removeprefix("Value error, "))
     name = str(first["loc"][0])
     if name not in model.model_fields:
-        return RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
+        return RefusedError(400, f"{name}: not a field of this endpoint; omit it", param=name)
     description = model.model_fields[name].description or "as OpenAI's API says"
     if first["type"] == "missing" and len(first["loc"]) == 1:
-        return RefusedError(400, f"{name} is missing; it must be {description}", param=name)
+        return RefusedError(400, f"{name}: expected {description}, got nothing; add it", param=name)
     # Of a value that could be several things there is an error for each: the deepest says most.
     places = [(_place(one["loc"], body), one) for one in errors if one["loc"][0] == name]
     depth = max(len(place) for place, _ in places)
@@ -352,12 +360,14 @@ def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> Re
         sentences = dict.fromkeys(_sentence(one) for where, one in deepest if where == place)
         return RefusedError(400, _at(place, worst, " or ".join(sentences)), param=name)
     why = f" ({first['msg'].removeprefix('Value error, ')})" if first["type"] == "value_error" else ""
-    return RefusedError(400, f"{name} must be {description}, not {_shown(first['input'])}{why}", param=name)
+    return RefusedError(
+        400, f"{name}: expected {description}, got {_shown(first['input'])}{why}; correct it", param=name
+    )
 
 
 _PLAIN = {
-    "string_type": "a text",
-    "string_too_short": "a text that is not empty",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -386,7 +396,7 @@ def _place(location: tuple[int | str, ...], body: object) -> tuple[int | str, ..
 
 
 def _sentence(error: Any) -> str:
-    """What the value must be, behind "must be"."""
+    """Description of an allowed value, to follow "expected"."""
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -397,13 +407,13 @@ def _at(place: tuple[int | str, ...], error: Any, sentence: str) -> str:
     """One sentence about a place in a field."""
     path = str(place[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[1:])
     if error["type"] == "missing":
-        return f"{path} is missing"
+        return f"{path}: expected a value, got nothing; add it"
     if error["type"] == "extra_forbidden":
         outer, _, last = path.rpartition(".")
-        return f"{last!r} is not a field of {outer}; leave it out"
+        return f"{outer}: {last!r} is not a field; omit it"
     if error["type"] == "value_error":
-        return f"{path} is refused: {sentence}"
-    return f"{path} must be {sentence}, not {_shown(error['input'])}"
+        return f"{path}: {sentence}"
+    return f"{path}: expected {sentence}, got {_shown(error['input'])}; correct it"
 
 
 def _shown(value: object) -> str:

@@ -58,7 +58,7 @@ class InputItem(Strict):
         }[self.type]
         for name in needed:
             if getattr(self, name) is None:
-                raise ValueError(f"an item of type {self.type} has a {name}")
+                raise ValueError(f"an item of type {self.type} needs a {name}; add it")
         return self
 
     @property
@@ -141,7 +141,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
     model: ModelField
     input: Annotated[
         str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)],
-        Field(description="a text or a list of items"),
+        Field(description="a string or a list of items"),
     ]
     instructions: Annotated[str | None, Field(description="a text")] = None
     max_output_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
@@ -150,34 +150,32 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         Literal["none", "auto", "required"] | NamedFunction | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
     ] = None
-    text: Annotated[TextOptions, Field(description="an object with a format, and no other verbosity than medium")] = (
+    text: Annotated[TextOptions, Field(description="an object with a format, and verbosity medium if given")] = (
         TextOptions()
     )
     reasoning: Annotated[
-        ReasoningOptions, Field(description="an object with an effort, and without summary: reasoning is given whole")
+        ReasoningOptions, Field(description="an object with an effort, and no summary (reasoning is returned in full)")
     ] = ReasoningOptions()
-    top_logprobs: Annotated[None, Field(description="left out; log-probabilities are served by chat completions")] = (
-        None
-    )
+    top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
     stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
-    store: Annotated[Literal[False], Field(description="false; nothing is kept here")] = False
+    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
     previous_response_id: Annotated[
-        None, Field(description="left out; nothing is kept here, so send the whole conversation as input")
+        None, Field(description="null (responses are not stored; send the whole conversation as input)")
     ] = None
-    conversation: Annotated[None, Field(description="left out; nothing is kept here")] = None
-    background: Annotated[Literal[False], Field(description="false; nothing runs in the background")] = False
+    conversation: Annotated[None, Field(description="null (conversations are not stored)")] = None
+    background: Annotated[Literal[False], Field(description="false (background responses are not supported)")] = False
     include: Annotated[list[str], Field(max_length=0, description="an empty list")] = []
-    truncation: Annotated[Literal["disabled"], Field(description='"disabled"; nothing is cut')] = "disabled"
+    truncation: Annotated[Literal["disabled"], Field(description='"disabled" (inputs are never truncated)')] = (
+        "disabled"
+    )
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
-    max_tool_calls: Annotated[
-        None, Field(description="left out; it counts calls of OpenAI's own tools, and there are none")
-    ] = None
+    max_tool_calls: Annotated[None, Field(description="null (OpenAI's own tools are not supported)")] = None
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
     user: Annotated[str, Field(description="a text")] = ""
     service_tier: Annotated[str, Field(description="a text")] = ""
     safety_identifier: Annotated[str, Field(description="a text")] = ""
-    prompt_cache_key: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_key: Annotated[str, Field(description="a string")] = ""
 
     @model_validator(mode="after")
     def _check_stream(self) -> ResponsesRequest:
@@ -194,7 +192,9 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = [*first, *(message for item in items if (message := item.message()) is not None)]
         if not messages:
-            raise RefusedError(400, "input holds nothing that the model reads", param="input")
+            raise RefusedError(
+                400, "input: expected at least one item that the model reads, got none; add a message", param="input"
+            )
         fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
         fields |= {name: getattr(self, name) for name in GuidedFields.model_fields}
         form = self.text.format

@@ -14,7 +14,7 @@ class TokenizeRequest(Strict):
     """The ids of a text (``prompt``) or of a conversation (``messages``); one of them is given."""
 
     model: ModelField
-    prompt: Annotated[str | None, Field(description="a text")] = None
+    prompt: Annotated[str | None, Field(description="a string")] = None
     messages: Annotated[
         list[Message] | None, Field(min_length=1, max_length=4096, description="a list of messages")
     ] = None
@@ -28,7 +28,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("expected either prompt or messages, got both or neither; give one")
         other = (
             {"add_special_tokens"}
             if self.prompt is None
@@ -38,7 +38,7 @@ class TokenizeRequest(Strict):
             other & self.model_fields_set - ({"add_special_tokens"} if not self.add_special_tokens else set())
         ):
             of = "messages, whose template has them" if self.prompt is None else "a prompt, which no template reads"
-            raise ValueError(f"{given[0]} does nothing to {of}; leave it out")
+            raise ValueError(f"{given[0]}: has no effect on {of}; omit it")
         return self
 
 

@@ -300,7 +300,7 @@ def _json(value: str, schema: Mapping[str, Any]) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"expected JSON, got {constant}; write null or a string")
 
 
 class HermesParser:
