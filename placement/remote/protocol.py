@@ -350,8 +350,8 @@ class Channel:
             raise ChannelError(
                 "the other side does not know the secret; start both with the same one, and the same Python"
             ) from error
-        except OSError as error:
-            raise ChannelError(f"the other side is gone ({error})") from error
+        except (OSError, ValueError) as error:  # a value: this Python has no such digest
+            raise ChannelError(f"the sides cannot authenticate each other ({error})") from error
 
 
 def connect(address: Address, secret: bytes, *, seconds: float, stall_s: float = STALL_S) -> Channel:

@@ -197,6 +197,20 @@ def test_received_bytes_are_never_unpickled(stack: ExitStack, tmp_path: Path) ->
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_python_without_the_digest_is_an_error_of_the_channel(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where OpenSSL has approved digests only; the thread of a stranger closes the connection then."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("unsupported hash type")
+
+    monkeypatch.setattr(protocol, "deliver_challenge", fails)
+    here, _ = pair(stack)
+    with pytest.raises(ChannelError, match="unsupported hash type"):
+        here.authenticate(SECRET, server=True)
+
+
 def test_a_side_that_does_not_read_is_given_up(stack: ExitStack) -> None:
     here, _ = pair(stack, 0.05)
     with pytest.raises(ChannelError, match="does not read"):
