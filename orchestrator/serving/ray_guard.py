@@ -1,6 +1,6 @@
 """Guards for what Ray Serve leaves open, and all uses of Ray's private names (seen with Ray 2.60): a controller that
-hangs, streams whose reader hangs, the number of replicas, the request of a call, storage that outlives processes, and
-log files.
+hangs, streams whose reader hangs, the number of replicas, the request of a call, and log files. Storage that outlives
+processes is in `paceline.placement.cluster.nodes`.
 
 `watch_cluster` replaces Serve's controller and the core allocator if they do not respond because they are suspended or
 hang. Ray restarts an actor whose process ended, but does not check whether actors respond. The controller checks
@@ -17,8 +17,7 @@ ingress process waits until the proxy reports that the response is complete; the
 caller confirms nothing, and no process waits for it.
 
 `controller` gets the calls of the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
-.../deployments/NAME/scale`, since Paceline runs no dashboard. The core allocator also keeps its record in Ray's
-key-value store (`paceline.placement.cluster.core_allocator`).
+.../deployments/NAME/scale`, since Paceline runs no dashboard.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ import ray
 from ray import serve
 from ray._private.state import actors  # the state without its dashboard; it has no public name
 from ray.exceptions import GetTimeoutError, RayError
-from ray.experimental import internal_kv  # its functions have no public names; Serve and others use them all the same
 from ray.serve._private.common import DeploymentID  # what the method takes; it has no public name
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import HTTPOptions
@@ -343,24 +341,3 @@ def write_with_serve() -> None:
         ours.addHandler(_ToServe())
         ours.setLevel(logging.INFO)
         ours.propagate = False  # else Serve logs it twice, since it also reads standard error
-
-
-_SPACE = b"paceline"  # of keys, separate from the core allocator's
-STORE_ERRORS = (AttributeError, OSError, RuntimeError, ValueError, RayError)
-"""Errors of a store that does not respond, or does not exist."""
-
-
-def keep(key: bytes, data: bytes) -> None:
-    """Store data in Ray's GCS, replacing earlier data. Raises one of `STORE_ERRORS`."""
-    internal_kv._internal_kv_put(key, data, namespace=_SPACE)
-
-
-def kept(key: bytes) -> bytes | None:
-    """Return the stored data. Raises one of `STORE_ERRORS`."""
-    data: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
-    return data
-
-
-def forget(key: bytes) -> None:
-    """Delete the stored data. Raises one of `STORE_ERRORS`."""
-    internal_kv._internal_kv_del(key, namespace=_SPACE)

@@ -25,6 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import PacelineError, WorkerError
+from paceline.placement.cluster import nodes
 from paceline.placement.cluster.core_allocator import call_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE
@@ -300,8 +301,8 @@ class ServeLoader:
     async def remember(self, kept: Decisions) -> None:
         data = json.dumps(asdict(kept)).encode()
         try:
-            await asyncio.to_thread(ray_guard.keep, _key(self._service.application), data)
-        except ray_guard.STORE_ERRORS as error:
+            await asyncio.to_thread(nodes.keep, _key(self._service.application), data)
+        except nodes.STORE_ERRORS as error:
             raise WorkerError(
                 f"cannot store the pinned models in Ray's GCS ({type(error).__name__}); check that the head node is "
                 "up, then retry"
@@ -369,13 +370,13 @@ def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
 
 def _nodes(instance: Instance) -> dict[str, Instance]:
     """Return the living nodes with cores. One of another size counts as the plan's instance, resized."""
-    nodes = {}
+    found = {}
     for node in ray.nodes():
         cores = int(node["Resources"].get(RESOURCE, 0)) if node["Alive"] else 0
         if cores:
             devices = max(1, cores // instance.cores_per_device)
-            nodes[str(node["NodeID"])] = replace(instance, devices=devices)
-    return nodes
+            found[str(node["NodeID"])] = replace(instance, devices=devices)
+    return found
 
 
 async def read_decisions(application: str) -> Decisions:
@@ -388,9 +389,9 @@ async def read_decisions(application: str) -> Decisions:
         WorkerError: the store does not respond, or has data of another format.
     """
     try:
-        data = await asyncio.to_thread(ray_guard.kept, _key(application))
+        data = await asyncio.to_thread(nodes.kept, _key(application))
         return Decisions() if data is None else Decisions(**json.loads(data))
-    except (*ray_guard.STORE_ERRORS, TypeError) as error:
+    except (*nodes.STORE_ERRORS, TypeError) as error:
         raise WorkerError(
             f"cannot read the pinned models from Ray's GCS ({type(error).__name__}); check that the head node is "
             "up, then retry"
@@ -403,7 +404,7 @@ def forget_decisions(application: str) -> None:
     Raises:
         RayError, RuntimeError: the store does not respond.
     """
-    ray_guard.forget(_key(application))
+    nodes.forget(_key(application))
 
 
 def _key(application: str) -> bytes:

@@ -16,7 +16,6 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 import ray
-from ray.experimental import internal_kv
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.cluster import nodes
@@ -29,7 +28,7 @@ from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 NAME = "paceline-core-allocator"
 WORKERS = "paceline-worker-"
 _AT = "@"
-_RECORD, _STORE = b"core-allocator", b"paceline"  # key and namespace in Ray's key-value store
+_RECORD = b"core-allocator"  # its key in Ray's key-value store
 _IDLE_S = 10.0  # between checks whether any core is in use: the processes that used them may have been killed
 _EXIT_S = 60.0  # longer than killing takes: a request received until then would be lost
 
@@ -86,12 +85,12 @@ class RayView:
         return cores_of
 
     def read(self) -> Mapping[str, Any]:
-        text = internal_kv._internal_kv_get(_RECORD, namespace=_STORE)
+        text = nodes.kept(_RECORD)
         record: Mapping[str, Any] = json.loads(text) if text else {}
         return record
 
     def store(self, record: Mapping[str, object]) -> None:
-        internal_kv._internal_kv_put(_RECORD, json.dumps(record).encode(), overwrite=True, namespace=_STORE)
+        nodes.keep(_RECORD, json.dumps(record).encode())
 
 
 class CoreAllocator:

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from paceline.placement.cluster.roles import MAKERS
 from paceline.placement.planning.model_specs import read_fault_policy_entry
 from paceline.placement.planning.yaml_file import FORBID_EXTRA, Flag, Seconds, validate
-from paceline.placement.remote.drafter import DraftTimeouts
-from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
+from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S, DraftTimeouts
 
 
 @dataclass(frozen=True, slots=True)

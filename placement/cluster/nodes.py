@@ -1,4 +1,6 @@
-"""The cluster: joining it, listing its living nodes, finding a node's address, and killing a process on a node."""
+"""The cluster: joining it, listing its living nodes, finding a node's address, killing a process on a node, and storage
+that outlives processes.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import socket
 from contextlib import suppress
 
 import ray
+from ray.experimental import internal_kv  # without public names; Serve and others use it all the same (Ray 2.60)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.errors import PlanError
 from paceline.placement.host import environment, processes
 from paceline.placement.host.processes import Process
-from paceline.placement.remote.channel import Address
+from paceline.placement.remote.protocol import Address
 
 NAMESPACE = "paceline"
 """Ray namespace of all actors of this package."""
@@ -89,3 +92,24 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+_SPACE = b"paceline"  # of the keys
+STORE_ERRORS = (AttributeError, OSError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""Errors of a store that does not respond, or does not exist."""
+
+
+def keep(key: bytes, data: bytes) -> None:
+    """Store data in Ray's GCS, replacing earlier data. Raises one of `STORE_ERRORS`."""
+    internal_kv._internal_kv_put(key, data, namespace=_SPACE)
+
+
+def kept(key: bytes) -> bytes | None:
+    """Return the stored data. Raises one of `STORE_ERRORS`."""
+    data: bytes | None = internal_kv._internal_kv_get(key, namespace=_SPACE)
+    return data
+
+
+def forget(key: bytes) -> None:
+    """Delete the stored data. Raises one of `STORE_ERRORS`."""
+    internal_kv._internal_kv_del(key, namespace=_SPACE)
