@@ -1,9 +1,8 @@
 /* The panel of models: what is loaded, loading and unloading, and which cores each process has. */
 
 import { json } from "./api.js";
-import { button, element } from "./tokens.js";
+import { $, button, element } from "./dom.js";
 
-const $ = id => document.getElementById(id);
 const COLOURS = 8;  // classes in page.css
 const PERIOD_MS = 2000;
 
