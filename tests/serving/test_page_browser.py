@@ -83,7 +83,7 @@ def ask(page: Page, text: str) -> Locator:
     page.fill("#input", text)
     page.press("#input", "Enter")
     page.wait_for_selector("#stop", state="hidden")
-    page.wait_for_selector(".message.assistant:last-child .figures")
+    page.wait_for_selector(".message.assistant:last-child .figures", state="attached")
     return page.locator(".message.assistant").last.locator(".answer")
 
 

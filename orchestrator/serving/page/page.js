@@ -55,7 +55,7 @@ async function loadModels() {
 function bindSettings() {
   for (const name of FIELDS) {
     $(name).value = settings[name];
-    $(name).addEventListener("change", () => set(name, $(name).validity.valid ? $(name).value : ""));
+    $(name).addEventListener("change", () => set(name, $(name).reportValidity() ? $(name).value : ""));
   }
   const colour = () => document.body.classList.toggle("coloured", settings.colours);
   for (const name of BOXES) {
