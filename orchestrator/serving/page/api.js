@@ -11,6 +11,11 @@ export async function json(path, body) {
   return (await request(path, body)).json();
 }
 
+/* The state of every model, by its name: the route answers 503 while one of them is not ready. */
+export async function health() {
+  return (await (await fetch("health")).json()).models;
+}
+
 async function request(path, body, signal) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   const options = { headers, signal };

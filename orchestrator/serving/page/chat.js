@@ -1,10 +1,10 @@
 /* The chat: conversations of this browser, and the answer that is being written. */
 
 import { generate, requestBody } from "./api.js";
+import { $, button, element, keep, kept } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
-import { Acceptance, button, element, emitter, explainTokens, rate, showAcceptance } from "./tokens.js";
+import { Acceptance, emitter, explainTokens, rate, showAcceptance } from "./tokens.js";
 
-const $ = id => document.getElementById(id);
 const STORE = "paceline.chats";
 const MOST_CHATS = 50;
 
@@ -13,7 +13,7 @@ let chats = [], chat, running = null;
 
 export function startChat(given) {
   page = given;
-  chats = restored();
+  chats = kept(STORE, []);
   open(chats[0] || newChat());
   $("new-chat").addEventListener("click", () => { open(newChat()); $("input").focus(); });
   $("composer").addEventListener("submit", event => { event.preventDefault(); send(); });
@@ -36,26 +36,15 @@ export function stop() {
 
 /* ---- conversations */
 
-function restored() {
-  try {
-    return JSON.parse(localStorage.getItem(STORE)) || [];
-  } catch {
-    return [];
-  }
-}
-
 /* Kept without the alternatives of tokens, which are long. The oldest go where the browser has no more room. */
 function save() {
-  const kept = chats.filter(one => one.messages.length || one.system).slice(0, MOST_CHATS);
-  while (kept.length) {
-    try {
-      localStorage.setItem(STORE, JSON.stringify(kept, (name, value) => (name === "top" ? undefined : value)));
-      return;
-    } catch {
-      kept.pop();
-    }
-  }
-  localStorage.removeItem(STORE);
+  const all = chats.filter(one => one.messages.length || one.system).slice(0, MOST_CHATS);
+  const short = all.map(one => ({ ...one, messages: one.messages.map(shortened) }));
+  while (!keep(STORE, short) && short.length) short.pop();
+}
+
+function shortened(message) {
+  return message.tokens ? { ...message, tokens: message.tokens.map(({ top, ...token }) => token) } : message;
 }
 
 function newChat() {
@@ -66,12 +55,13 @@ function newChat() {
 }
 
 function open(one) {
+  $("history").classList.remove("shown");
+  if (one === chat) return;
   stop();
   chat = one;
   $("system").value = chat.system;
   listChats();
   showMessages();
-  $("history").classList.remove("shown");
 }
 
 function listChats() {
@@ -119,7 +109,7 @@ function fill(made, message) {
   const old = made.querySelector(".written"), written = element("div", "", "written");
   const raw = message.tokens.map(token => token.text).join("");
   if (message.reasoning) {
-    const details = element("details", "", "reasoning"), text = element("div", "", "coloured");
+    const details = element("details", "", "reasoning"), text = element("div");
     details.open = old ? old.querySelector("details")?.open ?? true : !message.content;
     emitter(message.reasoning, message.tokens, raw.indexOf(message.reasoning))(text, 0, message.reasoning.length);
     details.append(element("summary", "Reasoning"), text);
@@ -128,7 +118,6 @@ function fill(made, message) {
   const text = element("div", "", message.markdown ? "answer" : "answer raw");
   text.setAttribute("aria-label", "Answer; the arrow keys choose a token");
   text.setAttribute("role", "group");
-  text.classList.toggle("coloured", page.settings.colours);
   text.classList.toggle("waiting", Boolean(message.busy));
   const emit = emitter(message.content, message.tokens, raw.lastIndexOf(message.content));
   if (message.markdown) renderMarkdown(text, message.content, emit);
@@ -140,10 +129,6 @@ function fill(made, message) {
   if (message.figures) written.append(element("p", message.figures, "quiet figures"));
   if (old) old.replaceWith(written);
   else made.append(written);
-}
-
-export function recolour() {
-  for (const answer of document.querySelectorAll(".answer")) answer.classList.toggle("coloured", page.settings.colours);
 }
 
 async function copy(text) {

@@ -10,7 +10,7 @@ from starlette.responses import Response
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _ASSETS = (
     *("page.css", "icon.svg"),
-    *("api.js", "chat.js", "markdown.js", "models.js", "page.js", "race.js", "tokens.js"),
+    *("api.js", "chat.js", "dom.js", "markdown.js", "models.js", "page.js", "race.js", "tokens.js"),
 )
 PATHS = frozenset({"/", *(f"/page/{name}" for name in _ASSETS)})
 """Paths that need no API key."""

@@ -1,11 +1,11 @@
 /* The panel of models: what is loaded, loading and unloading, and which cores each process has. */
 
-import { json } from "./api.js";
-import { button, element } from "./tokens.js";
+import { health, json } from "./api.js";
+import { $, button, element } from "./dom.js";
 
-const $ = id => document.getElementById(id);
 const COLOURS = 8;  // classes in page.css
 const PERIOD_MS = 2000;
+const WORDS = { loading: "loading: weights are read, graphs are compiled" };
 
 let page, timer = 0, failed = "";
 const acting = new Map();  // names of models that are being loaded or unloaded here, with what is done
@@ -24,19 +24,20 @@ async function refresh() {
   } catch (error) {
     reason = error.status === 404 ? "This server has no routes to load and unload models." : error.message;
   }
-  const cards = await page.loadModels();
+  const cards = await page.loadModels(), words = await health().catch(() => ({}));
+  const known = states || Object.keys(words).map(name => ({ name }));
   $("models-state").textContent = failed || reason;
-  $("model-list").replaceChildren(...(states || cards.map(card => ({ name: card.id }))).map(state => {
-    const card = cards.find(one => one.id === state.name);
-    return described(state, card);
+  $("model-list").replaceChildren(...known.map(state => {
+    const what = acting.get(state.name) || words[state.name] || state.state;
+    return described(state, what, cards.find(one => one.id === state.name));
   }));
   $("cores").replaceChildren(...cores(cards));
   if ($("models").open) timer = setTimeout(refresh, PERIOD_MS);
 }
 
-function described(state, card) {
-  const made = element("li"), name = state.name, what = acting.get(name) || state.state || "loaded";
-  made.append(element("strong", name), element("p", `State: ${what}${state.pinned ? ", pinned" : ""}`));
+function described(state, what, card) {
+  const made = element("li"), { name } = state;
+  made.append(element("strong", name), element("p", `State: ${WORDS[what] || what}${state.pinned ? ", pinned" : ""}`));
   if (state.running) made.append(element("p", `${state.running} requests run`, "quiet"));
   if (card) {
     const about = card.paceline, drafts = about.num_spec_tokens;

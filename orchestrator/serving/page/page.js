@@ -1,11 +1,11 @@
 /* The page as a whole: settings of this browser, the theme, which view is shown, and which model is asked. */
 
 import { json, setKey } from "./api.js";
-import { recolour, startChat, stop } from "./chat.js";
+import { startChat, stop } from "./chat.js";
+import { $, keep, kept } from "./dom.js";
 import { startModels } from "./models.js";
 import { offerLanes, startRace, stopRace } from "./race.js";
 
-const $ = id => document.getElementById(id);
 const STORE = "paceline.settings";
 const FIELDS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "k"];
 const BOXES = ["inspect", "colours"];
@@ -16,22 +16,12 @@ const DEFAULTS = {
   race: "Explain how rainbows form, in three short paragraphs.",
 };
 
-const settings = { ...DEFAULTS, ...stored() };
+const settings = { ...DEFAULTS, ...kept(STORE, {}) };
 let models = [];
-
-function stored() {
-  try {
-    return JSON.parse(localStorage.getItem(STORE)) || {};
-  } catch {
-    return {};
-  }
-}
 
 function set(name, value) {
   settings[name] = value;
-  try {
-    localStorage.setItem(STORE, JSON.stringify(settings));
-  } catch { /* the browser keeps nothing */ }
+  keep(STORE, settings);
 }
 
 function notice(text, isError = false) {
@@ -65,12 +55,14 @@ async function loadModels() {
 function bindSettings() {
   for (const name of FIELDS) {
     $(name).value = settings[name];
-    $(name).addEventListener("change", () => set(name, $(name).validity.valid ? $(name).value : ""));
+    $(name).addEventListener("change", () => set(name, $(name).reportValidity() ? $(name).value : ""));
   }
+  const colour = () => document.body.classList.toggle("coloured", settings.colours);
   for (const name of BOXES) {
     $(name).checked = settings[name];
-    $(name).addEventListener("change", () => { set(name, $(name).checked); recolour(); });
+    $(name).addEventListener("change", () => { set(name, $(name).checked); colour(); });
   }
+  colour();
   $("key").addEventListener("change", () => { setKey($("key").value); loadModels(); });
   $("model").addEventListener("change", () => { set("model", $("model").value); offerLanes(models, model()); });
   $("open-parameters").addEventListener("click", () => $("parameters").showModal());

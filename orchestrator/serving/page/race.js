@@ -2,9 +2,9 @@
    run slows another; then all are replayed in time, next to each other. */
 
 import { generate, newSeed, requestBody } from "./api.js";
-import { Acceptance, element, rate } from "./tokens.js";
+import { $, element } from "./dom.js";
+import { Acceptance, rate } from "./tokens.js";
 
-const $ = id => document.getElementById(id);
 const WARM_TOKENS = 8;  // of a run before each lane, so that none pays for graphs and caches alone
 const TOKENS = "160";
 
@@ -92,7 +92,7 @@ function showLanes() {
     const made = element("section", "", "lane"), progress = element("progress");
     progress.setAttribute("aria-label", `Progress of ${lane.name}`);
     lane.box = { made, progress, speed: element("div", "waits", "speed"), note: element("div", "", "quiet") };
-    lane.box.text = element("div", "", "text coloured");
+    lane.box.text = element("div", "", "text");
     lane.box.text.tabIndex = 0;
     lane.box.text.setAttribute("role", "group");
     lane.box.text.setAttribute("aria-label", `Text of ${lane.name}`);

@@ -1,19 +1,6 @@
 /* Tokens: who wrote each, what else was likely, and how many of those drafted were accepted. */
 
-export function element(tag, text = "", kind = "") {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (kind) made.className = kind;
-  return made;
-}
-
-export function button(text, act, label) {
-  const made = element("button", text);
-  made.type = "button";
-  if (label) made.setAttribute("aria-label", label);
-  made.addEventListener("click", act);
-  return made;
-}
+import { $, element } from "./dom.js";
 
 /* Adds ranges of a text, token by token. base: where the text begins in that of all tokens; -1: tokens are not told. */
 export function emitter(text, tokens, base) {
@@ -52,7 +39,7 @@ const ORIGINS = {
 
 /* Shows what is known of a token, under the pointer or chosen with the arrow keys in a focused answer. */
 export function explainTokens(answer, tokens) {
-  const about = document.getElementById("about");
+  const about = $("about");
   let chosen = null;
   const show = piece => {
     if (chosen) chosen.classList.remove("chosen");
