@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from paceline.decoder import environment
 from tests import order
-from tests.decoder.tiny import Workshop
+from tests.decoder.tiny import Workshop, fresh
 from tests.simulation import check_nothing_left, simulated
 
 settings.register_profile("any machine", deadline=None)
@@ -104,6 +104,14 @@ def drawn_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def workshop(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Decoders over small checkpoints, each made once for all tests."""
     return Workshop(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks(workshop: Workshop) -> Iterator[None]:
+    """A model on two ranks stays loaded, and so do their processes: each takes seconds to start."""
+    kept = fresh(workshop.checkpoint(), backend="eager", tp_degree=2)
+    yield
+    kept.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
+from paceline.medusa import checkpoint
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.network import fresh
 from paceline.medusa.tree import Choices
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.protocol import Address, listen
@@ -47,20 +48,31 @@ CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 @dataclass(frozen=True)
 class Home:
-    """Where rows take their parts from: decoders that all tests share, a folder, and what has to be closed again."""
+    """Where rows take their parts from: decoders that all tests share, a folder, and what has to be closed again.
+
+    load     how both models are loaded: arguments of `Workshop.decoder`
+    options  of the generator; a row's own come first
+    known    texts as plain decoding gives them, for rows that know what is right
+    """
 
     workshop: Workshop
     folder: Path
     stack: ExitStack
     slots: int
+    load: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    known: list[list[int]] = field(default_factory=list)
 
     @property
     def target(self) -> SamplingDecoder:
-        return self.workshop.decoder(slots=self.slots)
+        return self.workshop.decoder(slots=self.slots, **self.load)
 
     @property
     def draft(self) -> SamplingDecoder:
-        return self.workshop.decoder("draft", slots=self.slots)
+        return self.workshop.decoder("draft", slots=self.slots, **self.load)
+
+    def generator(self, draft: object, k: Depth | None = None, **own: object) -> SpeculativeGenerator:
+        return SpeculativeGenerator(draft, self.target, k=k, **{**self.options, **own})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -101,14 +113,14 @@ def _given(draft: object, **options: object) -> Callable[[Home, Depth], Speculat
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
         named = draft if isinstance(draft, list) else [draft]
         parts = [home.draft if one == "draft" else one for one in named]
-        return SpeculativeGenerator(parts if isinstance(draft, list) else parts[0], home.target, k=k, **options)  # type: ignore[arg-type]
+        return home.generator(parts if isinstance(draft, list) else parts[0], k, **options)
 
     return make
 
 
 def _own(draft: Callable[[int], object]) -> Callable[[Home, Depth], SpeculativeGenerator]:
     """A drafter object of a depth."""
-    return lambda home, k: SpeculativeGenerator(draft(deepest(k)), home.target, k=k)  # type: ignore[arg-type]
+    return lambda home, k: home.generator(draft(deepest(k)), k)
 
 
 def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], SpeculativeGenerator]:
@@ -117,7 +129,7 @@ def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], Specu
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
         parts = parse_draft([home.draft if one == "draft" else one for one in drafts])
         spec = DraftSpec("choice", options=tuple(options.items()), parts=parts)
-        return SpeculativeGenerator(spec, home.target, k=k)
+        return home.generator(spec, k)
 
     return make
 
@@ -126,7 +138,7 @@ def _choice_of_heads(home: Home, k: Depth) -> SpeculativeGenerator:
     """One of the drafters reads the target's states."""
     heads = eagle_head(home.folder / "eagle 3", home.target, 3, Chain(deepest(k)))
     drafter = ChoiceDrafter([NgramDrafter(deepest(k)), heads], shadow_every=2, choose_by="length")
-    return SpeculativeGenerator(drafter, home.target, k=k)
+    return home.generator(drafter, k)
 
 
 def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
@@ -135,7 +147,7 @@ def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
     names = {(f"w{i}" if i % 3 else f"other{i}"): order[i] for i in range(VOCABULARY)}
     words = {f"w{i}": i for i in range(VOCABULARY)}
     vocabulary = IntersectionVocabMap(words, names, sizes=(VOCABULARY, VOCABULARY))
-    return SpeculativeGenerator(ModelDrafter(home.draft, deepest(k), vocabulary=vocabulary), home.target, k=k)
+    return home.generator(ModelDrafter(home.draft, deepest(k), vocabulary=vocabulary), k)
 
 
 @cache
@@ -145,16 +157,17 @@ def tokenizers() -> TokenizerPair:
 
 
 def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
-    return SpeculativeGenerator(home.draft, home.target, k=k, vocabulary=tokenizers())
+    return home.generator(home.draft, k, vocabulary=tokenizers())
 
 
 def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        target = home.target
+        target, folder = home.target, home.folder / f"medusa {k}"
         sizes = MedusaConfig(max(3, deepest(k)), 1, target.config.hidden_size, VOCABULARY, tied=True)
-        heads = fresh(sizes, target.body.model.head)
-        drafter = MedusaDrafter(heads, target, Choices.chain(deepest(k)) if choices is None else choices)
-        return SpeculativeGenerator(drafter, target, k=k)
+        torch.manual_seed(0)
+        checkpoint.save(folder, sizes, {name: torch.randn(size) * 0.2 for name, size in sizes.shapes().items()})
+        tree = Choices.chain(deepest(k)) if choices is None else choices
+        return home.generator(MedusaDrafter.from_pretrained(folder, target, tree=tree), k)
 
     return make
 
@@ -162,7 +175,7 @@ def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGener
 def _eagle(version: int, draft_tree: Callable[[int], DraftTree]) -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
         folder = home.folder / f"eagle {version}"
-        return SpeculativeGenerator(eagle_head(folder, home.target, version, draft_tree(deepest(k))), home.target, k=k)
+        return home.generator(eagle_head(folder, home.target, version, draft_tree(deepest(k))), k)
 
     return make
 
@@ -184,7 +197,7 @@ def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
     drafter = RemoteDrafter(contract, DrafterEndpoint(address, secret))
     home.stack.callback(drafter.close)
     assert drafter.wait_until_up(30)
-    return SpeculativeGenerator(drafter, home.target, k=k)
+    return home.generator(drafter, k)
 
 
 ROWS: dict[str, Row] = {
@@ -207,7 +220,7 @@ ROWS: dict[str, Row] = {
     "retokenize": Row("retokenizing", _retokenizing),
     "list: ngram, retokenize": Row(
         "fallback",
-        lambda home, k: SpeculativeGenerator(["ngram", home.draft], home.target, k=k, vocabulary=tokenizers()),
+        lambda home, k: home.generator(["ngram", home.draft], k, vocabulary=tokenizers()),
     ),
     "Medusa chain": Row("medusa", _medusa(None)),
     "Medusa tree": Row("medusa", _medusa(CHOICES), depths=(3,)),

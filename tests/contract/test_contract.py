@@ -1,4 +1,7 @@
-"""What every drafter promises, over every drafter: see the rows in `tests.contract.drafters`."""
+"""What every drafter promises, over every drafter: see the rows in `tests.contract.drafters`.
+
+That no token changes: `tests/equality/test_matrix.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
 from tests.fakes import rebuild
+from tests.sampled import texts
 
 Asked = dict[str, Any]
 Make = Callable[..., tuple[SpeculativeGenerator, Sampler]]
@@ -82,10 +86,6 @@ def run(sampler: Sampler, prompts: list[list[int]], asked: Asked) -> GenerationR
     made = sampler.sample(prompts, return_dict=True, **{"max_new_tokens": NEW, **asked})
     assert isinstance(made, GenerationResult)
     return made
-
-
-def texts(result: GenerationResult) -> list[list[int]]:
-    return [line[:length].tolist() for line, length in zip(result.sequences, result.lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -145,44 +145,6 @@ def test_several_outputs_of_a_prompt_read_it_once(make: Make, monkeypatch: pytes
     reads.clear()
     assert found == texts(run(target, PROMPTS[:1], asked)) and len(set(map(str, found))) == 3
     assert len(reads) == 3
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_the_tokens_are_those_of_plain_decoding(make: Make, row: Row, slots: int) -> None:
-    """Every setting at every depth; half of the pairs in a batch, the others alone."""
-    drafted = 0
-    for place, k in enumerate(row.depths):
-        generator, target = make(k, slots=slots)
-        for number, setting in enumerate(SETTINGS.values()):
-            if slots == 1 and len(row.depths) > 1 and (place + number) % 2:
-                continue
-            prompts = PROMPTS if slots > 1 else PROMPTS[:1]
-            assert texts(run(generator, prompts, setting)) == plain(target, prompts, setting), (k, setting)
-            drafted += generator.statistics.num_draft_tokens
-    assert drafted or slots == 1 or not row.drafts
-
-
-def test_a_text_ends_where_plain_decoding_ends_it(make: Make) -> None:
-    """Inside a window: at an eos id of the first text, at a stop string, at either limit."""
-    generator, target = make()
-    tokenizer, prompts = bytes_merged(80), [PROMPTS[0], PROMPTS[3]]
-    first = plain(target, prompts, COOL)[0][len(prompts[0]) :]
-    word = next(piece for token in first[2:] if (piece := tokenizer.decode([token])).strip("\ufffd "))
-    asked: list[Asked] = [{"eos_token_id": first[place]} for place in (1, 3)]
-    asked += [{"stop_strings": [word], "tokenizer": tokenizer}, {"max_new_tokens": 1}, {"max_new_tokens": 6}]
-    asked += [{"sequence_length": len(prompts[1]) + 2}]
-    for limits in asked:
-        result = run(generator, prompts, {**COOL, **limits})
-        assert texts(result) == plain(target, prompts, {**COOL, **limits}), limits
-        assert result.finish_reasons[0] == ("stop" if {"eos_token_id", "stop_strings"} & set(limits) else "length")
-
-
-def test_a_request_may_do_without(make: Make) -> None:
-    generator, target = make()
-    for opted in ([True, False, True, False], False):
-        asked = {**COOL, "max_new_tokens": 6, "use_speculation": opted}
-        assert texts(run(generator, PROMPTS, asked)) == plain(target, PROMPTS, {**COOL, "max_new_tokens": 6})
-    assert generator.statistics.num_draft_tokens == 0
 
 
 def test_slots_change_hands_and_nothing_is_left(make: Make) -> None:

@@ -1,14 +1,16 @@
-"""Prefix caching changes no token, whoever drafts: prompts that begin alike, in a call and after it."""
+"""Prefix caching: prompts that begin alike, in a call and after it. Every drafter has it in the equality matrix."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder, GenerationResult, SpeculativeGenerator
 from paceline.decoder.read_prompts import ReadPrompt, ReadPrompts
@@ -29,30 +31,27 @@ def texts(sampler: Sampler, prompts: list[list[int]], asked: dict[str, Any]) -> 
     return [line[:length].tolist() for line, length in zip(made.sequences, made.lengths, strict=True)]
 
 
-def caching(generator: SpeculativeGenerator) -> SpeculativeGenerator:
-    """The same with prefix caching."""
-    generator.config = generator.config.model_copy(update={"prefix_caching": True})
-    generator.engine.kept = generator.target.read_prompts
-    return generator
+Calls = Sequence[tuple[list[list[int]], dict[str, Any]]]
 
 
-_KNOWN: dict[bool, list[list[int]]] = {}
+def hits_of(calls: Calls, generator: SpeculativeGenerator) -> int:
+    """Tokens of prompts that were not read in these calls, each of which has the tokens of plain decoding."""
+    plain, hits = SpeculativeGenerator(None, generator.target), 0
+    wanted = [texts(plain, prompts, asked) for prompts, asked in calls]
+    for (prompts, asked), lines in zip(calls, wanted, strict=True):
+        assert texts(generator, prompts, asked) == lines
+        assert generator.statistics.prefix_cache_queries == sum(map(len, prompts))
+        hits += generator.statistics.prefix_cache_hits
+    return hits
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_tokens_are_those_of_plain_decoding(name: str, workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ngram", "model, fused", "EAGLE 3 static tree"])
+def test_prompts_are_evicted_and_found_again(name: str, workshop: Workshop, tmp_path: Path) -> None:
     """Half of them greedy, then the others, sampled, which find some of the first in their slots."""
     with ExitStack() as stack:
-        home, row = Home(workshop, tmp_path, stack, 4), ROWS[name]
-        generator, hits = caching(row.make(home, row.depths[-1])), 0
-        for sampled, prompts in ((False, PROMPTS[:5]), (True, PROMPTS[3:])):
-            asked = SAMPLED if sampled else {}
-            if sampled not in _KNOWN:  # the same for every row
-                _KNOWN[sampled] = texts(home.target, prompts, asked)
-            assert texts(generator, prompts, asked) == _KNOWN[sampled]
-            assert generator.statistics.prefix_cache_queries == sum(map(len, prompts))
-            hits += generator.statistics.prefix_cache_hits
-        assert hits >= 6 * CHUNK
+        home, row = Home(workshop, tmp_path, stack, 4, options={"prefix_caching": True}), ROWS[name]
+        generator = row.make(home, row.depths[-1])
+        assert hits_of([(PROMPTS[:5], {}), (PROMPTS[3:], SAMPLED)], generator) >= 6 * CHUNK
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
@@ -86,6 +85,7 @@ def test_shared_rows_have_the_bits_of_rows_that_are_read(workshop: Workshop) -> 
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), backend
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_a_divided_model_copies_on_every_rank(workshop: Workshop) -> None:
     shape: dict[str, Any] = {"n_positions": [POSITIONS], "context_length_estimate": [CHUNK], "amp": "f32"}
     target = AutoDecoder.from_pretrained(workshop.checkpoint(), batch_size=4, tp_degree=2, backend="eager", **shape)
@@ -119,3 +119,28 @@ def test_the_slot_of_the_longest_prefix_is_taken_unless_much_is_lost() -> None:
     assert kept.rows(2) == 6
     kept.begin(last=None, holder=me)
     assert kept.find((1, 2, 9, 9, 9, 9), None) is None
+
+
+@pytest.mark.full
+def test_prompts_of_several_chunks_in_a_batch_of_16_over_128_000_ids(tmp_path: Path) -> None:
+    """Of two texts of 400 ids, more requests than there are slots have 300 and more; others come between them."""
+    size, chunk, slots = 128_000, 128, 16
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, tie_word_embeddings=True, **shape
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(tmp_path)
+    target = AutoDecoder.from_pretrained(
+        tmp_path, batch_size=slots, n_positions=[512], context_length_estimate=[32, chunk], amp="f32", backend="eager"
+    )
+    draw = random.Random(1)
+    ids = [draw.choices(range(size), k=100) * 4 for _ in range(2)]  # n-grams find them again
+    many = [[*ids[i % 2][: 300 + 2 * i], size - 1 - i] for i in range(slots + 4)]
+    between = [draw.choices(range(size), k=310), ids[0][:130], many[0], [5, 6], ids[1]]
+    generator = SpeculativeGenerator("ngram", target, k=2, prefix_caching=True)
+    hits = hits_of([(many, {}), (between, SAMPLED)], generator)
+    assert hits >= (len(many) - 2) * 2 * chunk + chunk + 2 * chunk

@@ -43,10 +43,8 @@ class Guard:
         return run
 
 
-@pytest.mark.parametrize(("k", "setting"), list(zip([1, 4, 8], SETTINGS, strict=True)))
-def test_no_window_crosses_the_border_of_a_bucket(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, setting: str
-) -> None:
+def test_no_window_crosses_the_border_of_a_bucket(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, setting = 8, "hot and cut"
     options = {"batch_size": 2, "context_length_estimate": 8}
     single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), SETTINGS[setting], new=100)
     assert {len(text) for text in single} == {64}
@@ -76,7 +74,7 @@ def test_compile_makes_the_graphs_of_every_bucket(
     generator = SpeculativeGenerator(draft, target, k=k, exact=exact, fused=fused)
     generator.compile()
     made = [dict(decoder._steps) for decoder in (draft, target)]
-    for length, setting in zip((1, 1, 1, 5, 9, 14, 15, 30, 40, 63), cycle(SETTINGS.values()), strict=False):
+    for length, setting in zip((1, 5, 14, 15, 30, 63), cycle(SETTINGS.values()), strict=False):
         generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **setting)
     assert [decoder._steps for decoder in (draft, target)] == made
 

@@ -135,7 +135,9 @@ def test_it_decodes_like_the_checkpoint_as_it_is(wide: Path) -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", ["prefill", "window, tree", "verify, reject, drawn"])
+@pytest.mark.parametrize(
+    "name", ["window, tree", *(pytest.param(n, marks=pytest.mark.full) for n in ("prefill", "verify, reject, drawn"))]
+)
 def test_steps_over_it_are_graphs(original: Path, name: str) -> None:
     """A compiler is given the bytes, and the operators that widen them."""
     decoder = AutoDecoder.from_pretrained(

@@ -22,6 +22,8 @@ from paceline.draft.vocab_map import VocabMap
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
+pytestmark = pytest.mark.full  # no backend of CPUs compiles
+
 SLOTS, NODES, WIDTH = 4, 3, 5
 CHAIN, TREE, GROWN = DraftShape.chain(NODES), (-1, -1, 0), DraftShape(NODES, 3, dynamic=True)
 FORBIDDEN = {

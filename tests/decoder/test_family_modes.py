@@ -1,6 +1,4 @@
-"""Families of every choice, whole and on two ranks: ways to draft give plain decoding's tokens, greedy and sampled.
-
-A family takes three ways of seven, so chosen that any two meet in two families or three.
+"""Families of every choice on two ranks, each way to draft in one of them; others meet in the equality matrix.
 
 The wanted tokens are those of the whole model on one rank. Sums of partial products are rounded otherwise than a whole
 product, so that equal tokens are what is to be expected but at a near-tie; modes of one degree do not differ at all.
@@ -55,21 +53,15 @@ class Divided:
 
 
 @pytest.fixture(scope="module", params=DIFFERENT)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Divided]:
+def family(
+    two_ranks: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Divided]:
     folders = save_pair(tmp_path_factory.mktemp("family"), request.param)
     whole, whole_draft = (load(one, 1) for one in folders)
     target, draft = (load(one, 2) for one in folders)
     yield Divided(whole, target, whole_draft, draft, {setting: tokens(whole, setting) for setting in SETTINGS})
     draft.close()
     target.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A divided model that stays loaded keeps the processes of its ranks alive for all families."""
-    kept = load(save_pair(tmp_path_factory.mktemp("kept"), "qwen2")[0], 2)
-    yield
-    kept.close()
 
 
 Make = Callable[[Divided, SamplingDecoder, Path], SpeculativeGenerator]
@@ -103,7 +95,7 @@ MODES: dict[str, Make] = {
 }
 
 
-CASES = [(name, list(MODES)[(row + more) % len(MODES)]) for row, name in enumerate(DIFFERENT) for more in (0, 1, 3)]
+CASES = list(zip(DIFFERENT, MODES, strict=False))
 
 
 def test_plain_decoding(family: Divided) -> None:

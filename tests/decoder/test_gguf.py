@@ -99,6 +99,7 @@ def test_columns_and_rows_may_begin_inside_of_a_block(tmp_path: Path, kind: Kind
                 assert torch.equal(source.read_range(name, (first, last), dim=1), whole[:, first:last])
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_ranks_in_processes_give_the_same_tokens(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), Kind.Q4_1)
     divided = loaded(path, tp_degree=2)

@@ -1,9 +1,7 @@
-"""Prompts of every length up to the last position, rows of unequal length, heads on other families, porters' names."""
+"""Prompts of every length up to the last position, rows of unequal length, porters' names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import CheckpointError, ContextError
 from paceline.decoder import steps
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from paceline.eagle.tree import Chain, DynamicTree
-from tests.decoder import headed
 from tests.decoder.families import save_pair
 from tests.fakes_models import POSITIONS, V, load, network, saved
 
@@ -57,33 +53,6 @@ def test_texts_that_begin_at_every_edge(target: SamplingDecoder, judge: LlamaFor
         assert row[len(prompt) : length].tolist() == exact.argmax(-1).tolist()
     with pytest.raises(ContextError):
         target.sample([TEXT], max_new_tokens=1)
-
-
-HEADS: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
-    "medusa": headed.medusa,
-    "eagle 1": partial(headed.eagle, version=1, draft_tree=lambda: Chain(2)),
-    "eagle 3": partial(headed.eagle, version=3, draft_tree=lambda: DynamicTree(5, depth=2, width=2)),
-}
-
-
-ON = [(kind, family) for family in ("qwen3", "phi3") for kind in HEADS]
-ON += [("medusa", family) for family in ("gemma3", "mixtral")]
-ON += [("eagle 1", family) for family in ("gpt2", "opt")]
-ON += [("eagle 3", family) for family in ("bloom", "gemma2", "qwen3 moe")]
-
-
-@pytest.mark.parametrize(("kind", "family"), ON)
-def test_heads_on_other_families_keep_the_tokens(tmp_path: Path, kind: str, family: str) -> None:
-    folder, _ = save_pair(tmp_path / "pair", family)
-    decoder = AutoDecoder.from_pretrained(
-        folder, batch_size=2, amp="f32", backend="eager", context_length_estimate=[16]
-    )
-    prompts = [[5, 9, 13, 5, 9], [40, 3]]
-    generator = HEADS[kind](decoder, tmp_path / "heads")
-    for asked in ({}, {"do_sample": True, "temperature": 0.8, "seed": 2}):
-        plain = decoder.sample(prompts, max_new_tokens=20, **asked)
-        assert torch.equal(generator.sample(prompts, max_new_tokens=20, **asked), plain)  # type: ignore[arg-type]
-        assert generator.statistics.num_draft_tokens > 0
 
 
 def test_every_name_of_transformers_neuronx_has_a_family() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder import steps
@@ -15,9 +15,7 @@ from paceline.decoder.kernels import cache_rows
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
-from paceline.eagle.tree import DynamicTree
 from tests.decoder import tiny
-from tests.eagle import heads
 
 FORMATS = list(cache_rows.CACHE_DTYPES)
 PROMPTS = [[5, 9, 13, 5, 9], [40, 2]]
@@ -28,13 +26,6 @@ LONG = [(7 * i) % tiny.VOCABULARY for i in range(41)]  # three chunks
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("target")
     tiny.network().save_pretrained(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("draft")
-    tiny.network(layers=1).save_pretrained(made)
     return made
 
 
@@ -111,38 +102,7 @@ def test_a_rows_bits_do_not_depend_on_its_window(form: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-def _modes(target: SamplingDecoder, small: SamplingDecoder, prompts: list[list[int]]) -> None:
-    for asked in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
-        plain = target.sample(prompts, max_new_tokens=24, **asked)
-        for who, fused in ((small, True), (small, False), ("ngram", None)):
-            generator = SpeculativeGenerator(who, target, k=3, fused=fused)
-            assert torch.equal(generator.sample(prompts, max_new_tokens=24, **asked), plain)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_mode_gives_the_tokens_of_plain_decoding(folder: Path, draft: Path, form: str) -> None:
-    target, small = (load(each, amp="f32", kv_cache_dtype=form) for each in (folder, draft))
-    assert target.body.caches[0][0].dtype is cache_rows.CACHE_DTYPES[form]
-    _modes(target, small, PROMPTS)
-
-
-def test_trees_give_the_tokens_of_plain_decoding(folder: Path, tmp_path: Path) -> None:
-    """Of a random head: nodes are verified beside each other, and an accepted path is moved with its scales."""
-    target = load(folder, amp="f32", kv_cache_dtype="fp8_e5m2")
-    made = heads.drafter(tmp_path, target, 3, DynamicTree(6, depth=3, width=3))
-    generator = SpeculativeGenerator(made, target)
-    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=24), target.sample(PROMPTS, max_new_tokens=24))
-    assert generator.statistics.num_accepted_tokens > 0
-
-
-def test_compiled_graphs_keep_the_tokens(folder: Path, draft: Path) -> None:
-    target, small = (load(each, "native", kv_cache_dtype="fp8_e4m3") for each in (folder, draft))
-    generator = SpeculativeGenerator(small, target, k=3)
-    for asked in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
-        plain = target.sample([LONG, PROMPTS[0]], max_new_tokens=24, **asked)
-        assert torch.equal(generator.sample([LONG, PROMPTS[0]], max_new_tokens=24, **asked), plain)
-
-
+@pytest.mark.usefixtures("two_ranks")
 def test_a_model_on_two_ranks_gives_the_tokens_of_one(folder: Path) -> None:
     one = load(folder, amp="f32", kv_cache_dtype="int8")
     two = load(folder, amp="f32", kv_cache_dtype="int8", tp_degree=2)

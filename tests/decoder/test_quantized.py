@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.kernels.protocol import CachePosition
@@ -22,7 +22,6 @@ from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
 from paceline.neuron.kernels import TraceableKernels
 from tests.decoder import families, gguf_files, tiny
-from tests.decoder.headed import HEADED
 
 FORMATS = list(WeightFormat)
 FLOATS8 = [WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2]
@@ -38,14 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose matrices have rows of whole blocks."""
     made = tmp_path_factory.mktemp("blocks")
     tiny.network("blocks").save_pretrained(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without its last layer."""
-    made = tmp_path_factory.mktemp("draft")
-    tiny.network("blocks", layers=1).save_pretrained(made)
     return made
 
 
@@ -182,37 +173,6 @@ def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: i
         name = f"model.layers.0.{name}.weight"
         joined = torch.cat([part[name].dequantize() for part in parts], dim)
         assert torch.equal(joined, whole[name].dequantize())
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_every_mode_gives_the_tokens_of_plain_decoding(
-    folder: Path, draft: Path, form: WeightFormat, backend: str
-) -> None:
-    if backend == "native" and form not in (WeightFormat.INT8, WeightFormat.Q4_1, WeightFormat.FP8_E4M3):
-        pytest.skip("one format of each kind is compiled: the kernels are the same")
-    target = load(folder, backend, quantization=form.value)
-    small = load(draft, backend, quantization=form.value)
-    for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
-        plain = target.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options)
-        modes = ((small, True), (small, False), ("ngram", None))
-        if backend == "native" and form is not WeightFormat.INT8:
-            modes = modes[:1]  # the graphs differ from those of int8 in their products alone
-        for who, fused in modes:
-            generator = SpeculativeGenerator(who, target, k=3, fused=fused)
-            assert torch.equal(generator.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options), plain)
-
-
-@pytest.mark.parametrize("form", ["int8", "q4_0"])
-@pytest.mark.parametrize("name", ["medusa", "eagle 1, chain", "eagle 3, dynamic tree"])
-def test_heads_of_a_quantised_target_keep_its_tokens(folder: Path, tmp_path: Path, form: str, name: str) -> None:
-    """EAGLE-1 borrows the quantised output layer, and each of them the embedding."""
-    target = load(folder, quantization=form)
-    generator = HEADED[name](target, tmp_path)
-    for own in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
-        asked = {"max_new_tokens": 20, **own}
-        assert torch.equal(generator.sample([[5, 6, 7, 5]], **asked), target.sample([[5, 6, 7, 5]], **asked))
-    assert generator.statistics.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_K"])

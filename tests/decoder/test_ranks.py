@@ -137,8 +137,15 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
     assert drafted[0] == drafted[1], "the same is drafted on every degree"
 
 
-@pytest.mark.parametrize("kind", ["biased", "llama 3", "one key head"])
-@pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
+@pytest.mark.parametrize(
+    ("kind", "gqa"),
+    [
+        ("biased", "all-gather-heads"),
+        ("llama 3", "replicated-heads"),
+        ("one key head", "all-gather-heads"),
+        ("one key head", "replicated-heads"),
+    ],
+)
 def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDecoder, kind: str, gqa: str) -> None:
     """The tiny kinds have 2 K/V heads, or 1; "biased" and "llama 3" have biases, and tied tables."""
     degree = target.options.layout.degree

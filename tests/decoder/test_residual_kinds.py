@@ -61,6 +61,7 @@ def test_a_residual_of_few_ids_is_the_same_token_in_every_kind(greedy: bool) -> 
         assert all(map(torch.equal, made, (path, count, token))), kind
 
 
+@pytest.mark.full  # a cost of graphs for Neuron
 @pytest.mark.parametrize(("kind", "passes", "topk"), [("greedy", 32, 0), ("top-k", 30, 1), ("full", 90, 2)])
 def test_a_residual_costs_what_its_kind_costs(kind: SamplingKind, passes: int, topk: int) -> None:
     """In rows of the vocabulary, for a chain of four: the ratio tests and the residual, without the probabilities."""

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
+from tests.decoder import families
 
 VOCABULARY = 96
 POSITIONS = 128
@@ -85,10 +86,13 @@ class Workshop:
         self._made: dict[tuple[object, ...], SamplingDecoder] = {}
 
     def checkpoint(self, role: str = "target", kind: str = "grouped", *, seed: int = 0) -> Path:
-        """Folder of a tiny checkpoint; ``role`` is "target" or "draft"."""
+        """Folder of a tiny checkpoint. ``role``: "target" or "draft"; ``kind``: of `KINDS` or `families.FAMILIES`."""
         folder = self._folder / f"{kind} {seed}"
         if not folder.exists():
-            save_pair(folder, kind, seed=seed)
+            if kind in families.FAMILIES:
+                families.save_pair(folder, kind)
+            else:
+                save_pair(folder, kind, seed=seed)
         return folder / role
 
     def decoder(
@@ -100,11 +104,13 @@ class Workshop:
         slots: int = 4,
         kind: str = "grouped",
         seed: int = 0,
+        **more: object,
     ) -> SamplingDecoder:
-        """A decoder, shared by all tests that ask for the same."""
-        wishes = (role, backend, amp, slots, kind, seed)
+        """A decoder, shared by all tests that ask for the same. ``more``: other options of loading."""
+        wishes = (role, backend, amp, slots, kind, seed, repr(sorted(more.items())))
         if wishes not in self._made:
-            made = fresh(self.checkpoint(role, kind, seed=seed), backend=backend, amp=amp, batch_size=slots)
+            options = {"batch_size": slots, **more}
+            made = fresh(self.checkpoint(role, kind, seed=seed), backend=backend, amp=amp, **options)  # type: ignore[arg-type]
             made.on_graph = lambda _event: None
             self._made[wishes] = made
         return self._made[wishes]
@@ -118,9 +124,9 @@ class Workshop:
 
 
 def fresh(
-    folder: Path, *, backend: str = "native", amp: str = "f32", batch_size: int | list[int] = 1
+    folder: Path, *, backend: str = "native", amp: str = "f32", batch_size: int | list[int] = 1, **more: object
 ) -> SamplingDecoder:
     """A decoder of its own, in the shapes all tests share."""
     return AutoDecoder.from_pretrained(
-        folder, backend=backend, amp=amp, batch_size=batch_size, context_length_estimate=[CHUNK]
+        folder, backend=backend, amp=amp, batch_size=batch_size, context_length_estimate=[CHUNK], **more
     )

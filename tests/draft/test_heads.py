@@ -97,13 +97,12 @@ def test_every_committed_token_is_read_at_its_row(workshop: Workshop, reads: Fea
     assert proposals[0] == proposals[1] == proposals[2]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
 @pytest.mark.parametrize(("k", "fused"), [(3, True), (3, False), ((0, 1, 3), None)])
 @pytest.mark.parametrize("kind", ["cache", "features", "parallel"])
 def test_a_new_head_changes_no_token(
-    workshop: Workshop, kind: str, k: int | tuple[int, ...], fused: bool | None, sampling: dict[str, object]
+    workshop: Workshop, kind: str, k: int | tuple[int, ...], fused: bool | None
 ) -> None:
-    target = workshop.decoder(slots=2)
+    target, sampling = workshop.decoder(slots=2), {"do_sample": True, "temperature": 0.8, "seed": 3}
     reads = FeatureSpec((0, 1)) if kind == "features" else None
     head = OffsetHead(target) if kind == "parallel" else CountingHead(target, reads=reads)
     drafter = HeadDrafter(head, target, 3)

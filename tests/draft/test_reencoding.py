@@ -51,8 +51,10 @@ def drafter(draft: TableDecoder, k: int, ours: object, theirs: object, **given: 
     return Watched(draft, k, tokenizers=TokenizerPair(target=theirs, draft=ours), **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("heat", HEATS)
-@pytest.mark.parametrize(("ours", "theirs"), [(COARSE, FINE), (FINE, COARSE), (MARKED, COARSE), (COARSE, MARKED)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "heat"),
+    [(COARSE, FINE, HEATS[0]), (FINE, COARSE, HEATS[1]), (MARKED, COARSE, HEATS[2]), (COARSE, MARKED, HEATS[1])],
+)
 def test_tokens_are_those_of_plain_decoding(
     ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast, heat: dict
 ) -> None:
@@ -68,9 +70,10 @@ def test_tokens_are_those_of_plain_decoding(
     assert not source._texts and maker.statistics.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("heat", HEATS)
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize(("ours", "theirs"), [(COARSE, FINE), (FINE, COARSE), (MARKED, COARSE)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "slots", "heat"),
+    [(COARSE, FINE, 1, HEATS[0]), (FINE, COARSE, 2, HEATS[1]), (MARKED, COARSE, 2, HEATS[2])],
+)
 def test_a_draft_that_knows_the_text_is_accepted(
     ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast, slots: int, heat: dict
 ) -> None:
@@ -107,9 +110,8 @@ def test_a_draft_with_a_token_for_the_beginning_reads_it() -> None:
     assert source._texts[0].cached[:1] == [1] and 1 not in source._texts[0].cached[1:]
 
 
-@pytest.mark.parametrize("heat", HEATS[:2])
-def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -> None:
-    asked = {"max_new_tokens": 90, "eos_token_id": [], **heat}
+def test_a_text_longer_than_the_draft_s_context_goes_on_without_it() -> None:
+    asked = {"max_new_tokens": 60, "eos_token_id": [], **HEATS[1]}
     prompts = [COARSE.encode(CORPUS[0]), COARSE.encode(CORPUS[1]), COARSE.encode(CORPUS[0] * 5)]
     target = decoder(COARSE)
     source = drafter(decoder(FINE, reach=48), 3, FINE, COARSE)

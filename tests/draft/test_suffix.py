@@ -133,8 +133,7 @@ TARGET = table(V, seed=0, spread=2.5)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 5}])
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("slots", "heat"), [(1, {}), (2, {"do_sample": True, "seed": 5})])
 def test_chains_of_drafters_change_no_token(slots: int, heat: dict) -> None:
     plain = TableDecoder(TARGET, slots=slots, kv_buckets=(32, 64)).sample(PROMPTS, max_new_tokens=50, **heat)
     for first in ("suffix", "ngram", SuffixDrafter(5, max_cached_tokens=64), lambda text: text[-2:]):

@@ -44,7 +44,12 @@ EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EAGLE_HEADS)
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(DEGREES[number % 2], name) for number, name in enumerate(EAGLE_HEADS)],
+    indirect=["target"],
+    scope="module",
+)
 def test_eagle(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str) -> None:
     """A head that is divided, one that every rank has all of, and one rank draft the same."""
     version, draft_tree, setting, changes = EAGLE_HEADS[name]
@@ -59,6 +64,7 @@ def test_eagle(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name
     assert all(one == drafted[0] for one in drafted)
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_an_eagle_head_on_two_ranks(workshop: Workshop, tmp_path: Path) -> None:
     """Whole heads of queries and of keys on each; nothing is filled up."""
     target, found = load(workshop, 2), []

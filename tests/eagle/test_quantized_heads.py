@@ -15,7 +15,7 @@ from paceline.decoder.weights.quantize import PackedMatrix, quantize
 from paceline.eagle import checkpoint
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead
-from paceline.eagle.tree import Chain, DynamicTree
+from paceline.eagle.tree import Chain
 from tests.decoder import tiny
 from tests.eagle import heads
 
@@ -78,13 +78,3 @@ def test_its_matrices_are_those_of_the_file_quantised(folder: Path, tmp_path: Pa
     qkv = torch.cat([made.weights[f"layer.self_attn.{side}_proj.weight"] for side in "qkv"])
     for name, weight in (("fc", made.weights["fc.weight"]), ("qkv", qkv), ("head", made.weights["lm_head.weight"])):
         assert torch.equal(getattr(head, name).dequantize(), quantize(weight, WeightFormat.INT8).dequantize())
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_compiled_ones_keep_the_tokens(folder: Path, tmp_path: Path, version: int) -> None:
-    target = load(folder, "native", quantization="int8")
-    tree = DynamicTree(5, depth=2, width=2) if version == 3 else Chain(2)
-    generator = SpeculativeGenerator(heads.drafter(tmp_path, target, version, tree), target)
-    asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9, "seed": 3}
-    assert torch.equal(generator.sample(PROMPT, **asked), target.sample(PROMPT, **asked))
-    assert generator.statistics.num_draft_tokens > 0

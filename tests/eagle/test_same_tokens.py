@@ -62,14 +62,6 @@ def test_vocabularies_of_every_size_draft_ids_of_the_target(workshop: Workshop, 
     assert seen and seen <= set(made.head.ids.tolist())
 
 
-def test_processors_take_the_host_verifier_and_keep_the_tokens(workshop: Workshop, tmp_path: Path) -> None:
-    target = workshop.decoder(slots=1)
-    for draft_tree in GROWTHS:
-        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target)
-        ours = generator.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3)
-        assert torch.equal(ours, target.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3))
-
-
 def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: Workshop, tmp_path: Path) -> None:
     """A head that was only observed for a while drafts as one that was asked all the time."""
     target = workshop.decoder(slots=1)

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from paceline import GenerationResult, SpeculativeGenerator
 from paceline.generator import Sampler, SamplingDecoder
 from tests.decoder.tiny import VOCABULARY
+from tests.sampled import texts as texts  # for those who compare what `run` gives
 
 Setting = dict[str, object]
 NEW = 20
@@ -52,11 +53,6 @@ def run(sampler: Sampler, setting: Setting, *, prompts: list[list[int]] = PROMPT
     made = sampler.sample(prompts, max_new_tokens=new, return_dict=True, **setting)  # type: ignore[arg-type]
     assert isinstance(made, GenerationResult)
     return made
-
-
-def texts(result: GenerationResult) -> list[list[int]]:
-    """The texts, without padding."""
-    return [row[:length].tolist() for row, length in zip(result.sequences, result.lengths, strict=True)]
 
 
 def plain(

@@ -57,9 +57,8 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
         assert_rolled_back(result)
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])  # 4 is compiled above, and 0 is plain decoding
-def test_the_pair_at_every_depth_alone_and_in_a_ragged_batch(prompts: list[list[int]], k: int) -> None:
-    """Plain PyTorch, which compiles nothing: each text by itself, and all together."""
+def test_the_pair_alone_and_in_a_ragged_batch(prompts: list[list[int]]) -> None:
+    k = 8
     for slots, texts_of, setting in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
         draft, target = (
             AutoDecoder.from_pretrained(

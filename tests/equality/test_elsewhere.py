@@ -1,13 +1,12 @@
 """What goes wrong in other implementations of speculative decoding, asked of this one.
 
 Seen in transformers 5.24.0's assisted generation: criteria and stop strings are asked once a block, and a draft model
-is changed for good. In openvino-genai 2026.4.1.0: with a draft, sampling is off the target's law from the second token
-on, even where the draft is a copy of the target, and `min_new_tokens` fails with an end inside a block.
+is changed for good. In openvino-genai 2026.4.1.0: `min_new_tokens` fails with an end inside a block; and with a draft,
+sampling is off the target's law from the second token on (`tests/target`).
 """
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,18 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, near, table
 from tests.fakes_models import load, network, saved
 
 V = 12
 TARGET = table(V, seed=3, spread=1.5)
 DRAFT = near(TARGET, seed=4, spread=0.3)
-SMALL = table(3, seed=1, spread=1.0)
 
 
 def pair(acceptor: str = "match", *, slots: int = 1, draft: torch.Tensor = DRAFT) -> SpeculativeGenerator:
     return SpeculativeGenerator(
         TableDecoder(draft, slots=slots), TableDecoder(TARGET, slots=slots), k=4, acceptor=acceptor
     )
-
-
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_the_first_three_tokens_have_the_target_s_law(acceptor: str) -> None:
-    """With a draft that is the target. Three tokens of each of 768 seeds, against the law that is computed."""
-    size, rows = len(SMALL), 128
-    law = torch.zeros(size, size, size)
-    for a, b, c in product(range(size), repeat=3):
-        chances = [SMALL[1, 2].softmax(-1)[a], SMALL[2, a].softmax(-1)[b], SMALL[a, b].softmax(-1)[c]]
-        law[a, b, c] = chances[0] * chances[1] * chances[2]
-    made = SpeculativeGenerator(
-        TableDecoder(SMALL, slots=16),
-        TableDecoder(SMALL, slots=16),
-        k=3,
-        acceptor=acceptor,
-    )
-    seen = torch.zeros_like(law)
-    for call in range(6):
-        texts = made.sample([[1, 2]], n=rows, do_sample=True, seed=call, max_new_tokens=3, eos_token_id=[])
-        for a, b, c in texts[:, 2:].tolist():
-            seen[a, b, c] += 1
-    assert float((seen / seen.sum() - law).abs().sum()) / 2 < 0.15
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -68,17 +43,6 @@ def test_a_criterion_is_asked_at_every_token_with_a_draft_that_is_nearly_the_tar
     texts, text = seen(pair())
     assert [len(one) for one in texts] == list(range(3, 14)) and text == texts[-1]
     assert (texts, text) == seen(SpeculativeGenerator(None, TableDecoder(TARGET)))
-
-
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_rows_are_those_of_the_row_alone_after_they_accepted_differently(acceptor: str) -> None:
-    prompts, seeds = [[1, 2], [3, 4], [5, 6], [7, 8]], [11, 12, 13, 14]
-    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": []}
-    together = pair(acceptor, slots=4).sample(prompts, seed=seeds, return_dict=True, **asked)
-    assert isinstance(together, GenerationResult)
-    for prompt, seed, row in zip(prompts, seeds, together.sequences.tolist(), strict=True):
-        assert pair(acceptor).sample([prompt], seed=[seed], **asked)[0].tolist() == row
-    assert 0 < together.statistics.num_accepted_tokens < together.statistics.num_draft_tokens
 
 
 @pytest.mark.parametrize("drawn", [False, True])

@@ -1,6 +1,6 @@
-"""The headline property: with one seed, every way of decoding gives the same tokens.
+"""What a text does not depend on, beyond the matrix: its batch, its place in the queue, narrower graphs.
 
-f32 throughout; bf16 and f16 are in test_formats.py, the demo pair in test_demo.py.
+And where equality needs one width of graphs, or is that of a seed alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import pytest
 from paceline import SpeculativeGenerator
 from paceline.core.sampling import row_seed
 from tests.decoder.tiny import Workshop, fresh
-from tests.equality.settings import NEW, PROMPTS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
-
-BACKENDS = ["eager", "native"]
-SPAN = [0, 1, 4, 8]
+from tests.equality.settings import PROMPTS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
 
 
 class Expected(dict[tuple[str, str], list[list[int]]]):
@@ -33,30 +30,8 @@ def expected(workshop: Workshop) -> Expected:
     return Expected(workshop)
 
 
-def drafts(kind: str, workshop: Workshop, backend: str, known: list[list[int]]) -> object:
-    if kind == "model":
-        return workshop.decoder("draft", backend=backend)
-    return "ngram" if kind == "ngram" else stumbling(known)
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
-@pytest.mark.parametrize("k", SPAN)
-@pytest.mark.parametrize("backend", ["native"])  # eager: tests/contract
-def test_speculation_gives_the_tokens_of_plain_decoding(
-    workshop: Workshop, expected: Expected, backend: str, k: int, kind: str, setting: str
-) -> None:
-    target, known = workshop.decoder(backend=backend), expected[backend, setting]
-    result = run(SpeculativeGenerator(drafts(kind, workshop, backend, known), target, k=k), SETTINGS[setting])  # type: ignore[arg-type]
-    assert texts(result) == known
-    if k == 0:
-        assert result.statistics.num_draft_tokens == 0
-    elif kind != "ngram":
-        assert_rolled_back(result)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_text_does_not_depend_on_the_batch_it_is_in(
     workshop: Workshop, expected: Expected, backend: str, setting: str
 ) -> None:
@@ -68,19 +43,13 @@ def test_a_text_does_not_depend_on_the_batch_it_is_in(
         assert texts(run(generator, alone, prompts=[prompt])) == [expected[backend, setting][row]]
 
 
-def test_the_backends_agree(expected: Expected) -> None:
-    for setting in SETTINGS:
-        assert expected["eager", setting] == expected["native", setting]
-
-
 def test_the_laws_and_the_seeds_give_different_texts(workshop: Workshop, expected: Expected) -> None:
     seen = [expected["eager", setting] for setting in SETTINGS]
     seen += [plain(workshop.decoder(), {**SETTINGS["cool"], "seed": 12})]
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "setting"), [("eager", "greedy"), ("native", "hot and cut")])
 def test_rounds_without_a_proposal_may_take_a_narrower_graph(
     workshop: Workshop, expected: Expected, backend: str, setting: str
 ) -> None:
@@ -118,20 +87,6 @@ def test_decoding_to_the_last_position(workshop: Workshop) -> None:
         assert texts(run(SpeculativeGenerator(draft, target, k=k), SETTINGS["cool"], new=1000)) == known
 
 
-def test_an_eos_id_inside_a_round_ends_the_text_where_plain_decoding_ends_it(
-    workshop: Workshop, expected: Expected
-) -> None:
-    draft, target = workshop.pair()
-    for place in range(0, NEW, 3):  # of every place: test_stopping
-        text = expected["eager", "cool"][0]
-        setting = {**SETTINGS["cool"], "eos_token_id": text[len(PROMPTS[0]) + place]}
-        known = plain(target, setting)
-        assert known[0] == text[: text.index(setting["eos_token_id"], len(PROMPTS[0])) + 1]
-        result = run(SpeculativeGenerator(draft, target, k=4), setting)
-        assert texts(result) == known
-        assert result.finish_reasons[0] == "stop"
-
-
 def test_a_model_that_drafts_for_itself_is_always_accepted(workshop: Workshop) -> None:
     target = workshop.decoder()
     own = fresh(workshop.checkpoint("target"), batch_size=4)
@@ -139,3 +94,37 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(workshop: Workshop) -
         for k in (1, 4):
             statistics = run(SpeculativeGenerator(own, target, k=k), setting, new=k * 5 + 1).statistics
             assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("amp", "k"), [("bf16", 4), ("f16", 1)])
+def test_eager_at_one_width(workshop: Workshop, amp: str, k: int, setting: str) -> None:
+    """Near-ties are common in 16 bits. On the native kernels all widths give the same bits: the matrix has them."""
+    draft, target = workshop.pair(amp=amp)
+    known = plain(target, SETTINGS[setting], width=k + 1)
+    for source in (draft, "ngram", stumbling(known)):
+        assert texts(run(SpeculativeGenerator(source, target, k=k), SETTINGS[setting])) == known  # type: ignore[arg-type]
+
+
+def test_native_gives_one_text_at_every_width(workshop: Workshop) -> None:
+    target = workshop.decoder(backend="native", amp="bf16")
+    for setting in SETTINGS.values():
+        assert plain(target, setting) == plain(target, setting, width=1) == plain(target, setting, width=5)
+
+
+def test_the_formats_give_different_texts(workshop: Workshop) -> None:
+    seen = [plain(workshop.decoder(amp=amp), SETTINGS["cool"], new=100) for amp in ("f32", "bf16", "f16")]
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_rejection_gives_the_same_text_for_the_same_seed(workshop: Workshop, backend: str, setting: str) -> None:
+    draft, target = workshop.pair(backend=backend)
+    generator = SpeculativeGenerator(draft, target, k=4, acceptor="reject")
+    once, twice = (run(generator, SETTINGS[setting]) for _ in range(2))
+    assert texts(once) == texts(twice)
+    assert_rolled_back(once)
+    if setting != "greedy":
+        other = run(generator, {**SETTINGS[setting], "seed": 99})
+        assert texts(other) != texts(once)

@@ -14,27 +14,12 @@ from tests.equality.settings import NEW, PROCESSORS, PROMPTS, SETTINGS, Growing,
 ONE = PROMPTS[:1]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if "memory" not in name])
-def test_processors_in_a_batch(workshop: Workshop, name: str, kind: str, setting: str) -> None:
-    draft, target = workshop.pair()
-    asked: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}
-    known = plain(target, asked)
-    drafts = {"model": draft, "ngram": "ngram", "lift": stumbling(known)}
-    result = run(SpeculativeGenerator(drafts[kind], target, k=4), asked)  # type: ignore[arg-type]
-    assert texts(result) == known
-    assert known != plain(target, SETTINGS[setting]), "the processor changes nothing, so this shows nothing"
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("k", [1, 2, 8])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_processors_one_text_at_a_time(workshop: Workshop, name: str, k: int, setting: str) -> None:
-    target = workshop.decoder()
-    asked: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}
+@pytest.mark.parametrize(("k", "setting"), list(zip([1, 2, 8], SETTINGS, strict=True)))
+def test_a_processor_with_a_memory(workshop: Workshop, k: int, setting: str) -> None:
+    target, make = workshop.decoder(), PROCESSORS["both and one with a memory"]
+    asked: Setting = {**SETTINGS[setting], **make()}
     known = plain(target, asked, prompts=ONE)
-    again: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}  # a processor with a memory starts afresh
+    again: Setting = {**SETTINGS[setting], **make()}  # it starts afresh
     assert texts(run(SpeculativeGenerator(stumbling(known), target, k=k), again, prompts=ONE)) == known
 
 
@@ -52,8 +37,7 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
     assert seen.seen == [text[: len(ONE[0]) + i] for i in range(NEW)]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("by", ["id", "string", "criterion"])
+@pytest.mark.parametrize(("by", "setting"), list(zip(["id", "string", "criterion"], SETTINGS, strict=True)))
 def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, setting: str) -> None:
     """Two texts, one after the other, and one processor that remembers what it saw of both."""
     target, prompts = workshop.decoder(slots=1), PROMPTS[:2]
@@ -102,25 +86,3 @@ def test_a_list_of_processors_is_one_processor_after_the_other(workshop: Worksho
     together = LogitsProcessorList([Growing()])
     known = plain(target, {"logits_processor": [Growing()]}, prompts=ONE)
     assert plain(target, {"logits_processor": together}, prompts=ONE) == known
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Workshop, setting: str) -> None:
-    draft, target = workshop.pair()
-    asked: Setting = {**SETTINGS[setting], "output_scores": True}
-    known, result = run(target, asked), run(SpeculativeGenerator(draft, target, k=4), asked)
-    assert texts(result) == texts(known) == plain(target, SETTINGS[setting])
-    assert known.logprobs is not None and result.logprobs is not None
-    for ours, theirs in zip(result.logprobs, known.logprobs, strict=True):
-        assert len(ours) == NEW
-        assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_processors_under_compiled_graphs(workshop: Workshop) -> None:
-    draft, target = workshop.pair(backend="native")
-    for name, make in PROCESSORS.items():
-        for setting in SETTINGS.values():
-            asked: Setting = {**setting, **make()}
-            known = plain(workshop.decoder(), asked, prompts=ONE)
-            again: Setting = {**setting, **make()}
-            assert texts(run(SpeculativeGenerator(draft, target, k=4), again, prompts=ONE)) == known, name

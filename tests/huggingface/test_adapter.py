@@ -287,6 +287,7 @@ def test_slots_are_exchanged_on_a_compiled_graph(both: Both) -> None:
         assert torch.equal(new[:, :, :64], old[[2, 2, 0], :, :64])
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_beams_of_a_model_on_two_ranks(both: Both) -> None:
     decoder = AutoDecoder.from_pretrained(
         both.folder, batch_size=6, n_positions=64, context_length_estimate=[8, 16], amp="f32", backend="eager",

@@ -130,15 +130,6 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS) and {key for key, _ in target._steps} == made
 
 
-def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
-    draft, target = workshop.pair(backend="native", amp="bf16")
-    ladder = (0, 4)  # its graphs are those of the tests of formats
-    plain = target.sample(PROMPTS, max_new_tokens=40)
-    made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)
-    assert torch.equal(made.sequences, plain)
-    assert set(made.statistics.draft_lengths) <= set(ladder)
-
-
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict) -> None:

@@ -1,19 +1,18 @@
-"""A tiny network decoded here and by transformers, as an independent judge of caches, processors and scores."""
+"""A tiny network decoded here and by transformers, as an independent judge of caches and scores."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor, SuppressTokensLogitsProcessor
 
-from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
+from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.decoder import steps
-from paceline.outputs import GenerationResult
 from tests.fakes_models import V, generated, load, logits_of, network, saved
 from tests.orchestrator.drafting import coin
+from tests.sampled import run, texts
 
 PROMPTS = [[5, 9, 13, 5, 9], [40], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}
@@ -32,47 +31,6 @@ def folders(judge: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
         for parameter in draft.parameters():
             parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     return saved(judge, root / "target"), saved(draft, root / "draft")
-
-
-def run(g: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
-    result = g.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
-    return result
-
-
-def texts(result: GenerationResult) -> list[list[int]]:
-    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
-
-
-@pytest.mark.parametrize("k", [0, 1, 4])
-def test_greedy_texts_are_those_of_transformers(folders: tuple[Path, Path], judge: LlamaForCausalLM, k: int) -> None:
-    wanted = [generated(judge, prompt, max_new_tokens=12) for prompt in PROMPTS]
-    for slots in (1, 2):
-        generator = SpeculativeGenerator(load(folders[1], slots=slots), load(folders[0], slots=slots), k=k)
-        assert texts(run(generator, PROMPTS, max_new_tokens=12)) == wanted
-
-
-@pytest.mark.parametrize("k", [1, 4, 8])
-@pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_a_network_that_drafts_for_itself_is_always_accepted(
-    folders: tuple[Path, Path], acceptor: str, asked: dict[str, object], k: int
-) -> None:
-    generator = SpeculativeGenerator(load(folders[0]), load(folders[0]), k=k, acceptor=acceptor)
-    done = run(generator, PROMPTS[:1], max_new_tokens=1 + 2 * (k + 1), **asked)
-    assert done.statistics.num_draft_tokens == 2 * k
-    assert done.statistics.num_accepted_tokens == 2 * k
-
-
-@pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_gives_bitwise_the_tokens_of_plain_decoding_at_that_width(
-    folders: tuple[Path, Path], asked: dict[str, object]
-) -> None:
-    wide = SpeculativeGenerator(None, load(folders[0]), k=0, verify_width=5)
-    wanted = wide.sample(PROMPTS[:1], max_new_tokens=40, **asked)
-    for source in (load(folders[1]), NgramDrafter(4), "ngram"):
-        done = run(SpeculativeGenerator(source, load(folders[0]), k=4), PROMPTS[:1], max_new_tokens=40, **asked)
-        assert torch.equal(done.sequences, wanted)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -103,36 +61,6 @@ def test_the_draft_s_cache_is_that_of_the_text_too(folders: tuple[Path, Path]) -
     tokens = torch.tensor([text[at : at + 1]], dtype=torch.int32)
     got = steps.window(draft, tokens, torch.tensor([at], dtype=torch.int32), bucket=draft.bucket_for(at + 1))[0]
     torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
-
-
-PROCESSED = [{"repetition_penalty": 1.4}, {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2}]
-
-
-@pytest.mark.parametrize("asked", PROCESSED, ids=str)
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_processors_see_each_position_as_in_transformers(
-    folders: tuple[Path, Path], judge: LlamaForCausalLM, asked: dict[str, object], acceptor: str
-) -> None:
-    wanted = [generated(judge, prompt, max_new_tokens=14, **asked) for prompt in PROMPTS[:2]]
-    for source in (load(folders[1], slots=2), None):
-        rule = "match" if source is None else acceptor
-        generator = SpeculativeGenerator(source, load(folders[0], slots=2), k=3, acceptor=rule)
-        assert texts(run(generator, PROMPTS[:2], max_new_tokens=14, **asked)) == wanted
-
-
-def test_custom_processors_are_called_once_per_token_with_its_text(folders: tuple[Path, Path]) -> None:
-    seen: list[list[int]] = []
-
-    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(ids[0].tolist())
-        scores[:, ids[0, -1]] = -torch.inf  # no token twice in a row; writes into what it got
-        return scores
-
-    generator = SpeculativeGenerator(load(folders[1]), load(folders[0]), k=4)
-    done = run(generator, PROMPTS[:1], max_new_tokens=20, logits_processor=[processor])
-    text = texts(done)[0]
-    assert [s for s in seen if len(s) < len(text)] == [text[:size] for size in range(5, len(text))]
-    assert all(a != b for a, b in pairwise(text[4:]))
 
 
 def test_forbidden_tokens_never_come_even_if_drafted(folders: tuple[Path, Path], judge: LlamaForCausalLM) -> None:
@@ -166,9 +94,3 @@ def test_scores_are_the_log_softmax_of_the_processed_logits(
             if "repetition_penalty" in asked:
                 line = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([text[:at]]), line)
             assert logprob == pytest.approx(float(line.log_softmax(-1)[0, text[at]]), abs=1e-4)
-
-
-def test_asking_for_scores_changes_no_token(folders: tuple[Path, Path]) -> None:
-    generator = SpeculativeGenerator(load(folders[1], slots=2), load(folders[0], slots=2), k=3)
-    made = [texts(run(generator, PROMPTS, max_new_tokens=10, output_scores=s, **SAMPLED)) for s in (False, True)]
-    assert made[0] == made[1]

@@ -8,9 +8,9 @@ import pytest
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import oracle
+from tests.sampled import run, texts
 
 V, N = 12, 24
 TARGET = table(V, seed=3, spread=2.0)
@@ -22,25 +22,17 @@ def target(slots: int = 1) -> TableDecoder:
     return TableDecoder(TARGET, slots=slots, kv_buckets=(N,))
 
 
-def run(g: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
-    result = g.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
-    return result
-
-
-def texts(result: GenerationResult) -> list[list[int]]:
-    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
-
-
 def whole(prompt: list[int]) -> list[int]:
     """All positions filled."""
     return texts(run(SpeculativeGenerator(None, target()), [prompt]))[0]
 
 
 @pytest.mark.parametrize("drafter", ["self", "oracle", "ngram", "none"])
-@pytest.mark.parametrize("new", [None, 1, 2, 3, 5, 6, 40])
-@pytest.mark.parametrize("length", [None, 6, 7, 13, N])
+@pytest.mark.parametrize(
+    ("new", "length"), [(None, None), (1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13)]
+)
 def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
+    """At, before and behind the border of a round of five tokens; where either limit comes first."""
     prompt = LONG[:5]
     k = 4
     sources = {
@@ -55,8 +47,8 @@ def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> 
     assert done.finish_reasons == ["length"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 16, 17, N - 6, N - 5, N - 4, N - 2, N - 1])
-@pytest.mark.parametrize("k", [0, 1, 4, 30])
+@pytest.mark.parametrize("size", [1, 8, 9, 17, N - 5, N - 1])
+@pytest.mark.parametrize("k", [0, 4, 30])
 def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
     for source in (target(), NgramDrafter(max(k, 1)), None):
         done = run(Checked(source, target(), k=k), [LONG[:size]])
@@ -64,7 +56,7 @@ def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
         assert done.lengths == [N]
 
 
-@pytest.mark.parametrize("size", range(1, N))
+@pytest.mark.parametrize("size", [1, 6, 7, 8, 9, 10, 11, N - 1])
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
 def test_a_draft_of_short_context_stops_drafting_and_the_text_goes_on(size: int, acceptor: str) -> None:
     draft = TableDecoder(TARGET, kv_buckets=(10,))

@@ -16,8 +16,7 @@ TARGET = table(V, seed=0, spread=2.0)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 
 
-@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 3}])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(("alpha", "heat"), [(0.0, {}), (0.6, {"do_sample": True, "seed": 3}), (1.0, {})])
 def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha), for drafts of any quality."""
     k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
@@ -27,7 +26,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
     ):
         target = TableDecoder(TARGET, slots=4, kv_buckets=(512,))
         made = Checked(draft, target, k=k, acceptor=SyntheticAcceptance(alpha))
-        made.sample(PROMPTS, max_new_tokens=400, **heat)
+        made.sample(PROMPTS, max_new_tokens=400 if 0 < alpha < 1 else 60, **heat)
         assert made.statistics.tokens_per_round == pytest.approx(wanted, rel=0.12)
         assert not made.statistics.lossless
         assert made.statistics.to_dict()["acceptor"] == "synthetic"

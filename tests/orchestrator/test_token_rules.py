@@ -15,7 +15,6 @@ from tests.fakes import TableDecoder, table
 
 V = 12
 TARGET = table(V, seed=7, spread=2.0)
-MODES: list[tuple[object, dict[str, object]]] = [(None, {}), ("ngram", {"k": 3}), ("suffix", {"k": 2})]
 SETTINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0, "seed": 3}]
 
 
@@ -38,15 +37,12 @@ def by_hand(setting: dict[str, object], presence: float, frequency: float, bias:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
-@pytest.mark.parametrize(("draft", "options"), MODES, ids=["plain", "ngram", "suffix"])
-def test_penalties_and_bias_are_those_of_the_api_in_every_mode(
-    draft: object, options: dict[str, object], setting: dict[str, object]
-) -> None:
+def test_penalties_and_bias_are_those_of_the_api(setting: dict[str, object]) -> None:
     bias = {3: 1.5, 5: -100.0}
     asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **setting}
-    text = sampled(draft, options=options, **asked).sequences[0].tolist()  # type: ignore[attr-defined]
+    text = sampled(**asked).sequences[0].tolist()  # type: ignore[attr-defined]
     assert text == by_hand(setting, 0.7, 0.4, bias)
-    assert text != sampled(draft, options=options, **setting).sequences[0].tolist()  # type: ignore[attr-defined]
+    assert text != sampled(**setting).sequences[0].tolist()  # type: ignore[attr-defined]
     assert 5 not in text[2:]
 
 

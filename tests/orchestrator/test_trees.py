@@ -80,26 +80,6 @@ class Orchard(Drafter):
         return row
 
 
-@pytest.mark.parametrize("reads", [None, FeatureSpec(), FeatureSpec((0, 2))], ids=["tokens", "last", "layers"])
-@pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_tree_never_changes_the_text(
-    workshop: Workshop, backend: str, grown: bool, reads: FeatureSpec | None
-) -> None:
-    amp = "bf16" if backend == "native" else "f32"  # there, trees have the bits of a chain
-    if backend == "native" and (grown, reads) not in ((False, None), (True, FeatureSpec((0, 2)))):
-        pytest.skip("compiled once for each kind of tree, and once with states; Medusa's tests read the last state")
-    target = workshop.decoder(backend=backend, amp=amp)
-    for heat in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}):
-        plain = target.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
-        texts = [row[:length].tolist() for row, length in zip(plain.sequences, plain.lengths, strict=True)]
-        orchard = Orchard(texts, grown=grown, reads=reads)
-        made = SpeculativeGenerator(orchard, target).sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
-        assert torch.equal(made.sequences, plain.sequences)
-        assert made.statistics.tau > 1.5
-        assert made.statistics.num_accepted_tokens_per_pos[3] > 0
-
-
 @pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
 def test_the_cache_is_the_committed_prefix_after_every_tree(grown: bool) -> None:
     target = TableDecoder(table(VOCABULARY, seed=3, spread=2.0), slots=4)
@@ -107,16 +87,6 @@ def test_the_cache_is_the_committed_prefix_after_every_tree(grown: bool) -> None
     checked = Checked(Orchard(plain.tolist(), grown=grown), target)
     assert torch.equal(checked.sample(PROMPTS, max_new_tokens=40, do_sample=True, seed=1), plain)
     assert checked.statistics.tau > 1.5
-
-
-@pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
-def test_processors_see_plain_decoding_through_a_tree(workshop: Workshop, grown: bool) -> None:
-    target = workshop.decoder()
-    plain = target.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
-    maker = SpeculativeGenerator(Orchard(plain.tolist(), grown=grown, reads=FeatureSpec()), target)
-    made = maker.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
-    assert torch.equal(made, plain)
-    assert maker.statistics.tau > 1.5
 
 
 def test_features_are_the_states_that_predicted_the_tokens(workshop: Workshop) -> None:

@@ -17,7 +17,6 @@ from paceline.core.drafter_statistics import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.draft.suffix import SuffixDrafter
-from paceline.outputs import GenerationResult
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.protocol import Address, listen
 from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
@@ -25,6 +24,7 @@ from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, working_ahead
 from tests.placement.served import serving
+from tests.sampled import run, texts
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
@@ -45,16 +45,6 @@ def remote(
     )
     assert not wait or made.wait_until_up(30)
     return made
-
-
-def run(generator: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
-    result = generator.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
-    return result
-
-
-def texts(result: GenerationResult) -> list[list[int]]:
-    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 
 
 def target(slots: int = 1) -> TableDecoder:
@@ -223,7 +213,8 @@ def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitS
 
 @pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 1.2, "seed": 3}])
 def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
-    draft = stack.enter_context(closing(remote(stack.enter_context(closing(Forked(tmp_path, ahead=True))))))
+    supervisor = stack.enter_context(closing(Forked(tmp_path, ahead=True)))
+    draft = stack.enter_context(closing(remote(supervisor, timeouts=PATIENT)))
     calm = {"max_new_tokens": 45, **asked}
     there, found = Checked(draft, target()), [list(prompt) for prompt in PROMPTS]
     for event in there.stream(PROMPTS, **calm):

@@ -55,7 +55,7 @@ def drafts() -> dict[str, dict[str, Any]]:
     return made
 
 
-FEW = ("eagle3, dynamic tree", "suffix, draft")
+FEW = ("eagle3, dynamic tree",)
 """What `make test` asks."""
 CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in NAMES]
 

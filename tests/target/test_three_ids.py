@@ -2,8 +2,8 @@
 
 A bias that hides among many ids is seen here. The case is one of vLLM's (issue #54282): noise shared between a drafted
 token and the ratio test of rejection sampling gave 63.0 % to an id that must have 60.0 %. The rules are called as
-functions, round after round on what they committed; and a quarter as many trials go through the real rounds and
-verifier.
+functions, round after round on what they committed; and a quarter as many trials of trees go through the real rounds
+and verifier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, misfit
 from tests.target.table_head import TableHead, TableTreeDrafter
-from tests.target.three_tokens import K, model, three_tokens
+from tests.target.three_tokens import K, three_tokens
 
 TRIALS = 131_072
 FIRST = 7  # position of the first token
@@ -144,11 +144,10 @@ def test_noise_that_the_ratio_test_shares_with_the_draft_is_seen(monkeypatch: py
 
 SLOTS = TRIALS // 4
 ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[], Drafter]]] = {
-    "match, coupled model": (Match(), lambda: model(SLOTS, drawn=False, logits=DRAFT.expand(3, 3, 3))),
     "match, static tree": (Match(), lambda: TableTreeDrafter(DRAFT, STATIC, SLOTS)),
     "match, dynamic tree": (Match(), lambda: TableTreeDrafter(DRAFT, DYNAMIC, SLOTS)),
-    "reject, drawn model": (Reject(), lambda: model(SLOTS, drawn=True, logits=DRAFT.expand(3, 3, 3))),
 }
+"""Trees; chains through rounds are in `test_table_laws.py`."""
 
 
 def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
