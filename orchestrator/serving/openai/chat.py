@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
     CountField,
-    GuidedFields,
     IgnoredFields,
     ModelField,
     ResponseFormat,
@@ -18,6 +17,7 @@ from paceline.serving.openai.fields import (
     StreamFields,
     Strict,
     StructuredOutputs,
+    StructureFields,
     one_structure,
     refuse_strict_by_choice,
 )
@@ -115,7 +115,7 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     """Answer a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins over it."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -172,15 +172,10 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
         _ = self.structured  # refused here where it is given twice
-        if self.guided is not None and self.tool_choice not in (None, "none", "auto"):
+        if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("structured_outputs and its like do not go with calls that tool_choice demands")
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
-
-    @property
-    def candidates(self) -> int:
-        """Texts that are generated."""
-        return self.n
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -210,4 +205,4 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return one_structure(self.response_format, self.guided)
+        return one_structure(self.response_format, self.structured_outputs)

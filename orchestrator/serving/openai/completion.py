@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
     CountField,
-    GuidedFields,
     IgnoredFields,
     ModelField,
     ResponseFormat,
@@ -17,6 +16,7 @@ from paceline.serving.openai.fields import (
     StopField,
     StreamFields,
     StructuredOutputs,
+    StructureFields,
     TokenId,
     one_structure,
     only,
@@ -36,7 +36,7 @@ def _not_empty(value: Prompt) -> Prompt:
     return value
 
 
-class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     """Continue prompts. A request without a seed gets one when it is read, so that its answer can be resumed."""
 
     prompt_field: ClassVar[str] = "prompt"
@@ -50,7 +50,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     max_tokens: Annotated[int, Field(ge=1, description="at least 1")] = DEFAULT_TOKENS
     stop: StopField = []
     n: CountField = 1
-    best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
     echo: Annotated[bool, Field(description="true or false")] = False
     suffix: Annotated[str, only(""), Field(description="empty; nothing is inserted before a suffix")] = ""
     logprobs: Annotated[
@@ -64,10 +63,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         _ = self.structured  # refused here where it is given twice
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
-        if self.stream and (self.best_of or self.n) > self.n:
-            raise ValueError("best_of above n cannot be streamed, since the best are known at the end")
         return self
 
     @field_validator("logprobs")
@@ -84,11 +79,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
-
-    @property
-    def candidates(self) -> int:
-        """Texts that are generated for each prompt; the best n are shown."""
-        return self.n if self.best_of is None else self.best_of
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -108,4 +98,4 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return one_structure(self.response_format, self.guided)
+        return one_structure(self.response_format, self.structured_outputs)

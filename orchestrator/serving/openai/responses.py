@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.fields import (
-    GuidedFields,
     ModelField,
     SamplingFields,
     Strict,
+    StructureFields,
     only,
     refuse_unstreamed,
     validated,
@@ -109,7 +109,7 @@ class TextFormat(Strict):
     strict: bool = False
 
 
-class TextOptions(Strict):
+class ResponseTextConfig(Strict):
     """Of the answer's text."""
 
     format: TextFormat = TextFormat(type="text")
@@ -131,7 +131,7 @@ class ResponsesStreamOptions(Strict):
     include_usage: bool = True
 
 
-class ResponsesRequest(SamplingFields, GuidedFields):
+class ResponsesRequest(SamplingFields, StructureFields):
     """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
 
     prompt_field: ClassVar[str] = "input"
@@ -148,9 +148,9 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         Literal["none", "auto", "required"] | NamedFunction | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
     ] = None
-    text: Annotated[TextOptions, Field(description="an object with a format, and no other verbosity than medium")] = (
-        TextOptions()
-    )
+    text: Annotated[
+        ResponseTextConfig, Field(description="an object with a format, and no other verbosity than medium")
+    ] = ResponseTextConfig()
     reasoning: Annotated[
         ReasoningOptions, Field(description="an object with an effort, and without summary: reasoning is given whole")
     ] = ReasoningOptions()
@@ -194,7 +194,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         if not messages:
             raise RefusedError(400, "input holds nothing that the model reads", param="input")
         fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        fields |= {name: getattr(self, name) for name in GuidedFields.model_fields}
+        fields |= {name: getattr(self, name) for name in StructureFields.model_fields}
         form = self.text.format
         schema = {"name": form.name, "schema": form.schema_ or {}} if form.type == "json_schema" else None
         choice = self.tool_choice
