@@ -103,7 +103,7 @@ check: setup
 	PYTHON=$(BIN)/python scripts/check
 
 bench: setup
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/paceline bench --target examples/pycode/target --draft examples/pycode/draft --prompts examples/pycode/prompts.jsonl
 
 # docs/results.md: run every benchmark it shows (about an hour), then make its tables and charts.
 measure: setup

@@ -14,40 +14,15 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from paceline.text.chat import chat_ids
-from paceline.text.tokenizer import load_tokenizer
-
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pycode"
 
 
-def prompts(count: int) -> list[str]:
-    """The demo prompts, spread over the file."""
-    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    return rows[:: max(1, len(rows) // count)][:count]
-
-
 def prompt_ids(count: int) -> list[list[int]]:
-    """The same, as the target reads them."""
+    """The demo prompts, spread over the file, as the target reads them."""
+    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    return [tokenizer(prompt).input_ids for prompt in prompts(count)]
-
-
-def chat_rows(model: Path, count: int) -> tuple[list[str], list[list[int]]]:
-    """The prompts of examples/smollm2 in the model's chat template, the first ``count`` of each category.
-
-    -> the category of each, and its ids
-    """
-    tokenizer = load_tokenizer(model)
-    seen: dict[str, int] = {}
-    categories, rows = [], []
-    for line in (ROOT / "examples" / "smollm2" / "prompts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        seen[row["category"]] = seen.get(row["category"], 0) + 1
-        if seen[row["category"]] <= count:
-            categories.append(row["category"])
-            rows.append(chat_ids(tokenizer, [{"role": "user", "content": row["prompt"]}]))
-    return categories, rows
+    return [tokenizer(prompt).input_ids for prompt in rows[:: max(1, len(rows) // count)][:count]]
 
 
 def facts() -> dict[str, object]:

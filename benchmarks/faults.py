@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
@@ -42,7 +42,6 @@ from ray._private.ray_constants import PROCESS_TYPE_RAYLET  # what a node calls 
 from ray.cluster_utils import Cluster
 
 from benchmarks.fault_clients import GIVE_UP_S, Client, Stream, Whole
-from benchmarks.fault_record import Outcome, Record, outcome, table
 from benchmarks.service_processes import count_processes, descendants, is_stopped, memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
@@ -53,6 +52,73 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.serving.listener import ListeningSocket
 from paceline.serving.ray_app import application
 from paceline.serving.settings import ApiSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row of the table; see `benchmarks.faults`."""
+
+    fault: str
+    streams: int
+    equal: int
+    typed: int
+    broken: int
+    different: int
+    pause_s: float
+    whole_s: float
+    unanswered: int | None = None
+    left: int | None = None
+
+
+def outcome(fault: str, ended: Sequence[Stream], wanted: Sequence[str], whole: Whole) -> Outcome:
+    """How streams ended, against their texts without a fault."""
+    equal = sum(stream.text == text and not stream.error for stream, text in zip(ended, wanted, strict=True))
+    typed, broken = (sum(stream.error == kind for stream in ended) for kind in ("typed", "broken"))
+    pause = max((stream.pause_s for stream in ended), default=0.0)
+    different = len(ended) - equal - typed - broken
+    return Outcome(
+        fault, len(ended), equal, typed, broken, different, round(pause, 1), round(whole.seconds, 1), whole.unanswered
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The rows for a page, under the names that it has for processes."""
+    lines = [
+        "| fault | same text | error object | broken | longest pause, s | whole again, s | ready, no answer | left |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        names = one.fault.replace("model:big", "replica").replace("allocator", "core allocator")
+        same = f"{one.equal} of {one.streams}" + (f" ({one.different} another)" if one.different else "")
+        pause = None if one.broken == one.streams else one.pause_s  # of streams that went on after it
+        numbers = (one.typed, one.broken, pause, one.whole_s, one.unanswered, one.left)
+        cells = " | ".join("-" if number is None else str(number) for number in numbers)
+        lines.append(f"| {names} | {same} | {cells} |")
+    return "\n".join(lines)
+
+
+class Record:
+    """What this run saw, and earlier ones where there is a file. ``limit_s``: seconds after which no fault is begun."""
+
+    def __init__(self, file: Path | None, limit_s: float) -> None:
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        self._file, self._end = file, time.monotonic() + limit_s
+        self.outcomes = [Outcome(**json.loads(line)) for line in lines]
+
+    def is_open(self, fault: str, streams: int) -> bool:
+        """Whether it is to be tried now."""
+        known = {(one.fault, one.streams) for one in self.outcomes}
+        return (fault, streams) not in known and time.monotonic() < self._end
+
+    def note(self, rows: Sequence[Outcome]) -> None:
+        """Take down what was seen."""
+        self.outcomes.extend(rows)
+        for row in rows:
+            print(row, flush=True)
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(asdict(row)) + "\n")
+
 
 KINDS = ("model:big", "draft", "ingress", "controller", "allocator", "lifecycle")
 PROXY = "proxy"

@@ -24,6 +24,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -32,67 +33,25 @@ import gguf
 import torch
 from common import publish
 from gguf_writer import write_gguf
+from shapes import POSITIONS, SHAPES, TEXT, distinct, random_model, window
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
-from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.adapter import CACHE_FIELD
-from paceline.target.verifier import CompiledVerifier
 
 Runs = dict[str, Callable[[], object]]
 
-POSITIONS, TEXT, PROMPT, WINDOWS = 512, 100, 256, (1, 5, 9)
-# Vocabulary, width, layers, heads, K/V heads, MLP; of a mixture also how many experts there are and are chosen.
-SHAPES = {
-    "tiny": (256, 64, 2, 4, 2, 128),
-    "30m": (8192, 512, 8, 8, 8, 1376),
-    "110m": (32000, 768, 12, 12, 12, 2048),
-    "1.1b": (32000, 2048, 22, 32, 4, 5632),
-    "8x2": (32000, 768, 12, 12, 4, 2048, 8, 2),
-    "128x8": (32000, 768, 8, 12, 4, 192, 128, 8),
-    "tiny 8x2": (512, 64, 2, 4, 2, 64, 8, 2),
-}
+PROMPT, WINDOWS = 256, (1, 5, 9)
 FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 BESIDE = ("bf16", "q8_0", "q4_1")
 TRANSFORMERS = {"bf16": torch.bfloat16, "f32": torch.float32}
 RIVALS = ("llama.cpp", "transformers")
 _SELDOM = 4  # of so many turns, transformers takes one
 _SETTLE_S = 0.02  # OpenMP's threads of the side before spin for up to 11 ms, on a core that the next one needs
-
-
-def random_checkpoint(shape: str, folder: Path) -> LlamaForCausalLM | MixtralForCausalLM:
-    """A Llama of that shape, or a Mixtral if it has experts, saved in bf16."""
-    vocabulary, width, layers, heads, groups, mlp, *experts = SHAPES[shape]
-    fields: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": mlp,
-        "max_position_embeddings": POSITIONS,
-        "eos_token_id": None,
-    }
-    torch.manual_seed(0)
-    if experts:
-        fields |= {"num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
-        model: Any = MixtralForCausalLM(MixtralConfig(**fields))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**fields))
-    model = model.to(torch.bfloat16).eval()
-    model.save_pretrained(folder)
-    return model  # type: ignore[no-any-return]
-
-
-def distinct(count: int, vocabulary: int) -> list[int]:
-    """So many tokens, none of them twice."""
-    assert count <= vocabulary, "a window has no more tokens than there are"
-    return [(7 + 131 * i) % vocabulary for i in range(count)]  # a step that divides none of the vocabularies
 
 
 def ours(path: Path, form: str) -> Runs:
@@ -105,7 +64,8 @@ def ours(path: Path, form: str) -> Runs:
         amp=form if plain else "bf16",
         quantization=None if plain else form,
     )
-    runs: Runs = {f"verify{width}": _window(decoder, width) for width in WINDOWS}
+    greedy = sampling_tensors([Sampling()])
+    runs: Runs = {f"verify{width}": partial(window(decoder, width), greedy) for width in WINDOWS}
     runs["decode1"] = runs.pop("verify1")
     prompt = [distinct(PROMPT, decoder.config.vocab_size)]
     runs["prefill"] = lambda: decoder.sample(prompt, max_new_tokens=1)
@@ -130,18 +90,6 @@ def _words(matrix: Tensor) -> Tensor:
     return flat[: len(flat) // 4 * 4].view(torch.int32)
 
 
-def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
-    verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), rule=Match(), wide=True)
-    tokens = torch.full((1, width), -1, dtype=torch.int32)
-    text = torch.tensor([distinct(width, decoder.config.vocab_size)], dtype=torch.int32)
-    tokens[0, 0] = text[0, 0]
-    one = torch.ones(1, dtype=torch.int32)
-    commit = Commit(tokens, one, one * TEXT)
-    proposal = Proposal(text[:, 1:].contiguous()) if width > 1 else None
-    bounds, sampling = RoundLimits((one * (width - 1)).tolist(), TEXT + 1), sampling_tensors([Sampling()])
-    return lambda: verifier(commit, proposal, sampling, bounds)
-
-
 def of_llama_cpp(file: Path) -> Runs:
     """The same of llama.cpp. Its windows take the place of each other, behind one text."""
     from llama_cpp import Llama
@@ -161,14 +109,14 @@ def of_llama_cpp(file: Path) -> Runs:
         context.decode(batch)
         context.get_logits()  # waits for them
 
-    def window(width: int) -> Callable[[], None]:
+    def rows(width: int) -> Callable[[], None]:
         return lambda: step(distinct(width, vocabulary), TEXT, every=True)
 
     def prefill() -> None:  # and leaves a text of which the windows see the beginning
         step(distinct(PROMPT, vocabulary), 0, every=False)
 
     prefill()
-    runs: Runs = {f"verify{width}": window(width) for width in WINDOWS}
+    runs: Runs = {f"verify{width}": rows(width) for width in WINDOWS}
     runs["decode1"] = runs.pop("verify1")
     return {**runs, "prefill": prefill}
 
@@ -186,7 +134,7 @@ def of_transformers(model: Any) -> Runs:
         text[:] = [DynamicCache(config=model.config)]
         step(distinct(PROMPT, vocabulary), text[0], keep=1)
 
-    def window(width: int) -> Callable[[], None]:
+    def rows(width: int) -> Callable[[], None]:
         def run() -> None:
             text[0].crop(TEXT - text[0].get_seq_length())
             step(distinct(width, vocabulary), text[0], keep=0)
@@ -194,7 +142,7 @@ def of_transformers(model: Any) -> Runs:
         return run
 
     prefill()
-    runs: Runs = {f"verify{width}": window(width) for width in WINDOWS}
+    runs: Runs = {f"verify{width}": rows(width) for width in WINDOWS}
     runs["decode1"] = runs.pop("verify1")
     return {**runs, "prefill": prefill}
 
@@ -259,7 +207,7 @@ def main() -> None:
             model: Any = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         else:
             path = folder / "model"
-            model = random_checkpoint(options.shape, path)
+            model = random_model(SHAPES[options.shape], path)
         sides: dict[str, Runs] = {}
         for form in options.beside:
             file = folder / f"{form}.gguf"

@@ -1,16 +1,12 @@
-"""Fused rounds, lists of drafters and adaptive depth, as ratios measured in one run. JSON on the last line.
+"""Rounds in two graphs and fused, against plain decoding and the formula. JSON on the last line.
 
     python benchmarks/fused.py --part pair                 the demo pair: plain, two steps and fused
     python benchmarks/fused.py --part 30m --alpha 0.6      random weights, target of 30M and draft of 8M
     python benchmarks/fused.py --part 110m --alpha 0.8     the same with a target of 110M
-    python benchmarks/fused.py --part copy                 a file to be repeated with an edit, lists of drafters
-    python benchmarks/fused.py --part copier               the same with a target that is made to copy
-    python benchmarks/fused.py --part useless              adaptive depth with a draft that is always wrong
-    python benchmarks/fused.py --part good                 adaptive depth with the demo draft, and every fixed k
 
-Give --k to choose depths (repeatable) and --tiny to see that a part starts. With --alpha pair, copy, 30m and 110m
-simulate acceptance: each draft stands with that probability, whatever the models say, so that speed can be told from
-quality; without, pair and copy decode real text. Modes take turns on every prompt, and a mode's figure is the sum over
+Give --k to choose depths (repeatable) and --tiny to see that a part starts. With --alpha acceptance is
+simulated: each draft stands with that probability, whatever the models say, so that speed can be told from quality;
+without, pair decodes real text. Modes take turns on every prompt, and a mode's figure is the sum over
 prompts of the median over turns. Times are of rounds, without prompts and without what a call takes besides (call_us).
 Nothing else should run on the machine.
 """
@@ -19,33 +15,159 @@ from __future__ import annotations
 
 import argparse
 import logging
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 from common import PAIR, prompt_ids, publish
-from copies import copier, copies
-from transformers import LlamaConfig, LlamaForCausalLM
-from turns import Mode, measure
+from shapes import POSITIONS, SHAPES, random_model
+from torch import Tensor
 
-from paceline import DRAFT_LENGTHS, AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.core.types import RoundReport
+from paceline.decoder.backends.base import MultiRoundStep
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
+from paceline.outputs import Statistics
 
-POSITIONS = 512
-
-# Width, layers, heads, width of the MLP and vocabulary of target and draft.
-SHAPES = {
-    "30m": ((512, 8, 8, 1376, 8192), (256, 5, 4, 688, 8192)),
-    "110m": ((768, 12, 12, 2048, 16384), (192, 4, 3, 512, 16384)),
-    "tiny": ((64, 2, 2, 96, 512), (32, 1, 2, 48, 512)),
+# Target and draft, as in `shapes`.
+PAIRS = {
+    "30m": (SHAPES["30m"], (8192, 256, 5, 4, 4, 688)),
+    "110m": ((16384, 768, 12, 12, 12, 2048), (16384, 192, 4, 3, 3, 512)),
+    "tiny": ((512, 64, 2, 2, 2, 96), (512, 32, 1, 2, 2, 48)),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One text: seconds of its rounds, and of them inside graphs; tokens behind the first, and rounds; and seconds of
+    the call besides its rounds and its prompt.
+    """
+
+    seconds: float
+    inside: float
+    tokens: int
+    rounds: int
+    call: float
+
+
+@dataclass(slots=True)
+class Mode:
+    """A way to decode, and for every prompt what its turns took."""
+
+    generator: SpeculativeGenerator
+    seen: list[list[Run]] = field(default_factory=list)
+
+    def total(self, name: str) -> float:
+        """Sum over prompts of the median over turns."""
+        return sum(statistics.median(getattr(run, name) for run in turns) for turns in self.seen)
+
+    def summary(self, plain: Mode) -> dict[str, object]:
+        """Against plain decoding in the same run."""
+        rounds, tokens = self.total("rounds"), self.total("tokens")
+        outside = (self.total("seconds") - self.total("inside")) / rounds
+        return {
+            "speed_up": round(self.speed() / plain.speed(), 3),
+            "tokens_per_round": round(tokens / rounds, 3),
+            "round_ms": round(1e3 * self.total("seconds") / rounds, 3),
+            "graphs_ms": round(1e3 * self.total("inside") / rounds, 3),
+            "outside_us": round(1e6 * outside, 1),
+            "outside_share": round(outside * rounds / self.total("seconds"), 4),
+            "call_us": round(1e6 * self.total("call") / len(self.seen), 1),
+        }
+
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.total("tokens") / self.total("seconds")
+
+
+class _Timed:
+    """A step that says how long it takes."""
+
+    def __init__(self, step: Callable[..., object], clock: Clock) -> None:
+        self._step, self._clock = step, clock
+
+    def __call__(self, *inputs: object) -> object:
+        begin = perf_counter()
+        out = self._step(*inputs)
+        self._clock.seconds += perf_counter() - begin
+        return out
+
+
+class _TimedRounds(_Timed):
+    """One that runs several rounds in a call, and says how long each of them took."""
+
+    def run_rounds(self, *inputs: Any) -> tuple[list[RoundReport], list[Tensor]]:
+        assert isinstance(self._step, MultiRoundStep)
+        reports, outputs = self._step.run_rounds(*inputs)
+        self._clock.seconds += sum(report.seconds for report in reports)
+        return reports, outputs
+
+
+class Clock:
+    """Time inside the graphs of some decoders but for those of prompts."""
+
+    def __init__(self, decoders: Iterable[CompiledDecoder]) -> None:
+        self.seconds = 0.0
+        self._timed: dict[int, object] = {}
+        for decoder in decoders:
+            # Verifiers keep the steps they were given, so that a graph has to be timed from its first use on.
+            decoder.graph = partial(self._graph, decoder.graph)  # type: ignore[method-assign]
+
+    def _graph(self, graph: Callable[..., Any], key: GraphKey, *arguments: Any, **options: Any) -> Any:
+        step = graph(key, *arguments, **options)
+        if key.is_prompt:
+            return step
+        if id(step) not in self._timed:
+            self._timed[id(step)] = (_TimedRounds if isinstance(step, MultiRoundStep) else _Timed)(step, self)
+        return self._timed[id(step)]
+
+
+def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: int, repeats: int) -> None:
+    """``new`` tokens behind every prompt, in every mode, in turns; the first prompt comes once more, not counted."""
+    clock = Clock({id(one): one for mode in modes.values() for one in mode.generator.decoders}.values())
+    for mode in modes.values():
+        mode.generator.compile()
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        for mode in modes.values():
+            mode.seen.append([])
+        for _ in range(repeats):
+            for mode in modes.values():
+                mode.seen[-1].append(_run(mode.generator, prompt, new, clock=clock))
+        if number == 0:
+            for mode in modes.values():
+                mode.seen.clear()
+
+
+def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int, *, clock: Clock) -> Run:
+    """A call for one token has a prompt to read and no round: what a longer one takes beyond that, its rounds take.
+
+    A drafter that learns from earlier outputs learns that token too.
+    """
+    call, _ = _wall(generator, prompt, 1)
+    clock.seconds = 0.0
+    wall, done = _wall(generator, prompt, new)
+    return Run(wall - call, clock.seconds, done.new_tokens - 1, done.num_rounds, call)
+
+
+def _wall(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> tuple[float, Statistics]:
+    """Seconds of a call besides its prompt, and what it counted."""
+    begin = perf_counter()
+    generator.sample([list(prompt)], max_new_tokens=new, eos_token_id=[])
+    wall = perf_counter() - begin
+    return wall - generator.statistics.prefill_seconds, generator.statistics
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says. ``alpha`` None: acceptance is what it is."""
+    """Options of the command line. ``alpha`` None: real acceptance."""
 
     alpha: float | None
     depths: tuple[int, ...]
@@ -112,77 +234,6 @@ def shape(name: str) -> Callable[[Options], dict[str, object]]:
     return part
 
 
-def copying(options: Options) -> dict[str, object]:
-    """The demo pair, whose target does not copy reliably. With ``alpha`` a draft stands with that probability."""
-    draft, target = demo(options)
-    return lists(draft, target, copies(options.count).prompts, options)
-
-
-def copied(options: Options) -> dict[str, object]:
-    """A target that writes what the copy asks for, with the demo draft, which knows nothing of that."""
-    asks = copies(options.count)
-    with tempfile.TemporaryDirectory() as folder:
-        copier(asks, Path(folder))
-        target = AutoDecoder.from_pretrained(folder, n_positions=POSITIONS, backend=options.backend)
-    return lists(demo(options)[0], target, asks.prompts, options)
-
-
-def lists(
-    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], options: Options
-) -> dict[str, object]:
-    """Drafters one by one and in lists, up to the largest depth."""
-    k = max(options.depths)
-    few = min(3, k)
-    drafts: dict[str, object] = {
-        "draft": draft,
-        "suffix": "suffix",
-        "suffix, draft": ["suffix", draft],
-        f"suffix, draft of {few}": ["suffix", (draft, few)],
-        "ngram, draft": ["ngram", draft],
-    }
-    modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
-    for name, one in drafts.items():
-        modes[name] = Mode(SpeculativeGenerator(one, target, k=k, synthetic_acceptance=options.alpha))
-    measure(modes, prompts, new=min(options.new, 120), repeats=options.repeats)
-    return {"k": k, "alpha": options.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
-
-
-def useless(options: Options) -> dict[str, object]:
-    """Drafts of random weights, which never stand: what it costs to find that out and to try again now and then."""
-    draft, target = random_pair("tiny" if options.tiny else "30m", options)
-    torch.manual_seed(1)
-    prompts = torch.randint(1, 500, (options.count, 32)).tolist()
-    return adaptive(draft, target, prompts, options, fixed=())
-
-
-def good(options: Options) -> dict[str, object]:
-    """The demo pair on real text, against every depth of the ladder by itself."""
-    draft, target = demo(options)
-    return adaptive(
-        draft,
-        target,
-        prompt_ids(options.count),
-        options,
-        fixed=DRAFT_LENGTHS[1:3] if options.tiny else DRAFT_LENGTHS[1:],
-    )
-
-
-def adaptive(
-    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], options: Options, *, fixed: Sequence[int]
-) -> dict[str, object]:
-    """The ladder against plain decoding and fixed depths. It learns on the first prompt, which does not count."""
-    ladder = (0, *fixed) if options.tiny and fixed else DRAFT_LENGTHS
-    modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
-    modes |= {f"k={k}": Mode(SpeculativeGenerator(draft, target, k=k)) for k in fixed}
-    modes["adaptive"] = Mode(SpeculativeGenerator(draft, target, k=ladder))
-    measure(modes, prompts, new=options.new, repeats=options.repeats)
-    speed = modes["adaptive"].speed()
-    report: dict[str, object] = {"adaptive_over_plain": round(speed / modes["plain"].speed(), 3)}
-    if fixed:
-        report["adaptive_over_best_fixed"] = round(speed / max(modes[f"k={k}"].speed() for k in fixed), 3)
-    return {**report, "modes": {name: mode.summary(modes["plain"]) for name, mode in modes.items()}}
-
-
 def demo(options: Options) -> tuple[SamplingDecoder, SamplingDecoder]:
     draft, target = (
         AutoDecoder.from_pretrained(PAIR / name, n_positions=POSITIONS, backend=options.backend)
@@ -192,16 +243,11 @@ def demo(options: Options) -> tuple[SamplingDecoder, SamplingDecoder]:
 
 
 def random_pair(name: str, options: Options) -> tuple[SamplingDecoder, SamplingDecoder]:
-    """Draft and target of a row of SHAPES."""
+    """Draft and target of a row of PAIRS."""
     decoders = []
-    for number, (width, layers, heads, mlp, vocabulary) in enumerate(reversed(SHAPES[name])):
-        torch.manual_seed(number)
-        config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=heads, intermediate_size=mlp, max_position_embeddings=POSITIONS, eos_token_id=None,
-        )  # fmt: skip
+    for number, one in enumerate(reversed(PAIRS[name])):
         with tempfile.TemporaryDirectory() as folder:
-            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+            random_model(one, Path(folder), seed=number)
             decoders.append(AutoDecoder.from_pretrained(folder, context_length_estimate=64, backend=options.backend))
     return decoders[0], decoders[1]
 
@@ -210,10 +256,6 @@ PARTS: dict[str, Callable[[Options], dict[str, object]]] = {
     "pair": pair,
     "30m": shape("30m"),
     "110m": shape("110m"),
-    "copy": copying,
-    "copier": copied,
-    "useless": useless,
-    "good": good,
 }
 
 

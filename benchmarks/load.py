@@ -22,10 +22,10 @@ from time import perf_counter
 
 import torch
 from common import publish
-from formats import SHAPES
 from gguf import GGMLQuantizationType
 from gguf_writer import write_gguf
-from transformers import LlamaConfig, LlamaForCausalLM
+from shapes import SHAPES, config_of
+from transformers import LlamaForCausalLM
 
 from paceline import AutoDecoder, save_quantized
 from paceline.auto import SamplingDecoder
@@ -50,17 +50,7 @@ the type in memory; the quantisation."""
 
 def save(folder: Path, shape: str) -> None:
     """The same model in each kind of file."""
-    vocabulary, width, layers, heads, groups, mlp = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=mlp,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
+    config = config_of(SHAPES[shape], tie_word_embeddings=False)
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
     model = empty.to_empty(device="cpu").eval()

@@ -31,7 +31,7 @@ import torch
 from common import publish
 from gguf import GGMLQuantizationType
 from gguf_writer import write_gguf
-from transformers import LlamaConfig, LlamaForCausalLM
+from shapes import SHAPES, random_model
 
 from paceline import AutoDecoder
 
@@ -43,20 +43,8 @@ PEER = "peer.gguf"
 
 
 def save_shape(folder: Path, positions: int) -> None:
-    """A random Llama of 30 M parameters, as `benchmarks/decode.py` has it, for so many positions."""
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=1376,
-        max_position_embeddings=positions,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+    """A random Llama of 30 M parameters, for so many positions."""
+    model = random_model(SHAPES["30m"], folder, max_position_embeddings=positions)
     write_gguf(folder / PEER, model, GGMLQuantizationType.BF16)
 
 

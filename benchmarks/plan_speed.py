@@ -23,9 +23,9 @@ from common import PAIR, facts
 
 from paceline.experiments import record_traces, round_times, runner
 from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.questions import Policy, PolicyResult, ask
 from paceline.experiments.store import CellResult, Store
 from paceline.experiments.trace import load_trace
-from paceline.experiments.whatif import Answer, Policy, ask
 
 DEPTHS = (1, 2, 3, 4, 5)
 BATCH_SIZES = (1, 2, 4)
@@ -88,7 +88,7 @@ def calibration(config: ExperimentConfig, results: list[CellResult], file: Path)
     trace = load_trace(file)
     times = round_times.measured(config, [one for one in results if is_timed(one)]).of(trace)
 
-    def predicted(policy: Policy, size: int) -> Answer:
+    def predicted(policy: Policy, size: int) -> PolicyResult:
         return ask(trace, policy, batch_size=size, times=times, grouped=True)
 
     plain = {size: predicted(Policy(()), size).tokens_per_second or 0.0 for size in BATCH_SIZES}

@@ -1,4 +1,4 @@
-"""What it costs to sample from a large vocabulary: one token of a random Llama, by kind of sampling. JSON comes last.
+"""Cost of sampling from a large vocabulary: one token of a random Llama, by kind of sampling. JSON comes last.
 
     python benchmarks/sampling.py                      128,256 ids, width 2048, 4 layers, bf16
     python benchmarks/sampling.py --width 576          a smaller model, where the choice of a token weighs more
@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 
-import torch
 from common import publish
-from transformers import LlamaConfig, LlamaForCausalLM
+from shapes import POSITIONS, random_model, window
 
 from paceline import AutoDecoder
-from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
-from paceline.target.verifier import CompiledVerifier
 
 KINDS = {
     "greedy": Sampling(),
@@ -38,27 +35,6 @@ KINDS = {
 }
 
 
-def verifier(options: argparse.Namespace) -> CompiledVerifier:
-    """Of a model with random weights."""
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.width // 64,
-        num_key_value_heads=max(1, options.width // 256),
-        intermediate_size=options.width * 4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        del model
-        decoder = AutoDecoder.from_pretrained(folder, n_positions=512)
-    return CompiledVerifier(decoder, DraftShape.chain(options.rows - 1), rule=Match(), wide=True)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,18 +44,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=100)
     options = parser.parse_args()
-    verify, count = verifier(options), options.rows - 1
-    tokens = torch.full((1, options.rows), -1, dtype=torch.int32)
-    tokens[0, 0] = 7
-    one = torch.ones(1, dtype=torch.int32)
-    commit, limits = Commit(tokens, one, one * 100), RoundLimits((one * count).tolist(), 101)
-    proposal = Proposal(torch.full((1, count), 9, dtype=torch.int32)) if count else None
-
-    def run(sampling: Sampling) -> Callable[[], object]:
-        tensors = sampling_tensors([sampling])
-        return lambda: verify(commit, proposal, tensors, limits)
-
-    runs = {name: run(sampling) for name, sampling in KINDS.items()}
+    heads = options.width // 64
+    shape = (options.vocabulary, options.width, options.layers, heads, max(1, heads // 4), options.width * 4)
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(shape, Path(folder), tie_word_embeddings=True)
+        decoder = AutoDecoder.from_pretrained(folder, n_positions=POSITIONS)
+    verify = window(decoder, options.rows)
+    runs = {name: partial(verify, sampling_tensors([sampling])) for name, sampling in KINDS.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.repeats + 3):
         for name, each in runs.items():

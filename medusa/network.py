@@ -25,7 +25,7 @@ Linear = Callable[[Tensor, MatrixLike], Tensor]
 """x [..., in], weight [out, in] -> [..., out]"""
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """One residual block."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class Head(nn.Module):
 
     def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config.hidden_size, dtype) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size, dtype) for _ in range(config.layers))
         self.projection = None if config.tied else Projection(config, dtype)
 
     def forward(self, x: Tensor, linear: Linear) -> Tensor:

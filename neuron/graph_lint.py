@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paceline.neuron import prompt_attention
-from paceline.neuron.hlo_lint import Finding
+from paceline.neuron.hlo_lint import LintFinding
 from paceline.neuron.lowering import Lowered, constants_of, operator
 
 _LOWERS = """
@@ -48,42 +48,46 @@ DIVISIONS = frozenset({"floor_divide", "fmod", "remainder"})
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
-def lint(lowered: Lowered) -> list[Finding]:
+def lint(lowered: Lowered) -> list[LintFinding]:
     """Return every finding in a lowered step."""
     findings = [*_aliases(lowered), *_constants(lowered)]
     for node in lowered.graph.graph.nodes:
         if node.op == "call_function":
             findings += _operator(node)
         if node.op == "get_attr":
-            findings.append(Finding("held state", f"{node.name} belongs to the module: make it an input and an output"))
+            findings.append(LintFinding("held state", f"{node.name} belongs to the module: make it an input and an output"))
         findings += _value(node)
     return findings
 
 
-def _operator(node: fx.Node) -> Iterator[Finding]:
+def _operator(node: fx.Node) -> Iterator[LintFinding]:
     name = operator(node.target)
     if name not in LOWERS | COLLECTIVES | KERNELS:
-        yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
+        yield LintFinding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
     if name in PRODUCTS and _first(node).dtype in _INTEGERS:
-        yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
+        yield LintFinding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
     if name in PRODUCTS:
         for side in node.args[:2]:
             if isinstance(side, fx.Node) and (state := _widened(side)):
-                yield Finding("widened weight", f"{node.name} multiplies {state}, which every step widens to float32")
+                yield LintFinding(
+                    "widened weight", f"{node.name} multiplies {state}, which every step widens to float32"
+                )
     dims = node.args[1] if len(node.args) > 1 else REDUCTIONS.get(name)
     if name in REDUCTIONS and isinstance(dims, (list, tuple)) and not dims:
-        yield Finding("empty reduction", f"{node.name} names no dimension: torch_xla 2.9 makes a copy of it")
+        yield LintFinding("empty reduction", f"{node.name} names no dimension: torch_xla 2.9 makes a copy of it")
     if name in BITWISE and not all(isinstance(side, fx.Node) for side in node.args[:2]):
-        yield Finding("bitwise number", f"{node.name}: torch-mlir takes {name} of two tensors, not of a Python number")
+        yield LintFinding(
+            "bitwise number", f"{node.name}: torch-mlir takes {name} of two tensors, not of a Python number"
+        )
     if name in DIVISIONS or (name == "div" and _first(node).dtype in _INTEGERS):
-        yield Finding("integer division", f"{node.name}: torch_xla 2.9 divides integers in floating point")
+        yield LintFinding("integer division", f"{node.name}: torch_xla 2.9 divides integers in floating point")
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        yield Finding("write in place", f"{node.name} writes into its argument, and an export loses that")
+        yield LintFinding("write in place", f"{node.name} writes into its argument, and an export loses that")
     if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
-        yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
+        yield LintFinding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
     for number in _numbers([*node.args, *node.kwargs.values()]):
         if not math.isfinite(number):
-            yield Finding("infinite constant", f"{node.name}: {number}")
+            yield LintFinding("infinite constant", f"{node.name}: {number}")
 
 
 def _widened(node: fx.Node) -> str:
@@ -100,18 +104,18 @@ def _widened(node: fx.Node) -> str:
     return node.name if wide and is_state else ""
 
 
-def _value(node: fx.Node) -> Iterator[Finding]:
+def _value(node: fx.Node) -> Iterator[LintFinding]:
     values = node.meta.get("val")
     for value in values if isinstance(values, (list, tuple)) else [values]:
         if not isinstance(value, Tensor):
             continue
         if value.dtype in WIDE:
-            yield Finding("64 bits", f"{node.name} is {value.dtype}")
+            yield LintFinding("64 bits", f"{node.name} is {value.dtype}")
         if not all(type(size) is int for size in value.shape):
-            yield Finding("dynamic dimension", f"{node.name} has the shape {tuple(value.shape)}")
+            yield LintFinding("dynamic dimension", f"{node.name} has the shape {tuple(value.shape)}")
 
 
-def _aliases(lowered: Lowered) -> Iterator[Finding]:
+def _aliases(lowered: Lowered) -> Iterator[LintFinding]:
     """Check that every changed state is returned with its shape and type."""
     nodes = list(lowered.graph.graph.nodes)
     placeholders = dict(zip(lowered.state, nodes, strict=False))
@@ -119,18 +123,20 @@ def _aliases(lowered: Lowered) -> Iterator[Finding]:
     for name, result in zip(lowered.changed, results, strict=False):
         before, after = placeholders[name].meta["val"], result.meta["val"]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
-            yield Finding("alias", f"{name}: {tuple(before.shape)} {before.dtype} comes back as {tuple(after.shape)}")
+            yield LintFinding(
+                "alias", f"{name}: {tuple(before.shape)} {before.dtype} comes back as {tuple(after.shape)}"
+            )
         if result is placeholders[name]:
-            yield Finding("alias", f"{name} comes back as it was, so nothing can be aliased to it")
+            yield LintFinding("alias", f"{name} comes back as it was, so nothing can be aliased to it")
 
 
-def _constants(lowered: Lowered) -> Iterator[Finding]:
+def _constants(lowered: Lowered) -> Iterator[LintFinding]:
     """Check tensors made while tracing, which are weights to a device: finite, and of 32 bits."""
     for name, tensor in constants_of(lowered).items():
         if tensor.dtype in WIDE:
-            yield Finding("64 bits", f"constant {name} is {tensor.dtype}")
+            yield LintFinding("64 bits", f"constant {name} is {tensor.dtype}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            yield Finding("infinite constant", f"constant {name}")
+            yield LintFinding("infinite constant", f"constant {name}")
 
 
 def _first(node: fx.Node) -> Tensor:

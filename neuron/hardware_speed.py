@@ -1,7 +1,7 @@
 """The fastest decoding method on Neuron chips, by arithmetic on published figures.
 
 Figures and their sources are in `paceline.neuron.chips` and `paceline.placement.planning.instances`; none was
-measured by us on a chip. Plans are defined in `paceline.experiments.speed_plan`.
+measured by us on a chip. Plans are defined in `paceline.experiments.questions`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import product
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingKind
 from paceline.decoder.models.config import ModelConfig
-from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens
+from paceline.experiments.questions import LoadPlan, SpeedEstimate, expected_tokens
 from paceline.neuron import chips
 from paceline.neuron.round_cost import PartTime, PartTimes, fits
 from paceline.neuron.round_graphs import ModelDraft, RoundSetup
@@ -118,7 +118,7 @@ def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes],
     alone = {degree: parts.at(0, size).plus(launch) for degree, parts in plain.items()}
     base = [min(getattr(time, name) for time in alone.values()) for name in PartTime.__slots__]
     candidates = [
-        _rated(Candidate("plain", "", 0, size, 1.0, time.expected, (degree, 0)), time, base, tokens=(1.0, 1.0, 1.0))
+        _rated(SpeedEstimate("plain", "", 0, size, 1.0, time.expected, (degree, 0)), time, base, tokens=(1.0, 1.0, 1.0))
         for degree, time in alone.items()
     ]
     for pair, k in product(pairs, range(1, question.max_depth + 1)):
@@ -128,13 +128,13 @@ def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes],
         ]
         time = pair.round(k, size)
         mode = "shared cores" if pair.own is None else "separate cores"
-        made = Candidate(mode, "draft model", k, size, tokens[1], time.expected, (pair.degree, pair.own or 0))
+        made = SpeedEstimate(mode, "draft model", k, size, tokens[1], time.expected, (pair.degree, pair.own or 0))
         candidates.append(_rated(made, time, base, tokens=(tokens[0], tokens[1], tokens[2])))
     return LoadPlan(size, tuple(sorted(candidates, key=lambda one: -one.speedup)))
 
 
 def _rated(
-    candidate: Candidate, time: PartTime, base: Sequence[float], *, tokens: tuple[float, float, float]
-) -> Candidate:
+    candidate: SpeedEstimate, time: PartTime, base: Sequence[float], *, tokens: tuple[float, float, float]
+) -> SpeedEstimate:
     ratios = [plain / own for plain, own in zip(base, (time.ideal, time.expected, time.worst), strict=True)]
     return replace(candidate, speedup=tokens[1] * ratios[1], low=tokens[0] * min(ratios), high=tokens[2] * max(ratios))

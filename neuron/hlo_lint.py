@@ -198,7 +198,7 @@ _SIGN_CHECK = frozenset({"convert", "constant", "broadcast", "compare"})
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """One place that breaks a rule."""
 
     rule: str
@@ -215,18 +215,18 @@ UNDECIDED = frozenset({"unlisted", "top-k without k"})
 """Rules that no document states as a rejection: violations may compile."""
 
 
-def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
+def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[LintFinding]:
     """Return every finding in a module's text, which has a budget of instructions."""
     module = parse(text)
     findings = lint_module(module)
     if len(module.instructions) > budget:
-        findings.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
+        findings.append(LintFinding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
     return findings
 
 
-def lint_module(module: Module) -> list[Finding]:
+def lint_module(module: Module) -> list[LintFinding]:
     """Return every finding in a module of any length."""
-    return [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
+    return [LintFinding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
 
 
 def _sort(module: Module) -> Iterator[Instruction]:

@@ -14,9 +14,9 @@ from paceline.core.errors import PacelineError
 from paceline.neuron import noise_record, sdk
 from paceline.placement.planning import instances
 
-Level = Literal["good", "note", "bad"]
-Seen = tuple[str, Level, str]
-"""A subject, its level, and the finding, as `paceline.diagnostics.doctor.Line`."""
+Status = Literal["ok", "note", "FAILED"]
+Seen = tuple[str, Status, str]
+"""A name, a status, and the finding, as `paceline.checks.findings.Finding` has them."""
 
 _SECONDS = 20
 
@@ -34,20 +34,24 @@ def _chips() -> Iterator[Seen]:
         return
     shut = [str(device) for device in devices if not os.access(device, os.R_OK | os.W_OK)]
     if shut:
-        yield ("Neuron chips", "bad", f"no permission for {', '.join(shut)}; add yourself to the group that owns them")
+        yield (
+            "Neuron chips",
+            "FAILED",
+            f"no permission for {', '.join(shut)}; add yourself to the group that owns them",
+        )
     else:
-        yield ("Neuron chips", "good", f"{len(devices)} devices{f' on {family}' if family else ''}")
+        yield ("Neuron chips", "ok", f"{len(devices)} devices{f' on {family}' if family else ''}")
     try:
-        yield ("driver", "good", noise_record.DRIVER.read_text(encoding="utf-8").strip())
+        yield ("driver", "ok", noise_record.DRIVER.read_text(encoding="utf-8").strip())
     except OSError as error:
-        yield ("driver", "bad", f"the kernel module neuron is not loaded ({error}); install aws-neuronx-dkms")
+        yield ("driver", "FAILED", f"the kernel module neuron is not loaded ({error}); install aws-neuronx-dkms")
     yield from _cores()
 
 
 def _cores() -> Iterator[Seen]:
     program = instances.tool()
     if program is None:
-        yield ("neuron-ls", "bad", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
+        yield ("neuron-ls", "FAILED", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
         return
     try:
         done = subprocess.run([str(program), "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)
@@ -55,10 +59,10 @@ def _cores() -> Iterator[Seen]:
         cores = sum(int(device["nc_count"]) for device in devices)
         users = {process["pid"] for device in devices for process in device.get("neuron_processes") or []}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        yield ("neuron-ls", "bad", f"{program} -j failed ({error})")
+        yield ("neuron-ls", "FAILED", f"{program} -j failed ({error})")
         return
     busy = f"; used by processes {', '.join(map(str, sorted(users)))}" if users else "; none in use"
-    yield ("neuron-ls", "note" if users else "good", f"{len(devices)} devices, {cores} cores{busy}")
+    yield ("neuron-ls", "note" if users else "ok", f"{len(devices)} devices, {cores} cores{busy}")
 
 
 def _sdk() -> Iterator[Seen]:
@@ -75,15 +79,15 @@ def _sdk() -> Iterator[Seen]:
             "not installed, so there is no backend 'neuron'; see docs/neuron.md",
         )
         return
-    yield ("Neuron SDK", "good" if len(installed) == len(sdk.PACKAGES) else "bad", ", ".join(installed))
+    yield ("Neuron SDK", "ok" if len(installed) == len(sdk.PACKAGES) else "FAILED", ", ".join(installed))
     try:
         found = sdk.find()
     except PacelineError as error:
-        yield ("backend 'neuron'", "bad", str(error))
+        yield ("backend 'neuron'", "FAILED", str(error))
     else:
         degrees = ", ".join(map(str, found.capability.degrees))
         seen = f"SDK 2.{found.minor} for {found.chip.value}, logical cores of {found.logical}"
-        yield ("backend 'neuron'", "good", f"{seen}, the runtime takes tp {degrees}")
+        yield ("backend 'neuron'", "ok", f"{seen}, the runtime takes tp {degrees}")
         refusal = noise_record.refusal(found)
-        level: Level = "good" if refusal is None else "note"
-        yield ("sampling on 'neuron'", level, refusal or "the check of the noise has passed here")
+        status: Status = "ok" if refusal is None else "note"
+        yield ("sampling on 'neuron'", status, refusal or "the check of the noise has passed here")

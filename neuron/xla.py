@@ -164,7 +164,7 @@ def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
     zeros = [torch.zeros(x.shape, dtype=x.dtype).to(home.torch) for x in examples]
     home.library.sync()
     state = dict(zip(lowered.state, zeros, strict=False))
-    ranks = ReplicaGroup(degree) if degree > 1 else None
+    ranks = XlaGroup(degree) if degree > 1 else None
     topk = partial(_custom_topk, home)
     results = traced(home, lowered, state, inputs=zeros[len(lowered.state) :], ranks=ranks, topk=topk)
     module: bytes = home.bridge._get_xla_tensors_hlo_proto(results)
@@ -172,7 +172,7 @@ def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
     return module
 
 
-class ReplicaGroup:
+class XlaGroup:
     """XLA's collectives among replicas, for export only: as torch_xla lowers NxD's mappings."""
 
     def __init__(self, degree: int) -> None:

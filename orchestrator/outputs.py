@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.core.errors import RequestError
@@ -132,6 +132,16 @@ class Statistics:
             "drafter_health": None if self.drafter_health is None else self.drafter_health.to_dict(),
             "drafters": {name: counts.to_dict() for name, counts in self.drafters.items()},
         }
+
+    def plus(self, other: Statistics) -> Statistics:
+        """Return the sums of counts and seconds; not the draft lengths, which grow with every round."""
+
+        def added(name: str) -> Any:
+            one, two = getattr(self, name), getattr(other, name)
+            return [a + b for a, b in zip_longest(one, two, fillvalue=0)] if isinstance(one, list) else one + two
+
+        apart = ("draft_lengths", "drafter_health", "drafters", "acceptor", "lossless")
+        return Statistics(**{name: added(name) for name in self.__slots__ if name not in apart})
 
     def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:
         """Add one round of one request, or several plain ones that ran in one graph."""

@@ -27,25 +27,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "results.md", RESULTS / "README.md")
 IMAGES = ROOT / "docs" / "images"
 
-RULES = "plain;pair_2;pair_2_reject;pair_4;pair_4_reject;pair_8;pair_8_reject"
+MODES = "benchmarks/modes.py benchmarks/experiments"
 
 # Name of a measurement: the command that makes it, for scripts/measure.
 COMMANDS = {
-    "modes": "benchmarks/modes.py --repeats 2",
-    "modes-t1": "benchmarks/modes.py --repeats 2 --temperature 1",
-    "chat": "benchmarks/modes.py --model smollm2 --prompts 2 --repeats 2 --beside transformers llama.cpp",
-    "chat-t07": "benchmarks/modes.py --model smollm2 --prompts 2 --repeats 2 --temperature 0.7",
-    "rules": f"benchmarks/modes.py --repeats 2 --temperature 0.7 --modes {RULES}",
-    "rules-t1": f"benchmarks/modes.py --repeats 2 --temperature 1 --modes {RULES}",
+    "modes": f"{MODES}/modes.yaml",
+    "modes-t1": f"{MODES}/modes.yaml --temperature 1",
+    "chat": f"{MODES}/chat.yaml --beside transformers llama.cpp",
+    "chat-t07": f"{MODES}/chat.yaml --temperature 0.7",
+    "rules": f"{MODES}/rules.yaml --temperature 0.7",
+    "rules-t1": f"{MODES}/rules.yaml --temperature 1",
     "sampling": "benchmarks/sampling.py",
     "pair": "benchmarks/fused.py --part pair",
     "30m": "benchmarks/fused.py --part 30m --alpha 0.8 --count 3 --new 96",
     "110m": "benchmarks/fused.py --part 110m --alpha 0.8 --count 3 --new 96",
-    "adaptive": "benchmarks/fused.py --part good --repeats 2",
-    "useless": "benchmarks/fused.py --part useless --count 3",
-    "copier": "benchmarks/fused.py --part copier --k 8 --repeats 2",
-    "decode": "benchmarks/decode.py",
-    "placement": "benchmarks/placement.py",
+    "disagreements": "benchmarks/disagreements.py",
     "plan-speed": "benchmarks/plan_speed.py --out build/plan-speed",
     "latency": "benchmarks/latency.py",
     **{f"formats-{shape}": f"benchmarks/formats.py --shape {shape}" for shape in report_formats.SHAPES},

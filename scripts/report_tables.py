@@ -30,7 +30,7 @@ def bold_best(values: Sequence[float | None]) -> list[str | None]:
 
 
 def label(mode: str) -> str:
-    """What a mode of benchmarks/modes.py is called: 'fused 2' -> 'draft model, k = 2'."""
+    """What a drafter of benchmarks/experiments is called: 'fused 2' -> 'draft model, k = 2'."""
     kind, _, how = mode.partition(" ")
     shape, _, size = how.partition(":")
     if "+" in mode:
@@ -195,84 +195,6 @@ def targets(reports: Reports) -> str:
     return table(head, rows)
 
 
-def adaptive(reports: Reports) -> str:
-    """The ladder beside every fixed k."""
-    rows = []
-    for name, title in (("adaptive", "the demo draft"), ("useless", "a draft that is always wrong")):
-        if name not in reports:
-            continue
-        report = reports[name]
-        fixed = [f"k = {m.removeprefix('k=')}: {f['speed_up']:.2f}" for m, f in report["modes"].items() if "k=" in m]
-        best = number(report.get("adaptive_over_best_fixed"))
-        rows.append((title, ", ".join(fixed), number(report["adaptive_over_plain"]), best))
-    return table(["draft", "speed-up at fixed k", "adaptive", "adaptive over the best fixed k"], rows)
-
-
-def copier(reports: Reports) -> str:
-    """Drafters alone and in lists."""
-    rows = [
-        (name, number(row["speed_up"]), number(row["tokens_per_round"]), number(row["round_ms"]))
-        for name, row in reports["copier"]["modes"].items()
-    ]
-    head = [f"drafters, up to k = {reports['copier']['k']}", "speedup", "acceptance length", "ms per round"]
-    return table(head, rows)
-
-
-def graphs(reports: Reports) -> str:
-    """Steps against memory and transformers, and the host's part."""
-    report = reports["decode"]
-    graph, host, pair = report["graphs"], report["host"], report["pair"]
-    assisted = pair["speculative_over_transformers_assisted"]
-    rows = [
-        ("reading the weights once", f"{graph['read_ms']:.2f} ms", None),
-        ("`decode[1]`", f"{graph['decode1_ms']:.2f} ms", f"{graph['decode1_over_read']:.2f} x reading"),
-        ("`verify[5]`", f"{graph['verify5_ms']:.2f} ms", f"{graph['verify5_over_decode1']:.2f} x `decode[1]`"),
-        (
-            "transformers `generate`, per token",
-            f"{graph['transformers_generate_ms_per_token']:.2f} ms",
-            f"{graph['transformers_over_decode1']:.1f} x `decode[1]`",
-        ),
-        (
-            "host, in a round",
-            f"{host['host_us_per_round']:.0f} us",
-            f"{host['host_share_of_rounds']:.1%} of the round",
-        ),
-        ("host, in reading a prompt besides its graphs", f"{host['host_us_per_prompt']:.0f} us", None),
-        ("host, in a call besides its prompt and its rounds", f"{host['host_us_per_call']:.0f} us", None),
-        ("demo pair, best k, over transformers' assisted generation", None, f"{assisted:.1f} x"),
-    ]
-    return table(["", "time", "ratio"], rows)
-
-
-def placement(reports: Reports) -> str:
-    """Three tables: a round, drafting ahead, recovery."""
-    report = reports["placement"]
-    rows: list[Sequence[object]] = [
-        (name, f"{row['here_ms']:.2f} ms", f"{row['there_ms']:.2f} ms", f"{row['overhead_percent']:.1f} %")
-        for name, row in report.get("overhead", {}).items()
-    ]
-    tables = [table(["a round of", "drafter in this process", "in another process", "more"], rows)]
-    if "ahead" in report:
-        head = ["draft + verify, acceptance", "taking turns", "ahead, one outcome", "ahead, several", "ready in time"]
-        rows = [
-            (
-                name.replace("alpha ", ""),
-                *(number(row[f"{way}_ms_a_token"], 2, " ms a token") for way in ("turns", "one", "several")),
-                f"{row['several_hit_rate']:.0%}",
-            )
-            for name, row in report["ahead"].items()
-        ]
-        tables.append(table(head, rows))
-    if "recovery" in report:
-        names = {"SIGKILL": "is killed", "SIGSTOP": "hangs"}
-        rows = [
-            (names[name], ", ".join(f"{s:.1f} s" for s in row["seconds"]), f"{row['longest_round']:.2f} s")
-            for name, row in report["recovery"].items()
-        ]
-        tables.append(table(["the drafter", "until its next proposal", "longest round meanwhile"], rows))
-    return "\n\n".join(tables)
-
-
 def equality(reports: Reports) -> str:
     """How often tokens differed where they must not."""
     rows: list[Sequence[object]] = []
@@ -282,16 +204,14 @@ def equality(reports: Reports) -> str:
         if counts:
             texts = reports[name]["prompts"] * (len(counts) - 1)  # one of them is plain decoding itself
             rows.append((f"every mode with plain decoding, temperature {temperature}", f"{texts} texts", sum(counts)))
-    for backend, row in reports.get("decode", {}).get("widths", {}).items():
+    for backend, row in reports.get("disagreements", {}).get("widths", {}).items():
         pair = f"`verify[5]` with `decode[1]`, backend `{backend}`"
         rows.append((pair, f"{row['tokens']} tokens", row["disagreements"]))
-    for what, row in reports.get("decode", {}).get("backends", {}).items():
-        compared = "logarithm of `torch` with ours" if "logarithm" in what else f"`native` with `eager`, {what}"
-        rows.append((compared, f"{row['tokens']} tokens", row["disagreements"]))
+    for what, row in reports.get("disagreements", {}).get("backends", {}).items():
+        rows.append((f"`native` with `eager`, {what}", f"{row['tokens']} tokens", row["disagreements"]))
     return table(["compared", "number", "different"], rows)
 
 
-# Name in the page: the measurements that the table shows (those there are), and what makes it.
 def plan_speed(reports: Reports) -> str:
     """Errors of predictions of the planner, and each that is above what is allowed."""
     one = reports["plan-speed"]
@@ -305,6 +225,7 @@ def plan_speed(reports: Reports) -> str:
     return table(head, rows) + f"\n\n{one['timed_cells']} cells were timed; backend {one['backend']}, {one['amp']}."
 
 
+# Name in the page: the measurements that the table shows (those there are), and what makes it.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "facts": ((), facts),
     "modes": (("modes",), modes),
@@ -313,10 +234,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "rules": (("rules", "rules-t1"), rules),
     "sampling": (("sampling",), sampling),
     "targets": (("pair", "30m", "110m"), targets),
-    "adaptive": (("adaptive", "useless"), adaptive),
-    "copier": (("copier",), copier),
-    "graphs": (("decode",), graphs),
-    "placement": (("placement",), placement),
     "plan_speed": (("plan-speed",), plan_speed),
-    "equality": (("modes", "modes-t1", "decode"), equality),
+    "equality": (("modes", "modes-t1", "disagreements"), equality),
 }

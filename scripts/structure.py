@@ -39,7 +39,7 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
     "neuron/round_cost.py": frozenset({*_COUNTS, "target"}),
     "neuron/graph_export.py": frozenset(_COUNTS),
     "neuron/machine.py": frozenset(_COUNTS),
-    "neuron/hardware_speed.py": frozenset({*_COUNTS, "experiments.speed_plan"}),
+    "neuron/hardware_speed.py": frozenset({*_COUNTS, "experiments.questions"}),
     "placement/planning": frozenset(
         {"core", "decoder", "config", "placement.planning", "placement.host.environment", "neuron.chips"}
     ),
@@ -55,7 +55,7 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
 # Parts of the package that nobody else imports.
 NOT_IMPORTED = {"cli": "orchestrator/cli/"}
 # Parts that only these import, inside functions; the others reach them by a row that names a path.
-LATE = {"neuron": ("orchestrator/cli/", "orchestrator/diagnostics/")}
+LATE = {"neuron": ("orchestrator/cli/", "orchestrator/checks/")}
 # Tables, which import no more than core and may be read by everybody who names them.
 TABLES = frozenset({"neuron.chips"})
 

@@ -16,11 +16,11 @@ from paceline.core.errors import TraceError
 from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
+from paceline.experiments.questions import Policy, PolicyResult, ask, chain_policies, regret
 from paceline.experiments.runner import provenance
 from paceline.experiments.statistics import length_interval
 from paceline.experiments.store import CellResult, read_results
 from paceline.experiments.trace import Trace, load_trace
-from paceline.experiments.whatif import Answer, Policy, ask, chain_policies, regret
 
 DEPTH = 4
 DEPTHS = (1, 2, 4, 6)
@@ -95,7 +95,7 @@ def _others(trace: Trace, chains: Collection[str]) -> dict[str, Policy]:
     return found
 
 
-def _lengths(trace: Trace, answer: Answer) -> dict[str, Any]:
+def _lengths(trace: Trace, answer: PolicyResult) -> dict[str, Any]:
     rows = list(zip(trace.texts, answer.replayed.requests, strict=True))
     return {
         "rounds": answer.acceptance.num_rounds,

@@ -34,7 +34,7 @@ LONG = (
     "tests/smollm2/test_real_model.py",
     "tests/eagle/test_divided_heads.py",
     "tests/decoder/test_batch_buckets.py",
-    "tests/diagnostics/test_verify.py",
+    "tests/checks/test_verify.py",
     "tests/docs/test_blocks.py",
     "tests/placement/test_remote.py",
     "tests/decoder/test_team.py",

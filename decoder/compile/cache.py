@@ -31,7 +31,7 @@ Facts = Mapping[str, object]
 
 _SOURCES = frozenset({".py", ".cpp", ".h"})
 _WITHOUT_GRAPHS = frozenset(
-    {"placement", "orchestrator", "cli", "diagnostics", "engine", "experiments", "serving", "text", "workers"}
+    {"placement", "orchestrator", "cli", "checks", "engine", "experiments", "serving", "text", "workers"}
 )
 _KNOWN_PACKAGES = frozenset({"paceline", "torch", *sys.stdlib_module_names})
 

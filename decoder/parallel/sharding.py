@@ -84,13 +84,11 @@ class GQA(Enum):
     REPLICATED_HEADS  each rank has a copy of the K/V heads of its query heads
     ALL_GATHER_HEADS  the rows of the K/V matrices are sharded, and all ranks' keys and values are gathered: no weight
                       is read twice, for one more collective per layer; caches as in REPLICATED_HEADS
-    SHARD_OVER_BATCH  caches sharded by slots; rejected by Paceline
     """
 
     SHARD_OVER_HEADS = "shard-over-heads"
     REPLICATED_HEADS = "replicated-heads"
     ALL_GATHER_HEADS = "all-gather-heads"
-    SHARD_OVER_BATCH = "shard-over-batch"
 
     @classmethod
     def of(cls, name: GQA | str) -> GQA:
@@ -127,11 +125,6 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
     if gqa is None:
         return Layout(degree, GQA.REPLICATED_HEADS if heads % degree else GQA.SHARD_OVER_HEADS)
     gqa = GQA.of(gqa)
-    if gqa is GQA.SHARD_OVER_BATCH:
-        raise ConfigurationError(
-            "group_query_attention: 'shard-over-batch' is not supported, since a prompt is prefilled into one slot "
-            "at a time and the other ranks would idle; use 'replicated-heads', or 'all-gather-heads' to read less"
-        )
     if gqa is GQA.SHARD_OVER_HEADS and heads % degree:
         raise ConfigurationError(
             f"group_query_attention: expected K/V heads divisible by tp_degree={degree} for 'shard-over-heads', got "

@@ -1,4 +1,4 @@
-"""`paceline doctor`, `selftest` and `verify`: options and printing; the work is in `paceline.diagnostics`."""
+"""`paceline doctor`, `selftest` and `verify`: options and printing; the work is in `paceline.checks`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.options import LoadOptions
 
-SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
-
+LEVELS = {"ok": ("good", "ok  "), "note": ("note", "note"), "FAILED": ("bad", "BAD ")}
+"""Of a finding of `paceline doctor`, in JSON and for people."""
 
 app = typer.Typer()
 
@@ -25,15 +25,17 @@ app = typer.Typer()
 @app.command(name="doctor")
 def show_doctor(as_json: AsJson = False) -> None:
     """Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken."""
-    from paceline.diagnostics import doctor
+    from paceline.checks import doctor
 
-    lines = doctor.examine()
+    found = doctor.examine()
+    healthy = all(one.passed for one in found)
     if as_json:
-        typer.echo(json.dumps({"healthy": doctor.healthy(lines), "lines": [asdict(line) for line in lines]}))
+        lines = [{"subject": one.name, "level": LEVELS[one.status][0], "text": one.seen} for one in found]
+        typer.echo(json.dumps({"healthy": healthy, "lines": lines}))
     else:
-        for line in lines:
-            typer.echo(f"{SIGNS[line.level]} {line.subject}: {line.text}")
-    if not doctor.healthy(lines):
+        for one in found:
+            typer.echo(f"{LEVELS[one.status][1]} {one.name}: {one.seen}")
+    if not healthy:
         raise typer.Exit(1)
 
 
@@ -83,7 +85,7 @@ def show_selftest(
 
 
 def _check_tokens(backend: str, *, as_json: bool) -> tuple[bool, str]:
-    from paceline.diagnostics import selftest  # loads much that the other commands do not need
+    from paceline.checks import selftest  # loads much that the other commands do not need
 
     selftest.known(backend)
     checks = []
@@ -92,13 +94,14 @@ def _check_tokens(backend: str, *, as_json: bool) -> tuple[bool, str]:
         console.say(console.err(), f"{check.name}: {'ok' if check.passed else 'FAILED'}")
     passed = all(check.passed for check in checks)
     if as_json:
-        values = {"backend": backend, "passed": passed, "checks": [asdict(check) for check in checks]}
-        return passed, json.dumps(values)
+        names = ("name", "passed", "seen", "seconds")
+        seen = [{name: getattr(check, name) for name in names} for check in checks]
+        return passed, json.dumps({"backend": backend, "passed": passed, "checks": seen})
     return passed, selftest.report(backend, checks)
 
 
 def _measure_bits(backend: str | None, target: Path | None, *, rows: int | None, as_json: bool) -> tuple[bool, str]:
-    from paceline.diagnostics import batch_invariance
+    from paceline.checks import batch_invariance
 
     most = batch_invariance.MOST if rows is None else rows
     batch_invariance.check(target, most)
@@ -150,8 +153,8 @@ def verify(
         sizes = _sizes(tests.batch_sizes, loader.slots)
         targets = [checked(target, replace(loader, batch_size=size), config) for size in sizes]
         from paceline.auto_drafter import load_draft_models
-        from paceline.diagnostics.verify import VerifySettings
-        from paceline.diagnostics.verify import verify as run_tests
+        from paceline.checks.verify import VerifySettings
+        from paceline.checks.verify import verify as run_tests
         from paceline.text.tokenizer import has_tokenizer, load_tokenizer, prompt_ids
 
         settings = VerifySettings(minutes=tests.minutes / len(sizes), only=tests.only or (), seed=tests.seed)

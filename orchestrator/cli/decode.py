@@ -38,7 +38,7 @@ from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import make_rule
 from paceline.draft_spec import parse_draft
 from paceline.engine.request import Request, SamplingParams
-from paceline.loadable import loadable, request_limits
+from paceline.loadable import request_limits
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import Conversation, chat_ids
 from paceline.text.stop_strings import StopStringFilter, StopStrings
@@ -348,10 +348,11 @@ def bench(
         for length in lengths:
             checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
         from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
+        from paceline.experiments.config import LOAD
 
-        def loaded(path: str | Path, **lengths: int) -> SamplingDecoder:
-            return load(loadable(path, replace(loader, **lengths)))  # type: ignore[arg-type]
-
-        figures = bench_pair(target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=loaded)
+        given = {name: value for name, value in asdict(loader).items() if value not in (None, ()) and name in LOAD}
+        figures = bench_pair(
+            target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=given, batch_size=loader.slots
+        )
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))

@@ -23,10 +23,9 @@ from paceline.cli.options import AsJson, command
 from paceline.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from paceline.experiments.questions import LoadPlan, Policy
     from paceline.experiments.runner import ExperimentPlan
-    from paceline.experiments.speed_plan import LoadPlan
-    from paceline.experiments.store import Store
-    from paceline.experiments.whatif import Policy
+    from paceline.experiments.store import CellResult, Store
 
 _GO_ON = 75
 """Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -165,13 +164,13 @@ class PolicyOptions:
 
 def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
     """Every drafter, depth and threshold that is asked about; without a drafter, all that were recorded."""
-    from paceline.experiments.whatif import Policy, parse_depths, parse_thresholds
+    from paceline.experiments.questions import Policy, parse_depths, parse_shares
 
     k = asked.k
     ladder = () if k is None or not k.startswith("[") else tuple(sorted(parse_depths(k.strip("[]"))))
     depths = [None] if k is None or ladder else list(parse_depths(k))
     nodes = None if asked.tree is None else parse_depths(asked.tree, "--tree")
-    thresholds = [None] if asked.confidence is None else list(parse_thresholds(asked.confidence))
+    thresholds = [None] if asked.confidence is None else list(parse_shares(asked.confidence, "--confidence"))
     for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
         yield replace(Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold)
 
@@ -188,7 +187,7 @@ def whatif(
 ) -> None:
     """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
     with console.refusals():
-        from paceline.experiments import whatif as questions
+        from paceline.experiments import questions
         from paceline.experiments.config import fingerprint
         from paceline.experiments.round_times import load_times
         from paceline.experiments.trace import check_target, load_trace
@@ -235,8 +234,8 @@ def regret(
 ) -> None:
     """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
     with console.refusals():
+        from paceline.experiments.questions import regret as asked
         from paceline.experiments.trace import load_trace
-        from paceline.experiments.whatif import regret as asked
 
         found = asked(load_trace(trace), drafter or (), k=k)
     if as_json:
@@ -268,24 +267,22 @@ def tune(
     """
     with console.refusals():
         from paceline.decoder.weights.atomic_write import save_bytes
-        from paceline.experiments import round_times, runner, store, tune
+        from paceline.experiments import questions, round_times, runner, store, tuned
         from paceline.experiments.trace import load_trace
 
         if batch_size < 1:
             raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         config, loaded = store.read_config(folder), load_trace(trace)
         times = round_times.load_times(folder / "round_times.json").of(loaded)
-        answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
-        answers = tune.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
+        answers = questions.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
+        answers = questions.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
         best, run = answers[0], None
-        own = tune.verifying(config, loaded, best.policy, batch_size=batch_size)
+        own = tuned.verifying(config, loaded, best.policy, batch_size=batch_size)
         planned = runner.plan(own, None)
         cell = planned.cells[0].cell
         if check:
-            with console.bar(console.err(), "verify", len(planned.cells)) as shown:
-                results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
-            run = tune.checked(loaded, times, best.policy, result=results[0])
-        save_bytes(out, [tune.models_file(config, best.policy, cell).encode()])
+            run = tuned.checked(loaded, times, best.policy, result=_run_one(planned, folder))
+        save_bytes(out, [tuned.models_file(config, best.policy, cell).encode()])
     answers_json = [answer.to_dict() for answer in answers]
     if as_json:
         found = {"best": answers_json[0], "run": None if run is None else run.to_dict(), "all": answers_json}
@@ -300,6 +297,15 @@ def tune(
         said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding beside it. Run it again on a "
         console.say(console.err(), said + "quiet machine, and serve without a draft if it stays so", style="yellow")
     typer.echo(f"written: {out}")
+
+
+def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
+    """Run an experiment of one cell beside plain decoding. ``folder``: of the experiment that was asked about."""
+    from paceline.experiments import runner, store
+
+    with console.bar(console.err(), "verify", 1) as shown:
+        (result,) = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
+    return result
 
 
 @app.command()
@@ -457,7 +463,7 @@ def plan_speed(
     From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance).
     """
     with console.refusals():
-        from paceline.experiments.whatif import parse_depths
+        from paceline.experiments.questions import parse_depths
 
         sizes = parse_depths(batch_sizes, "--batch-sizes")
         if min(sizes) < 1:
@@ -488,7 +494,7 @@ def plan_speed(
 def _measured(
     options: MeasuredOptions, folder: Path, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
-    from paceline.experiments import speed_plan
+    from paceline.experiments import questions
     from paceline.experiments.round_times import PLAIN, load_times
     from paceline.experiments.trace import load_trace
 
@@ -499,18 +505,16 @@ def _measured(
     if options.trace is not None:
         trace = load_trace(options.trace)
         times = timed.of(trace)
-        return [
-            speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
-        ]
+        return [questions.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes]
     if options.verify:
         raise ConfigurationError("--verify: expected --trace with it, whose prompts it runs; give --trace")
     times = timed.alone()
     if options.drafter is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
         raise ConfigurationError(f"--drafter: expected one of {names} with --acceptance, got none; name one")
-    rates = speed_plan.parse_rates(acceptance or "")
+    rates = questions.parse_shares(acceptance or "", "--acceptance")
     return [
-        speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
+        questions.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
         for size in sizes
     ]
 
@@ -518,7 +522,7 @@ def _measured(
 def _hardware(
     options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
-    from paceline.experiments.speed_plan import parse_rates
+    from paceline.experiments.questions import parse_shares
     from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
     from paceline.neuron.round_graphs import read_config
     from paceline.placement.planning.instances import instance_named
@@ -529,7 +533,7 @@ def _hardware(
         read_config(options.target),
         read_config(options.draft),
         instance_named(options.instance),
-        parse_rates(acceptance),
+        parse_shares(acceptance, "--acceptance"),
         options.acceptance_error,
         max_depth,
         options.tp or (),
@@ -539,10 +543,9 @@ def _hardware(
 
 def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
     """Run the fastest drafter and plain decoding at every load; predicted against measured."""
-    from paceline.experiments import runner, speed_plan, store, tune
+    from paceline.experiments import questions, runner, store, tuned
     from paceline.experiments.round_times import load_times
     from paceline.experiments.trace import load_trace
-    from paceline.experiments.whatif import Policy
 
     assert options.experiment is not None and options.trace is not None
     trace = load_trace(options.trace)
@@ -552,14 +555,11 @@ def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
-        policy = speed_plan.policy_of(drafting)
-        planned = runner.plan(tune.verifying(config, trace, policy, batch_size=plan.batch_size), None)
-        with console.bar(console.err(), "verify", len(planned.cells)) as shown:
-            (result,) = runner.run(
-                planned, store.Store(options.experiment / "verify"), lambda text, *_, to=shown: to.step(text)
-            )
-        run = tune.checked(trace, times, policy, result=result)
-        plain = tune.checked(trace, times, Policy(()), result=result)
+        policy = questions.policy_of(drafting)
+        planned = runner.plan(tuned.verifying(config, trace, policy, batch_size=plan.batch_size), None)
+        result = _run_one(planned, options.experiment)
+        run = tuned.checked(trace, times, policy, result=result)
+        plain = tuned.checked(trace, times, questions.Policy(()), result=result)
         for label, predicted, seen in (
             (drafting.label, run.predicted, run.measured),
             ("plain", plain.predicted, run.plain),

@@ -1,15 +1,12 @@
-"""Tokens per second of a target and a draft, in every mode, beside Hugging Face's `generate`, in one run.
+"""Drafters beside plain decoding and beside other engines, a row of figures each: `paceline bench` and benchmarks/.
 
-Modes take turns on every prompt, so that a noisy machine slows them all; each figure is the median of the repeats
-(of one run for Hugging Face, whose runs take several times as long).
-Making graphs and warming up are not measured. Not a test: nothing here passes or fails.
+The cells of an experiment over one set of prompts; each cell is timed in turns with plain decoding
+(`paceline.experiments.measure`). Other engines decode every prompt once, afterwards. Nothing here passes or fails.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,82 +14,70 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from paceline.auto import AutoDecoder, SamplingDecoder
-from paceline.generator import Sampler, SpeculativeGenerator
+from paceline.experiments.config import Cell, ExperimentConfig, cells
+from paceline.experiments.measure import Bench
+from paceline.experiments.prompts import Prompt, Prompts
+from paceline.experiments.report import acceptance_of
+from paceline.experiments.store import Row
 from paceline.heads.frozen_model import transformers_model
-from paceline.outputs import GenerationResult, Statistics
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
-Run = Callable[[list[int]], "Outcome"]
+PLAIN = "plain"
+"""Name of the drafter that drafts nothing."""
+
+Engine = Callable[[list[int]], list[int]]
+"""Prompt -> new tokens, greedily."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """New tokens of one prompt in one mode, and what it took."""
-
-    tokens: list[int]
-    statistics: Statistics | None = None
-    seconds: float = 0.0
+def run_cells(config: ExperimentConfig, prompts: Prompts) -> dict[str, list[Row]]:
+    """Rows of every cell by the drafter's name, with the acceptance rule if it is not "match"."""
+    with Bench(config) as bench:
+        return {_name(cell): bench.measure(cell, prompts)[0] for cell in cells(config)}
 
 
-@dataclass(slots=True)
-class Mode:
-    """A way to decode, and what was seen of it: for every prompt one outcome per repeat."""
+def _name(cell: Cell) -> str:
+    return cell.drafter.label + ("" if cell.acceptor == "match" else f" {cell.acceptor}")
 
-    name: str
-    run: Run
-    seen: list[list[Outcome]] = field(default_factory=list)
 
-    def tokens_per_second(self) -> float:
-        """New tokens of all prompts over the sum of their median times."""
-        times = [statistics.median(outcome.seconds for outcome in repeats) for repeats in self.seen]
-        return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
+def run_engine(engine: Engine, prompts: Prompts, plain: Sequence[Row]) -> list[Row]:
+    """Rows of another engine, beside those of plain decoding."""
+    engine(list(prompts.rows[0].ids))
+    rows: list[Row] = []
+    for prompt, other in zip(prompts.rows, plain, strict=True):
+        begin = perf_counter()
+        tokens = engine(list(prompt.ids))
+        row = {"category": prompt.category, "new_tokens": len(tokens), "seconds": perf_counter() - begin}
+        row |= {"group": len(rows), "plain_seconds": other["seconds"], "tokens": tokens}
+        rows.append({**row, "same_tokens_as_plain": tokens == other["tokens"]})
+    return rows
 
-    def decode_tokens_per_second(self) -> float | None:
-        """The same without the time that prompts took; None where that is not known."""
-        if not all(outcome.statistics for repeats in self.seen for outcome in repeats):
-            return None
-        times = [
-            statistics.median(o.seconds - o.statistics.prefill_seconds for o in repeats if o.statistics)
-            for repeats in self.seen
-        ]
-        return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
 
-    def part(self, rows: Sequence[int]) -> Mode:
-        """The same, of some of the prompts."""
-        return Mode(self.name, self.run, [self.seen[row] for row in rows])
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """Figures of some rows for JSON. A round's time is that of drafting and verifying, without the loop around it."""
+    groups = list({row["group"]: row for row in rows}.values())
+    tokens, seconds = sum(row["new_tokens"] for row in rows), _sum(groups, "seconds")
+    found: dict[str, Any] = {"tokens_per_second": round(tokens / seconds, 2)}
+    plain = _sum(groups, "plain_seconds") or seconds
+    unlike = sum(row["same_tokens_as_plain"] is False for row in rows)
+    if "num_rounds" not in rows[0]:  # another engine
+        return {**found, "over_plain": round(plain / seconds, 3), "texts_unlike_plain": unlike}
+    decode = seconds - _sum(groups, "prefill_seconds")
+    plain_decode = plain - _sum(groups, "plain_prefill_seconds") if groups[0]["plain_seconds"] else decode
+    acceptance = acceptance_of(rows)
+    found["decode_tokens_per_second"] = round(tokens / decode, 2)
+    if acceptance.num_rounds:
+        found["tau"] = round(acceptance.mean_acceptance_length, 3)
+        found["acceptance_by_position"] = [round(place.of_drafted, 3) for place in acceptance.positions]
+        found["ms_per_round"] = round(1e3 * _sum(groups, "round_seconds") / _sum(groups, "group_rounds"), 3)
+    return found | {
+        "over_plain": round(plain / seconds, 3),
+        "decode_over_plain": round(plain_decode / decode, 3),
+        "texts_unlike_plain": unlike,
+    }
 
-    def summary(self) -> dict[str, object]:
-        """Plain values for JSON. A round's time is that of drafting and verifying, without the loop around it."""
-        figures: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
-        if (decoding := self.decode_tokens_per_second()) is not None:
-            figures["decode_tokens_per_second"] = round(decoding, 2)
-        counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
-        firsts = [repeats[0] for repeats in counted if repeats]
-        rounds = sum(s.num_rounds for s in firsts)
-        if rounds:
-            drafts = sum(s.num_drafts for s in firsts)
-            figures["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / drafts, 3) if drafts else 1.0
-            figures["acceptance_by_position"] = _by_position(firsts)
-            times = [
-                (s.draft_seconds + s.verify_seconds) / s.num_rounds
-                for repeats in counted
-                for s in repeats
-                if s.num_rounds
-            ]
-            figures["ms_per_round"] = round(1e3 * statistics.median(times), 3)
-        return figures
 
-    def beside(self, other: Mode) -> dict[str, object]:
-        """How this mode compares with another one on the same prompts."""
-        pairs = zip(self.seen, other.seen, strict=True)
-        figures: dict[str, object] = {
-            "over_" + other.name: round(self.tokens_per_second() / other.tokens_per_second(), 3)
-        }
-        ours, theirs = self.decode_tokens_per_second(), other.decode_tokens_per_second()
-        if ours and theirs:
-            figures["decode_over_" + other.name] = round(ours / theirs, 3)
-        return {**figures, "texts_unlike_" + other.name: sum(a[0].tokens != b[0].tokens for a, b in pairs)}
+def _sum(rows: Sequence[Row], name: str) -> float:
+    return float(sum(row[name] or 0.0 for row in rows))
 
 
 def bench_pair(
@@ -103,121 +88,80 @@ def bench_pair(
     k: Sequence[int] = (2, 4, 6),
     max_new_tokens: int = 128,
     repeats: int = 3,
-    load: Callable[..., SamplingDecoder] = AutoDecoder.from_pretrained,
+    load: Mapping[str, Any] | None = None,
+    batch_size: int = 1,
 ) -> dict[str, object]:
-    """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
+    """Measure plain, n-gram, speculative (every k) and Hugging Face decoding, greedily.
 
-    ``load`` loads both models; positions and prefill graphs are made to fit the prompts. Plain decoding runs several
-    steps in a graph, which is faster than one by one; its time per round is that of one step.
+    load  keys of `LoadOptions`, for both models
 
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
     tokens (``identical``).
     """
     tokenizer = load_tokenizer(target)
-    ids = [prompt_ids(tokenizer, prompt, f"prompt {index}") for index, prompt in enumerate(prompts, start=1)]
-    positions = max(len(row) for row in ids) + max_new_tokens
-    longest = max(map(len, ids))
-    big, small = (load(path, n_positions=positions, context_length_estimate=longest) for path in (target, draft))
-    plain = SpeculativeGenerator(None, big)
-    ngram = SpeculativeGenerator("ngram", big, k=max(k))
-    pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}
-    for generator in (plain, ngram, *pairs.values()):
-        generator.compile()
-    modes = [Mode("plain", generator_run(plain, max_new_tokens)), Mode("ngram", generator_run(ngram, max_new_tokens))]
-    modes += [Mode(f"speculative k={n}", generator_run(generator, max_new_tokens)) for n, generator in pairs.items()]
-    theirs = _hugging_face(str(target), str(draft), max_new_tokens)
-    take_turns(modes, ids, repeats, once=theirs)
-    return _report(modes, theirs, list(k))
-
-
-def take_turns(modes: list[Mode], rows: list[list[int]], repeats: int, *, once: Sequence[Mode] = ()) -> None:
-    """Run every prompt in every mode, ``repeats`` times; after a first run of each that does not count.
-
-    ``once``: modes that take so long that one run of a prompt must do.
-    """
-    for mode in [*modes, *once]:
-        mode.run(rows[0])
-    for row in rows:
-        for mode in [*modes, *once]:
-            mode.seen.append([])
-        for turn in range(repeats):
-            for mode in modes if turn else [*modes, *once]:
-                mode.seen[-1].append(_timed(mode.run, row))
-
-
-def _report(ours: list[Mode], theirs: list[Mode], k: list[int]) -> dict[str, object]:
-    speeds = {mode.name: mode.tokens_per_second() for mode in [*ours, *theirs]}
+    rows = [
+        Prompt(str(n), "", tuple(prompt_ids(tokenizer, text, f"prompt {n}"))) for n, text in enumerate(prompts, start=1)
+    ]
+    asked = Prompts("prompts", tuple(rows), ())
+    pairs = [{"name": f"speculative k={n}", "draft": {"path": str(draft)}, "k": n} for n in k]
+    drafters = [{"name": PLAIN, "draft": "none"}, {"name": "ngram", "draft": "ngram", "k": max(k)}, *pairs]
+    config = ExperimentConfig.model_validate(
+        {
+            "targets": str(target),
+            "drafters": drafters,
+            "prompt_sets": "prompts",
+            "max_new_tokens": max_new_tokens,
+            "repeats": repeats,
+            "batch_sizes": batch_size,
+            "load": dict(load or {}),
+        }
+    )
+    found = run_cells(config, asked)
+    ours = list(found)
+    for name, engine in hugging_face(str(target), str(draft), max_new_tokens):
+        found[name] = run_engine(engine, asked, found[PLAIN])
+    modes = {name: figures(seen) for name, seen in found.items()}
+    speeds = {name: one["tokens_per_second"] for name, one in modes.items()}
     best = max(k, key=lambda n: speeds[f"speculative k={n}"])
-    fastest = speeds[f"speculative k={best}"]
-    texts = [[repeats[0].tokens for repeats in mode.seen] for mode in ours]
-    assisted = max(speed for name, speed in speeds.items() if name.startswith("transformers assisted"))
-    generate = max(speed for name, speed in speeds.items() if name.startswith("transformers generate"))
+    assisted, generate = (
+        max(speed for name, speed in speeds.items() if name.startswith(f"transformers {kind}"))
+        for kind in ("assisted", "generate")
+    )
     return {
-        "modes": {mode.name: mode.summary() for mode in [*ours, *theirs]},
+        "modes": modes,
         "best_k": best,
-        "speculative_over_plain": round(fastest / speeds["plain"], 3),
-        "speculative_over_transformers_assisted": round(fastest / assisted, 3),
-        "plain_over_transformers_generate": round(speeds["plain"] / generate, 3),
-        "identical": all(text == texts[0] for text in texts),
-        "prompts": len(texts[0]),
+        "speculative_over_plain": modes[f"speculative k={best}"]["over_plain"],
+        "speculative_over_transformers_assisted": round(speeds[f"speculative k={best}"] / assisted, 3),
+        "plain_over_transformers_generate": round(speeds[PLAIN] / generate, 3),
+        "identical": not any(modes[name]["texts_unlike_plain"] for name in ours),
+        "prompts": len(rows),
     }
 
 
-def generator_run(generator: Sampler, max_new_tokens: int, **sampling: Any) -> Run:
-    """What generates so many tokens with a generator or a target. ``sampling``: fields of `SamplingParams`."""
-
-    def run(row: list[int]) -> Outcome:
-        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **sampling)
-        assert isinstance(result, GenerationResult)
-        return Outcome(result.sequences[0, len(row) : result.lengths[0]].tolist(), result.statistics)
-
-    return run
-
-
-def _hugging_face(target: str, draft: str, max_new_tokens: int) -> list[Mode]:
+def hugging_face(target: str, draft: str, max_new_tokens: int) -> Iterator[tuple[str, Engine]]:
     """`generate` alone and with an assistant, in both number formats: which is faster depends on the machine."""
-    modes = []
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
         big, small = (transformers_model(path, dtype) for path in (target, draft))
         for model in (big, small):
             if not model.generation_config.eos_token_id:  # an empty list of ids, which `generate` cannot take
                 model.generation_config.eos_token_id = None
-        modes.append(Mode(f"transformers generate {name}", _theirs(big, None, max_new_tokens)))
-        modes.append(Mode(f"transformers assisted {name}", _theirs(big, small, max_new_tokens)))
-    return modes
+        yield f"transformers generate {name}", transformers_engine(big, None, max_new_tokens)
+        yield f"transformers assisted {name}", transformers_engine(big, small, max_new_tokens)
 
 
-def _theirs(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Run:
-    def run(row: list[int]) -> Outcome:
+def transformers_engine(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Engine:
+    """`generate` of transformers."""
+
+    def run(row: list[int]) -> list[int]:
         ids = torch.tensor([row])
         with torch.no_grad():
-            out = model.generate(  # type: ignore[operator]
+            out: list[int] = model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 assistant_model=assistant,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
-            )
-        return Outcome(out[0, len(row) :].tolist())
+            )[0, len(row) :].tolist()
+        return out
 
     return run
-
-
-def _timed(run: Run, row: list[int]) -> Outcome:
-    begin = perf_counter()
-    outcome = run(row)
-    outcome.seconds = perf_counter() - begin
-    return outcome
-
-
-def _by_position(counted: list[Statistics]) -> list[float]:
-    """Of the rounds that proposed a token at a place, the share in which it was accepted."""
-    places = max(len(s.num_draft_tokens_per_pos) for s in counted)
-    figures = []
-    for place in range(places):
-        drafted = sum(s.num_draft_tokens_per_pos[place] for s in counted if place < len(s.num_draft_tokens_per_pos))
-        accepted = sum(
-            s.num_accepted_tokens_per_pos[place] for s in counted if place < len(s.num_accepted_tokens_per_pos)
-        )
-        figures.append(round(accepted / drafted, 3) if drafted else 0.0)
-    return figures

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.outputs import RequestOutput, Statistics
+from paceline.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,6 @@ class Position:
     def conditional(self) -> float:
         """Accepted over the drafts that were right up to here: how good the drafter is at this distance."""
         return _ratio(self.accepted, self.tested)
-
-
-def from_statistics(statistics: Statistics) -> dict[str, float]:
-    """Those figures that the counts of a call alone give; the others need the drafts one by one."""
-    return {
-        "draft_acceptance_rate": statistics.acceptance_rate,
-        "drafted_token_share": _ratio(statistics.num_accepted_tokens, statistics.new_tokens),
-        "mean_acceptance_length": statistics.mean_acceptance_length,
-        "tokens_per_round": statistics.tokens_per_round,
-    }
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -204,7 +204,15 @@ def _rows(group: Sequence[Prompt], ours: list[Timed], theirs: list[Timed], *, nu
                 "tokens": tokens,
                 "seconds": _median(ours),
                 "first_token_seconds": statistics.median(one.first_seconds for one in ours),
+                "prefill_seconds": statistics.median(one.statistics.prefill_seconds for one in ours),
+                "round_seconds": statistics.median(
+                    one.statistics.draft_seconds + one.statistics.verify_seconds for one in ours
+                ),
+                "group_rounds": run.statistics.num_rounds,
                 "plain_seconds": _median(theirs) if theirs else None,
+                "plain_prefill_seconds": statistics.median(one.statistics.prefill_seconds for one in theirs)
+                if theirs
+                else None,
                 "same_tokens_as_plain": theirs[0].tokens(index) == tokens if theirs else None,
                 "repeatable": all(one.tokens(index) == tokens for one in ours[1:]),
             }

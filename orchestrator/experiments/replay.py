@@ -2,7 +2,7 @@
 
 So a replay counts exactly what a run counts, at any batch size: the engine, the rounds, text drafters and lists are
 the real ones, a recorded drafter says what it said, and the target's choices are the recorded text. Not here: which
-questions are asked (`whatif.py`).
+questions are asked (`questions.py`).
 """
 
 from __future__ import annotations

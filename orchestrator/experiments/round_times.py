@@ -1,7 +1,7 @@
 """How long rounds take: measured by finished cells, kept for each target and sampling, and asked by predictions.
 
 Depths and batch sizes between and beyond measured ones lie on lines; what no line can be drawn for is refused. Not
-here: how many rounds a text takes (`replay.py`), and what is predicted (`whatif.py`).
+here: how many rounds a text takes (`replay.py`), and what is predicted (`questions.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Traces: the texts of a target, and what drafters would have proposed at every position of them.
 
 With the rule ``match`` the text does not depend on who drafts, or on how much: so the proposals along one text answer
-every question about depths, trees, lists and choices of drafters (`paceline.experiments.whatif`). Not here: how they
+every question about depths, trees, lists and choices of drafters (`paceline.experiments.questions`). Not here: how they
 are recorded (`record_traces.py`).
 
 A trace is one file: a header (JSON) and arrays (int32), gzip-compressed, with a checksum over all of it. It holds no

@@ -45,7 +45,15 @@ from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.serving.page.files import add_page
 from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import DONE, event
-from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelRouter, RequestContext
+from paceline.serving.router import (
+    Failed,
+    GenerationRequest,
+    Item,
+    ModelRouter,
+    RequestContext,
+    StreamChunk,
+    StreamStart,
+)
 from paceline.serving.settings import ApiSettings, is_loopback
 
 Generates = type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest]
@@ -358,7 +366,7 @@ async def answer(
         first = await source.next()
         if isinstance(first, Failed):
             raise first.error()
-        assert isinstance(first, Accepted)
+        assert isinstance(first, StreamStart)
         about["prompt_tokens"] = first.prompt_tokens
         if generation.stream:
             stream = EventStream(source, generation, ping_s=ping_s, about=about)
@@ -380,7 +388,7 @@ async def _body(source: Items, about: dict[str, Any]) -> Response:
         item = await source.next()
         if isinstance(item, Failed):
             raise item.error()
-        if isinstance(item, Chunk):
+        if isinstance(item, StreamChunk):
             about["completion_tokens"] = sum(item.sent)
             if item.last:
                 return Response(item.data, media_type="application/json")
@@ -405,7 +413,7 @@ class EventStream(Response):
                     await send(_part(PING))
                 elif isinstance(item, Failed):
                     raise item.error()
-                elif isinstance(item, Chunk):
+                elif isinstance(item, StreamChunk):
                     self._about["completion_tokens"] = sum(item.sent)
                     if item.data or item.last:  # the end goes with the last piece: each is a message between processes
                         await send(_part(item.data, more=not item.last))

@@ -43,7 +43,7 @@ from paceline.serving.ray_guard import running_address
 from paceline.serving.refused import QUEUE_FULL
 from paceline.serving.render.answer import read_outputs
 from paceline.serving.replica import model_deployment
-from paceline.serving.router import Chunk, Failed, Item, RequestContext, TokenRequest
+from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, TokenRequest
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 
 if TYPE_CHECKING:
@@ -286,11 +286,11 @@ class Stream:
             if self._over:
                 return
             item = Failed(503, "the models were stopped", lost=True)
-        if item is None or isinstance(item, Failed) or (isinstance(item, Chunk) and item.last):
+        if item is None or isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last):
             self._over = True
         if isinstance(item, Failed):
             raise self._error(item)
-        if isinstance(item, Chunk):
+        if isinstance(item, StreamChunk):
             self._ready.extend(read_outputs(item.data))
 
     async def _end(self) -> None:

@@ -23,7 +23,7 @@ State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ModelUsage:
     """Usage of a model, as reported by its replicas.
 
     running  number of current requests
@@ -54,10 +54,16 @@ class ModelState:
 
     @classmethod
     def of(
-        cls, name: str, residency: Residency, state: State | None = None, *, pinned: bool, usage: Usage | None = None
+        cls,
+        name: str,
+        residency: Residency,
+        state: State | None = None,
+        *,
+        pinned: bool,
+        usage: ModelUsage | None = None,
     ) -> ModelState:
         """Create the state of a model. ``state``: None: the one at the start of its service."""
-        scaling, usage = residency.autoscaling, usage or Usage()
+        scaling, usage = residency.autoscaling, usage or ModelUsage()
         state = state or first_state(residency)
         awaited = state == "loaded" if scaling is None else scaling.min_replicas > 0
         return cls(name, state, residency.load, pinned, awaited, usage.running, usage.idle_s, residency.idle_ttl_s)
@@ -168,7 +174,7 @@ class Loader(Protocol):
     async def loaded(self) -> Sequence[str]:
         """Return the models that are loaded or loading, possibly by an earlier lifecycle."""
 
-    async def usage(self, name: str) -> Usage | None:
+    async def usage(self, name: str) -> ModelUsage | None:
         """Return the usage of a loaded model; None if its replicas do not respond."""
 
     async def leave(self, name: str, *, unless_used: bool) -> bool:
@@ -350,7 +356,7 @@ class ModelLifecycle:
         used = await self._usage(*(name for name, one in kept if one.state == "loaded" and not one.pinned))
         return {name: one.idle_s for name, one in used.items() if not one.running}
 
-    async def _usage(self, *names: str) -> dict[str, Usage]:
+    async def _usage(self, *names: str) -> dict[str, ModelUsage]:
         """Return the usage of models whose replicas respond. That of others is unknown, so they stay loaded."""
         found = await asyncio.gather(*(self._loader.usage(name) for name in names))
         return {name: usage for name, usage in zip(names, found, strict=True) if usage is not None}

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from paceline.core.drafter_statistics import DrafterHealth
-from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.engine_figures import EngineFigures
 
@@ -127,18 +127,18 @@ class MetricSet:
         self.show("vllm:num_requests_running", figures.running)
         self.show("vllm:num_requests_waiting", figures.waiting)
         self.show("vllm:kv_cache_usage_perc", figures.running / num_slots)
-        self.reach("vllm:generation_tokens", figures.generation_tokens)
-        self.reach("vllm:prefix_cache_queries", figures.prefix_cache_queries)
-        self.reach("vllm:prefix_cache_hits", figures.prefix_cache_hits)
-        self.reach("vllm:spec_decode_num_drafts", figures.num_drafts)
-        self.reach("vllm:spec_decode_num_draft_tokens", figures.num_draft_tokens)
-        self.reach("vllm:spec_decode_num_accepted_tokens", figures.num_accepted_tokens)
-        for position, count in enumerate(figures.num_accepted_tokens_per_pos):
+        engine = figures.engine
+        self.reach("vllm:generation_tokens", engine.new_tokens)
+        for name in ("prefix_cache_queries", "prefix_cache_hits"):
+            self.reach(f"vllm:{name}", getattr(engine, name))
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            self.reach(f"vllm:spec_decode_{name}", getattr(engine, name))
+        for position, count in enumerate(engine.num_accepted_tokens_per_pos):
             self.reach("vllm:spec_decode_num_accepted_tokens_per_pos", count, position=str(position))
         for length, count in figures.draft_lengths.items():
             self.reach("paceline:draft_length_rounds", count, length=str(length))
         for part in ("prefill", "draft", "verify", "host"):
-            self.reach("paceline:engine_seconds", getattr(figures, f"engine_{part}_seconds"), part=part)
+            self.reach("paceline:engine_seconds", getattr(engine, f"{part}_seconds"), part=part)
         for drafter, counts in figures.drafters.items():
             for name in ("num_drafts", "num_draft_tokens", "num_scored", "num_scored_tokens", "propose_seconds"):
                 self.reach(f"paceline:drafter_{name}", getattr(counts, name), drafter=drafter)
@@ -193,11 +193,11 @@ class RequestTimes:
     def take(self, item: Item) -> None:
         """Record the next item of the response."""
         metrics = self._metrics
-        if isinstance(item, Accepted) and not self._resumed:
+        if isinstance(item, StreamStart) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)
         elif isinstance(item, Failed):
             metrics.add("paceline:requests_failed", 1, status=str(item.status))
-        elif isinstance(item, Chunk):
+        elif isinstance(item, StreamChunk):
             now, total = monotonic(), sum(item.sent)
             if self._first is None:
                 self._first, self._skipped = now, total

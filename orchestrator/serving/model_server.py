@@ -28,17 +28,24 @@ from paceline.serving.parsers.base import Parser, PlainText
 from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
-from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer, TokenAnswer
+from paceline.serving.render.answer import (
+    AcceptanceMetrics,
+    Answer,
+    AnswerPlan,
+    AnswerWriter,
+    ChoiceRenderer,
+    TokenAnswer,
+)
 from paceline.serving.render.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.serving.router import (
-    Accepted,
-    Chunk,
     Failed,
     GenerationRequest,
     Health,
     Item,
     ModelCard,
     RequestContext,
+    StreamChunk,
+    StreamStart,
     TextRequest,
     TokenRequest,
 )
@@ -77,7 +84,7 @@ class ModelServer:
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
     ) -> AsyncIterator[Item]:
-        """Yield the response: `Accepted` as soon as the request waits for a slot, then chunks; or `Failed` at any
+        """Yield the response: `StreamStart` as soon as the request waits for a slot, then chunks; or `Failed` at any
         point.
 
         ``skip``: number of tokens of each choice that were sent before; () if none were.
@@ -99,9 +106,9 @@ class ModelServer:
                     # The call is enqueued or rejected, and its first token may have arrived.
                     await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
                     if first.done() and first.exception() is None:
-                        yield Accepted(prompts.num_tokens, followed=True)
+                        yield StreamStart(prompts.num_tokens, followed=True)
                     elif not first.done():
-                        yield Accepted(prompts.num_tokens)
+                        yield StreamStart(prompts.num_tokens)
                     update = await first
                 finally:
                     first.cancel()
@@ -109,13 +116,13 @@ class ModelServer:
                 while update is not None:
                     data = answer.push(update.outputs)
                     if all(answer.ended) or (update.ended and update.error is None):
-                        yield Chunk(data + answer.end(), answer.sent, last=True)
+                        yield StreamChunk(data + answer.end(), answer.sent, last=True)
                         return
                     self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
                     if data:
-                        yield Chunk(data, answer.sent)
+                        yield StreamChunk(data, answer.sent)
                     update = await updates.next()
-            yield Chunk(answer.end(), answer.sent, last=True)
+            yield StreamChunk(answer.end(), answer.sent, last=True)
         except Exception as error:  # also errors of tokenizers, which may have any class
             lost, cause = isinstance(error, BackendError | PlacementError), None
             if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
@@ -155,7 +162,7 @@ class ModelServer:
 
     def _prepare(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int]
-    ) -> tuple[Prompts, list[Request], Answer | TokenAnswer]:
+    ) -> tuple[RequestPrompts, list[Request], Answer | TokenAnswer]:
         if isinstance(request, TokenRequest):
             return self._prepare_ids(request, skip)
         chat_request = request.chat() if isinstance(request, ResponsesRequest) else request
@@ -164,7 +171,7 @@ class ModelServer:
         else:
             prompts = _completion_prompts(self._tokenizer, chat_request)
         params = sampling_params(chat_request, self._tokenizer, prompts.reasoning)
-        rows = [ids for ids in prompts.ids for _ in range(chat_request.candidates)]
+        rows = [ids for ids in prompts.ids for _ in range(chat_request.n)]
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
         stop = StopStrings.of(params.stop_strings)
@@ -184,21 +191,22 @@ class ModelServer:
         level = chat_request.speculative.metrics or context.spec_metrics
         plan = AnswerPlan(
             prompts.num_tokens,
-            chat_request.candidates,
             chat_request.n,
             chat_request.stream,
             level,
             prompt_only=chat_request.tokens_asked == 0,
         )
         spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
-        return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
+        return prompts, requests, Answer(plan, writer, choices, acceptance=AcceptanceMetrics(spec_tokens))
 
-    def _prepare_ids(self, request: TokenRequest, skip: Sequence[int]) -> tuple[Prompts, list[Request], TokenAnswer]:
+    def _prepare_ids(
+        self, request: TokenRequest, skip: Sequence[int]
+    ) -> tuple[RequestPrompts, list[Request], TokenAnswer]:
         params = request.params
         if params.stop_strings or params.structured_outputs is not None or isinstance(params.prediction, str):
             params = replace(params, tokenizer=self._tokenizer)
         requests = Request.batch(request.prompts, params, self._limits)
-        return Prompts([list(ids) for ids in request.prompts]), requests, TokenAnswer(len(requests), skip)
+        return RequestPrompts([list(ids) for ids in request.prompts]), requests, TokenAnswer(len(requests), skip)
 
     def _limits_of(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
@@ -218,7 +226,7 @@ class ModelServer:
             raise RefusedError(400, message, param="max_tokens", code=TOO_LONG)
         return replace(self._limits, n_positions=room)
 
-    def _parser(self, request: CompletionRequest | ChatRequest, prompts: Prompts) -> Parser:
+    def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
         """Return the parser of reasoning and tool calls in the text of one choice."""
         parser: Parser = PlainText()
         if not isinstance(request, ChatRequest):
@@ -234,7 +242,7 @@ class ModelServer:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 
-    def _writer(self, request: TextRequest, context: RequestContext, prompts: Prompts) -> AnswerWriter:
+    def _writer(self, request: TextRequest, context: RequestContext, prompts: RequestPrompts) -> AnswerWriter:
         head: dict[str, object] = {"created": context.created, "model": request.model}
         if isinstance(request, ResponsesRequest):
             return ResponsesWriter(request, context.id, context.created)
@@ -343,7 +351,7 @@ class ChatFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class RequestPrompts:
     """Prompts of one request.
 
     ids             token ids of each prompt
@@ -381,16 +389,16 @@ class _ChatPrompt:
     goes_on: bool = False
 
 
-def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Prompts:
+def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> RequestPrompts:
     """Tokenize the prompts of a completion."""
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
     if not request.echo:
-        return Prompts(ids)
+        return RequestPrompts(ids)
     texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in request.prompts]
-    return Prompts(ids, tuple(one for one in zip(texts, ids, strict=True) for _ in range(request.n)))
+    return RequestPrompts(ids, tuple(one for one in zip(texts, ids, strict=True) for _ in range(request.n)))
 
 
-def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> Prompts:
+def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> RequestPrompts:
     """Render and tokenize the prompt of a chat."""
     kwargs = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
@@ -400,13 +408,13 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
     text = _chat_text(tokenizer, prompt, form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
     if row is None:
-        return Prompts(ids)
+        return RequestPrompts(ids)
     said = request.messages[-1].text if goes_on else ""
     opened = said.rfind(row.start) > said.rfind(row.end) if said else text.rstrip().endswith(row.start)
     if not opened and (said or text.rstrip().endswith(row.end)):  # the model is not to reason: that is done, or closed
-        return Prompts(ids)
+        return RequestPrompts(ids)
     markers = ReasoningMarkers(row.end, "" if opened else row.start)
-    return Prompts(ids, in_reasoning=opened, reasoning=markers)
+    return RequestPrompts(ids, in_reasoning=opened, reasoning=markers)
 
 
 def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> str:
@@ -485,7 +493,7 @@ def sampling_params(
         SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
     """
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    best_of, structured = request.candidates > request.n, _structured(request)
+    structured = _structured(request)
     return SamplingParams(
         max_new_tokens=request.max_new_tokens,
         min_tokens=request.min_tokens,
@@ -502,7 +510,7 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
         prompt_logprobs=request.prompt_logprobs_wanted,
-        logprobs=0 if best_of and request.top_logprobs_wanted is None else request.top_logprobs_wanted,
+        logprobs=request.top_logprobs_wanted,
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,
         use_speculation=not request.speculative.is_off,

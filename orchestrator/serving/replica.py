@@ -28,19 +28,19 @@ from paceline.placement.cluster.nodes import RESOURCE, host_names
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.lifecycle import Usage
+from paceline.serving.lifecycle import ModelUsage
 from paceline.serving.metrics import MetricSet, RequestTimes
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import SERVE_LOGGING, Readers, watch_cluster, write_with_serve
 from paceline.serving.refused import UNAVAILABLE
 from paceline.serving.router import (
-    Accepted,
     Failed,
     GenerationRequest,
     Item,
     ModelCard,
     PlacedModel,
     RequestContext,
+    StreamStart,
 )
 from paceline.serving.serve_router import deployment_name
 
@@ -130,7 +130,7 @@ class ModelReplica:
             async with aclosing(self._server.stream(request, context, skip)) as items:  # type: ignore[type-var]
                 async for item in items:
                     times.take(item)
-                    if isinstance(item, Accepted) and item.followed:
+                    if isinstance(item, StreamStart) and item.followed:
                         begun = (item,)
                         continue
                     yield (*begun, item) if begun else item
@@ -154,7 +154,7 @@ class ModelReplica:
             raise WorkerError("this model is being unloaded; send the request again")
         return self._server.card
 
-    async def usage(self) -> Usage:
+    async def usage(self) -> ModelUsage:
         """Return the replica's current usage."""
         return self._requests.usage
 
@@ -223,11 +223,11 @@ class _Requests:
         self.leaving = False
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ModelUsage:
         """Current usage. A newly loaded model counts as used until its first request, for up to `_FIRST_REQUEST_S`."""
         idle_s = time.monotonic() - self._since
         about_to = int(self._is_new and idle_s < _FIRST_REQUEST_S)
-        return Usage(self._running or about_to, 0.0 if self._running else idle_s)
+        return ModelUsage(self._running or about_to, 0.0 if self._running else idle_s)
 
     def begin(self) -> bool:
         """Add a request. False: it is rejected."""

@@ -85,7 +85,7 @@ class RequestContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class StreamStart:
     """First item of a response: a model accepts the request.
 
     prompt_tokens  total of all its prompts
@@ -97,7 +97,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StreamChunk:
     """Part of a response that can be sent as it is.
 
     data  with ``stream``: finished server-sent events, zero or more. Else empty, until the last chunk has the body.
@@ -139,9 +139,8 @@ class Failed:
         )
 
 
-Item = Accepted | Chunk | Failed
-"""Item of a response. In order: `Accepted`, then chunks, the last of which is marked. `Failed` may replace any of them.
-"""
+Item = StreamStart | StreamChunk | Failed
+"""Item of a response. In order: `StreamStart`, then chunks, the last of which is marked; `Failed` may replace each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.serving import ray_guard
-from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, Usage
+from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.ray_guard import DeploymentState
 from paceline.serving.refused import UNAVAILABLE, RefusedError
@@ -280,11 +280,11 @@ class ServeLoader:
     async def loaded(self) -> Sequence[str]:
         return [name for name, one in (await self._deployments()).items() if one.target]
 
-    async def usage(self, name: str) -> Usage | None:
-        found: list[Usage] = await self._router.ask_all(name, "usage")
+    async def usage(self, name: str) -> ModelUsage | None:
+        found: list[ModelUsage] = await self._router.ask_all(name, "usage")
         if not found:
             return None
-        return Usage(sum(one.running for one in found), min(one.idle_s for one in found))
+        return ModelUsage(sum(one.running for one in found), min(one.idle_s for one in found))
 
     async def leave(self, name: str, *, unless_used: bool) -> bool:
         answers = await self._router.ask_all(name, "leave", unless_used)

@@ -25,7 +25,16 @@ from paceline.serving.metrics import merged
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import handle_of
 from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
-from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Health, Item, ModelCard, RequestContext
+from paceline.serving.router import (
+    Failed,
+    GenerationRequest,
+    Health,
+    Item,
+    ModelCard,
+    RequestContext,
+    StreamChunk,
+    StreamStart,
+)
 
 log = logging.getLogger("paceline")
 
@@ -151,9 +160,9 @@ class ServeRouter:
                             failed = item
                             break
                         deadline = None
-                        if isinstance(item, Chunk):
+                        if isinstance(item, StreamChunk):
                             sent = item.sent
-                        if not isinstance(item, Accepted) or not accepted:
+                        if not isinstance(item, StreamStart) or not accepted:
                             yield item
                         accepted = True
                     else:
@@ -292,7 +301,7 @@ class _Attempt:
             return ()
         items: tuple[Item, ...] = message if isinstance(message, tuple) else (message,)
         last = items[-1]
-        self.ended = isinstance(last, Failed) or (isinstance(last, Chunk) and last.last)
+        self.ended = isinstance(last, Failed) or (isinstance(last, StreamChunk) and last.last)
         return items
 
     def close(self) -> None:

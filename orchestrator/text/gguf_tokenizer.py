@@ -35,7 +35,7 @@ _TEKKEN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitPattern:
     """Pre-tokenization: how text is split before merges, in byte-level vocabularies.
 
     pattern  of the pieces; None: GPT-2's own
@@ -48,13 +48,13 @@ class Split:
     whole: bool = False
 
 
-SPLITS: dict[str, Split] = {
-    "gpt-2": Split(),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), Split(digits=True)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), Split(_LLAMA_3, whole=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Split(_LLAMA_3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split(_QWEN_2)),
-    "tekken": Split(_TEKKEN, whole=True),
+SPLITS: dict[str, SplitPattern] = {
+    "gpt-2": SplitPattern(),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), SplitPattern(digits=True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), SplitPattern(_LLAMA_3, whole=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), SplitPattern(_LLAMA_3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), SplitPattern(_QWEN_2)),
+    "tekken": SplitPattern(_TEKKEN, whole=True),
 }
 """By the value of `tokenizer.ggml.pre`."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from paceline.core.drafter_statistics import DrafterCounts
 from paceline.outputs import Statistics
@@ -21,37 +20,23 @@ _RECENT = 1 << 16  # timings kept until they are taken; they may never be
 class EngineFigures:
     """Snapshot of the metrics. Counts and seconds are sums over all calls.
 
-    running, waiting             requests in slots, and requests without one
-    finished                     requests served to their end
-    generation_tokens            tokens of all outputs
-    num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos   see `paceline.outputs.Statistics`
-    draft_lengths                number of rounds for each draft length, if the length is chosen per round
-    queue_seconds                from arrival to a slot, over finished requests
+    running, waiting  requests in slots, and requests without one
+    finished          requests served to their end
+    queue_seconds     from arrival to a slot, over finished requests
     prefill_seconds, decode_seconds   over finished requests: from there to the first token, and on to the end
-    engine_prefill_seconds       engine time in prefill; engine_draft_seconds, engine_verify_seconds,
-                                 engine_host_seconds: in drafting, verification and everything else
-    prefix_cache_queries, prefix_cache_hits   see `paceline.outputs.Statistics`
-    drafters                     counts of each drafter, by name, if several are chosen from; empty otherwise
+    engine            counts and seconds of the engine, all runs together
+    draft_lengths     number of rounds for each draft length, if the length is chosen per round
+    drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
     """
 
     running: int
     waiting: int
     finished: int
-    generation_tokens: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_accepted_tokens_per_pos: tuple[int, ...]
-    draft_lengths: dict[int, int]
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
-    engine_prefill_seconds: float
-    engine_draft_seconds: float
-    engine_verify_seconds: float
-    engine_host_seconds: float
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    engine: Statistics
+    draft_lengths: dict[int, int]
     drafters: Mapping[str, DrafterCounts] = field(default_factory=dict)
 
 
@@ -83,56 +68,18 @@ class Totals:
     def add(self, run: Statistics) -> None:
         """Add an ended run of the engine."""
         if run is not self._added:
-            self._sum, self._lengths, self._added = _plus(self._sum, run), self._lengths + _lengths(run), run
+            self._sum, self._lengths, self._added = self._sum.plus(run), self._lengths + _lengths(run), run
 
     def figures(
         self, running: int, waiting: int, run: Statistics, *, drafters: Mapping[str, DrafterCounts]
     ) -> EngineFigures:
         """Return a snapshot. ``run``: the engine's last run, which may be under way."""
         over = run is self._added
-        total = self._sum if over else _plus(self._sum, run)
+        total = self._sum if over else self._sum.plus(run)
         lengths = self._lengths if over else self._lengths + _lengths(run)
-        return EngineFigures(
-            running,
-            waiting,
-            self._requests,
-            total.new_tokens,
-            total.num_drafts,
-            total.num_draft_tokens,
-            total.num_accepted_tokens,
-            tuple(total.num_accepted_tokens_per_pos),
-            dict(sorted(lengths.items())),
-            *self._seconds,
-            total.prefill_seconds,
-            total.draft_seconds,
-            total.verify_seconds,
-            total.host_seconds,
-            total.prefix_cache_queries,
-            total.prefix_cache_hits,
-            drafters,
-        )
+        counted = dict(sorted(lengths.items()))
+        return EngineFigures(running, waiting, self._requests, *self._seconds, total, counted, drafters)
 
 
 def _lengths(run: Statistics) -> Counter[int]:
     return Counter(list(run.draft_lengths))
-
-
-def _plus(one: Statistics, other: Statistics) -> Statistics:
-    def summed(name: str) -> list[int]:
-        return [a + b for a, b in zip_longest(getattr(one, name), getattr(other, name), fillvalue=0)]
-
-    return Statistics(
-        num_rounds=one.num_rounds + other.num_rounds,
-        num_drafts=one.num_drafts + other.num_drafts,
-        num_draft_tokens=one.num_draft_tokens + other.num_draft_tokens,
-        num_accepted_tokens=one.num_accepted_tokens + other.num_accepted_tokens,
-        num_draft_tokens_per_pos=summed("num_draft_tokens_per_pos"),
-        num_accepted_tokens_per_pos=summed("num_accepted_tokens_per_pos"),
-        new_tokens=one.new_tokens + other.new_tokens,
-        prefix_cache_queries=one.prefix_cache_queries + other.prefix_cache_queries,
-        prefix_cache_hits=one.prefix_cache_hits + other.prefix_cache_hits,
-        prefill_seconds=one.prefill_seconds + other.prefill_seconds,
-        draft_seconds=one.draft_seconds + other.draft_seconds,
-        verify_seconds=one.verify_seconds + other.verify_seconds,
-        host_seconds=one.host_seconds + other.host_seconds,
-    )

@@ -53,7 +53,7 @@ class SharedEngine:
         self._generator, self._limits = generator, limits or EngineLimits()
         self._changed = threading.Condition()
         self._calls: dict[str, CallState] = {}  # by ticket, in order of arrival
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._numbers = count()
@@ -400,7 +400,7 @@ class Holding:
         return [] if line is None else line.updates
 
 
-class Turns:
+class FairQueue:
     """Calls with waiting requests, in the order of their turns. Keys take turns, and so do the calls of a key, one
     request per turn. So neither a call of a thousand prompts nor a key with many calls delays the others.
     """

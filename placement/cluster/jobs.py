@@ -43,7 +43,7 @@ Job = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """Outcome of a job. ``error``: why it has no result."""
 
     index: int
@@ -123,7 +123,7 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
     def __len__(self) -> int:
         return len(self._workers)
 
-    def run(self, jobs: Sequence[Any]) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[Any]) -> Iterator[JobResult]:
         """Do all jobs, in order as workers become free, and yield outcomes as they arrive.
 
         The outcome of a job that raised has the error's text. Raises only what the consumer of the outcomes raises.
@@ -137,14 +137,14 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                     index, attempt = waiting.popleft()
                     under_way[worker.actor.do.remote(jobs[index])] = worker, index, attempt
             if not under_way:
-                yield from (Outcome(index, None, "no worker of the cluster is left") for index, _ in waiting)
+                yield from (JobResult(index, None, "no worker of the cluster is left") for index, _ in waiting)
                 return
             (done,), _ = ray.wait(list(under_way), num_returns=1)
             worker, index, attempt = under_way.pop(done)
             try:
-                yield Outcome(index, ray.get(done))
+                yield JobResult(index, ray.get(done))
             except ray.exceptions.RayTaskError as error:
-                yield Outcome(index, None, f"{type(error.cause).__name__}: {error.cause}")
+                yield JobResult(index, None, f"{type(error.cause).__name__}: {error.cause}")
             except ray.exceptions.RayError as error:  # the process or its node is lost
                 self._remove(worker)
                 if attempt < _TRIES:
@@ -153,7 +153,7 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                     with suppress(PlanError, WorkerError):
                         self._fill(wait=0.0 if self._workers else _PLACE_S)
                 if attempt == _TRIES:
-                    yield Outcome(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
+                    yield JobResult(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
 
     def _fill(self, wait: float) -> None:
         """Start workers concurrently until there are ``count``, or no capacity is left."""

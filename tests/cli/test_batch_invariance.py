@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
+from paceline.checks import batch_invariance
 from paceline.cli.main import app
 from paceline.decoder.backends import eager, registry
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.steps import window
-from paceline.diagnostics import batch_invariance
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 TEXTS = batch_invariance.TEXTS

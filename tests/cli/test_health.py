@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from paceline.checks import doctor, selftest
+from paceline.checks.findings import Finding
 from paceline.cli.main import app
 from paceline.core.types import SamplingTensors
 from paceline.decoder.backends import eager, registry
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.diagnostics import doctor, selftest
 from paceline.neuron import machine
 
 LS = """#!/bin/sh
@@ -23,8 +24,8 @@ echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {
 """
 
 
-def subjects(lines: list[doctor.Line]) -> dict[str, doctor.Line]:
-    return {line.subject: line for line in lines}
+def subjects(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
 def test_a_machine_without_neuron_is_healthy_and_says_so() -> None:
@@ -40,16 +41,16 @@ def test_a_machine_without_neuron_is_healthy_and_says_so() -> None:
 def test_a_cache_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    line = subjects(doctor.examine())["cache"]
-    assert line.level == "bad" and "PACELINE_CACHE" in line.text
+    finding = subjects(doctor.examine())["cache"]
+    assert not finding.passed and "PACELINE_CACHE" in finding.seen
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
 
 
 def test_a_file_in_place_of_a_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
-    line = subjects(doctor.examine())["cache"]
-    assert line.level == "bad" and "PACELINE_CACHE" in line.text
+    finding = subjects(doctor.examine())["cache"]
+    assert not finding.passed and "PACELINE_CACHE" in finding.seen
 
 
 def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,14 +58,14 @@ def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     program.write_text(LS)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    ((_, level, text),) = machine._cores()
-    assert (level, text) == ("note", "2 devices, 4 cores; used by processes 77")
+    ((_, status, text),) = machine._cores()
+    assert (status, text) == ("note", "2 devices, 4 cores; used by processes 77")
     program.write_text("#!/bin/sh\necho nonsense\n")
-    ((_, level, text),) = machine._cores()
-    assert level == "bad" and "failed" in text
+    ((_, status, text),) = machine._cores()
+    assert status == "FAILED" and "failed" in text
     program.unlink()
-    ((_, level, text),) = machine._cores()
-    assert level == "bad" and "aws-neuronx-tools" in text
+    ((_, status, text),) = machine._cores()
+    assert status == "FAILED" and "aws-neuronx-tools" in text
 
 
 def test_a_right_backend_passes_the_selftest() -> None:

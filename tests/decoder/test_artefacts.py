@@ -91,7 +91,7 @@ def test_sources_of_every_folder_with_a_network_are_part_of_the_key() -> None:
     for name in packages - hashed:
         traced = [path for path in (root / name).rglob("*.py") if "nn.Module):" in path.read_text()]
         # Not traced: the self-test, whose graphs are compared within a run, and a model for transformers' own loops.
-        others = [path for path in traced if not {"diagnostics", "huggingface"} & set(path.parts)]
+        others = [path for path in traced if not {"checks", "huggingface"} & set(path.parts)]
         assert not others, f"graphs may be traced from {others}"
 
 

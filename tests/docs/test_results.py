@@ -38,9 +38,9 @@ def test_a_mixture_of_machines_or_commits_is_refused(report: ModuleType, tmp_pat
 
 
 def test_a_missing_measurement_is_named_with_its_command(report: ModuleType) -> None:
-    page = report.page("<!-- report:copier -->\nold\n<!-- /report -->", {})
+    page = report.page("<!-- report:targets -->\nold\n<!-- /report -->", {})
     assert "old" not in page
-    assert "benchmarks/fused.py --part copier" in page
+    assert "benchmarks/fused.py --part pair" in page
 
 
 def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) -> None:

@@ -144,6 +144,22 @@ def test_chains_of_drafters_change_no_token(slots: int, heat: dict) -> None:
         assert maker.statistics.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "sampled"])
+def test_a_copy_with_a_name_changed_is_drafted_by_the_block(heat: dict) -> None:
+    """The target goes round through 0 to 18, and writes 19 where the prompt has 5."""
+    order = [*range(5), 19, *range(6, 19)]
+    logits = torch.zeros(20, 20)
+    for token, after in zip(order, [*order[1:], 0], strict=True):
+        logits[token, after] = 40.0
+    logits[5, 6] = 40.0
+    copier, prompt = TableDecoder(logits.repeat(20, 1, 1), kv_buckets=(128,)), [*range(19), 0, 1]
+    suffixes = SpeculativeGenerator("suffix", copier, k=8)
+    for maker in (copier, suffixes):
+        (text,) = maker.sample([prompt], max_new_tokens=76, **heat).tolist()
+        assert text[len(prompt) :] == [order[(2 + place) % 19] for place in range(76)]
+    assert suffixes.statistics.tau > 3
+
+
 def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> None:
     """Itself as draft behind a function that is right now and then: everything the model proposes stands."""
     one, other = TableDecoder(TARGET), TableDecoder(TARGET)

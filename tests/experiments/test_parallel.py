@@ -17,7 +17,7 @@ from paceline.experiments import runner
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.store import Store
 from paceline.placement.cluster.core_allocator import call_allocator
-from paceline.placement.cluster.jobs import JobWorkers, Outcome
+from paceline.placement.cluster.jobs import JobResult, JobWorkers
 from tests.experiments.grids import grid, save_models, save_prompts
 from tests.experiments.node_jobs import BEGAN, DOOMED, make
 from tests.simulation import CORES, STORE
@@ -34,7 +34,7 @@ def test_a_lost_node_or_worker_costs_a_job_alone(cluster: Cluster, tmp_path: Pat
     small = cluster.add_node(num_cpus=0, resources={"neuron_cores": 1}, object_store_memory=STORE)
     (tmp_path / DOOMED).write_text(small.node_id)
     jobs = ["a", "raise", "b", "c", "d", "die"]
-    found: dict[str, Outcome] = {}
+    found: dict[str, JobResult] = {}
     try:
         with JobWorkers(partial(make, tmp_path), address="auto", degree=1, count=3) as workers:
             assert len(workers) == 3

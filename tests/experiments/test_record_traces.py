@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.experiments import record_traces, runner, trace
 from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.questions import Policy, ask, chain_policies, regret
 from paceline.experiments.record_traces import record_along
 from paceline.experiments.store import Store
 from paceline.experiments.trace import load_trace
-from paceline.experiments.tune import verifying
-from paceline.experiments.whatif import Policy, ask, chain_policies, regret
+from paceline.experiments.tuned import verifying
 from tests.cli.calling import call
 from tests.docs.pages import ROOT
 from tests.experiments.grids import grid, save_models, save_prompts

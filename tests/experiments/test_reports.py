@@ -14,11 +14,11 @@ from paceline.core.errors import ConfigurationError
 from paceline.experiments.config import cells
 from paceline.experiments.exchange import read_records
 from paceline.experiments.measure import Bench
+from paceline.experiments.questions import Policy, ask
 from paceline.experiments.statistics import compare_rows, length_interval, ratio_interval
 from paceline.experiments.store import CellResult, read_config, read_results
 from paceline.experiments.trace import load_trace
-from paceline.experiments.tune import models_file
-from paceline.experiments.whatif import Policy, ask
+from paceline.experiments.tuned import models_file
 from paceline.placement.planning.model_specs import read_models
 from tests.cli.calling import call
 from tests.experiments.grids import grid, save_models, save_prompts
@@ -250,10 +250,19 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy(("model",), 2), Policy(("suffix", "model"), 3), Policy(("suffix",), 2), Policy(())]
+    "policy",
+    [
+        Policy(("model",), 2),
+        Policy(("model",), 2, confidence=0.25),
+        Policy(("suffix", "model"), 3),
+        Policy(("suffix", "model"), 3, confidence=0.5),
+        Policy(("suffix",), 2),
+        Policy(()),
+    ],
 )
 def test_models_files_of_all_kinds(done: Path, tmp_path: Path, policy: Policy) -> None:
     config, file = read_config(done), tmp_path / "tuned.yaml"
     file.write_text(models_file(config, policy, next(cells(config))))
     (model,) = read_models(file)
     assert model.speculative.k == policy.k and len(model.speculative.draft) == len(policy.drafters)
+    assert model.speculative.confidence_threshold == (policy.confidence or 0.0)

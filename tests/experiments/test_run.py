@@ -21,11 +21,11 @@ from paceline.core.errors import CheckpointError, ConfigurationError, ContextErr
 from paceline.experiments import report, runner
 from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
 from paceline.experiments.prompts import load_prompts, read_prompts
+from paceline.experiments.questions import Policy, ask
 from paceline.experiments.record_traces import record_traces
 from paceline.experiments.runner import provenance
 from paceline.experiments.store import CellResult, Store, read_results
 from paceline.experiments.trace import load_trace
-from paceline.experiments.whatif import Policy, ask
 from paceline.text.tokenizer import load_tokenizer
 from tests.cli.calling import call
 from tests.experiments.grids import grid, save_models, save_prompts

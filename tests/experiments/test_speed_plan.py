@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.experiments.questions import LoadPlan, SpeedEstimate, expected_tokens, from_rates, ranked
 from paceline.experiments.round_times import RoundTimes
-from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens, from_rates, ranked
 
 
 def test_tokens_of_a_round_follow_from_the_rates() -> None:
@@ -30,6 +30,6 @@ def test_the_best_depth_is_where_another_token_costs_more_than_it_gives() -> Non
     ("seconds", "verdict"), [(1.0, "speculate"), (1.45, "uncertain"), (1.6, "do not"), (2.0, "do not speculate: ")]
 )
 def test_what_is_said_is_as_sure_as_the_figures(seconds: float, verdict: str) -> None:
-    pair = Candidate("speculative", "a", 1, 1, 1.5, seconds), Candidate("plain", "", 0, 1, 1.0, 1.0)
+    pair = SpeedEstimate("speculative", "a", 1, 1, 1.5, seconds), SpeedEstimate("plain", "", 0, 1, 1.0, 1.0)
     assert ranked(1, [(one, 0.1) for one in pair]).verdict.startswith(verdict)
     assert LoadPlan(1, (pair[1],)).verdict.startswith("do not speculate: nothing")

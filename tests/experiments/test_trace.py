@@ -15,12 +15,19 @@ from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import SamplingParams
+from paceline.experiments.questions import (
+    Policy,
+    ask,
+    best_per_text,
+    drafter_of,
+    parse_depths,
+    search,
+    search_thresholds,
+)
 from paceline.experiments.record_traces import joined, prompted, record_drafter, recorded_drafter
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.trace import Trace, check_target, load_trace, save_trace
-from paceline.experiments.tune import search, search_thresholds
-from paceline.experiments.whatif import Policy, ask, best_per_text, drafter_of, parse_depths
 from paceline.outputs import GenerationResult, Statistics
 from paceline.target.verifier import CompiledVerifier
 from tests.contract.drafters import ROWS, Home

@@ -86,7 +86,7 @@ def size_messages(root: Path, file: str, text: str) -> list[str]:
             "def f():\n    import paceline.neuron.sdk",
             "paceline.neuron.sdk is imported by orchestrator/cli/",
         ),
-        ("orchestrator/cli/a.py", "import paceline.neuron.sdk", "orchestrator/diagnostics/ only, inside functions"),
+        ("orchestrator/cli/a.py", "import paceline.neuron.sdk", "orchestrator/checks/ only, inside functions"),
         ("neuron/a.py", "from paceline.target import X", "neuron/ may not import paceline.target.X"),
         ("orchestrator/text/a.py", "from paceline.engine.batch import X", "orchestrator/text/ may not import"),
         ("orchestrator/engine/engine.py", "from paceline.draft import X", "orchestrator/engine/ may not import"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnostics import selftest
+from paceline.checks import selftest
 from paceline.neuron import round_cost
 from tests.decoder.tiny import Workshop, fresh
 

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.checks import selftest
 from paceline.core.errors import BackendError, SamplingError
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import ModelWithCache
@@ -23,7 +24,6 @@ from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.diagnostics import selftest
 from paceline.neuron import native as neuron_native
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import lower, state_of

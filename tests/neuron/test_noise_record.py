@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
+from paceline.checks import doctor, selftest
+from paceline.checks.findings import Finding
 from paceline.core.errors import SamplingError, StorageError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
-from paceline.diagnostics import doctor, selftest
 from paceline.neuron import backend as neuron
 from paceline.neuron import noise_record
 from paceline.neuron import sdk as neuron_sdk
@@ -41,7 +42,7 @@ def decoder(workshop: Workshop, backend: str = "neuron") -> Any:
     return made
 
 
-def check_noise() -> selftest.Check:
+def check_noise() -> Finding:
     return next(selftest.run("neuron"))
 
 
@@ -71,8 +72,8 @@ def test_a_record_is_a_whole_file_that_names_what_it_holds_for(machine: None) ->
     assert {name: held[name] for name in SDK} == SDK
     assert (held["target"], held["torch"]) == ("inf2", torch.__version__)
     assert {"instance", "driver", "runtime", "flags", "source", "logical cores"} <= held.keys()
-    level = {line.subject: line.level for line in doctor.examine()}
-    assert level["sampling on 'neuron'"] == "good"
+    status = {finding.name: finding.status for finding in doctor.examine()}
+    assert status["sampling on 'neuron'"] == "ok"
 
 
 @pytest.mark.parametrize("what", ["instance", "driver", "runtime", "compiler"])
@@ -92,8 +93,8 @@ def test_a_record_of_another_machine_or_version_does_not_count(
     else:
         monkeypatch.setattr(noise_record, "DRIVER" if what == "driver" else "_RUNTIME", tmp_path / "other")
     assert not noise_record.passed(sdk)
-    level = {line.subject: line.level for line in doctor.examine()}
-    assert level["sampling on 'neuron'"] == ("good" if what == "compiler" else "note")
+    status = {finding.name: finding.status for finding in doctor.examine()}
+    assert status["sampling on 'neuron'"] == ("ok" if what == "compiler" else "note")
 
 
 @pytest.mark.parametrize("broken", ["wrong words", "raises"])

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from paceline import SpeculativeGenerator
-from paceline.experiments import bench
-from paceline.outputs import Statistics
+from paceline.experiments import bench, measure
+from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.measure import Timed
+from paceline.experiments.prompts import Prompt, Prompts
+from paceline.outputs import RequestOutput, Statistics
 from tests.decoder.tiny import fresh, save_pair
+
+PROMPT = (5, 9, 5)
+
+
+def prompts(*rows: tuple[int, ...]) -> Prompts:
+    return Prompts("own", tuple(Prompt(str(n), "", row) for n, row in enumerate(rows)), ())
+
+
+def ended_by(folder: Path, end: object) -> None:
+    for path in folder.glob("*/*config.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
 
 
 def test_hugging_face_takes_a_checkpoint_whose_list_of_end_ids_is_empty(tmp_path: Path) -> None:
     save_pair(tmp_path)
-    for path in tmp_path.glob("*/*config.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": []}))
-    modes = bench._hugging_face(str(tmp_path / "target"), str(tmp_path / "draft"), 6)
-    texts = {mode.name: mode.run([5, 9, 5]).tokens for mode in modes}
-    ours = fresh(tmp_path / "target").sample([[5, 9, 5]], max_new_tokens=6)
+    ended_by(tmp_path, [])
+    engines = bench.hugging_face(str(tmp_path / "target"), str(tmp_path / "draft"), 6)
+    texts = {name: engine([*PROMPT]) for name, engine in engines}
+    ours = fresh(tmp_path / "target").sample([[*PROMPT]], max_new_tokens=6)
     assert texts["transformers generate f32"] == texts["transformers assisted f32"] == ours[0, 3:].tolist()  # type: ignore[union-attr]
     assert all(len(text) == 6 for text in texts.values())
 
@@ -25,56 +38,58 @@ def test_hugging_face_takes_a_checkpoint_whose_list_of_end_ids_is_empty(tmp_path
 def test_all_modes_count_the_same_new_tokens(tmp_path: Path) -> None:
     """Rule C45: new ids, the end id included and nothing behind it, in our modes and in Hugging Face's."""
     save_pair(tmp_path)
-    prompt, draft, target = [5, 9, 5], fresh(tmp_path / "draft"), fresh(tmp_path / "target")
-    free = target.sample([prompt], max_new_tokens=12)[0, len(prompt) :].tolist()  # type: ignore[union-attr]
-    end = free[7]
-    for path in tmp_path.glob("*/*config.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
-    draft, target = fresh(tmp_path / "draft"), fresh(tmp_path / "target")
-    ours = [SpeculativeGenerator(source, target, k=3) for source in (None, draft, "ngram")]
-    runs = [bench.generator_run(one, 12) for one in ours]
-    runs += [mode.run for mode in bench._hugging_face(*(str(tmp_path / r) for r in ("target", "draft")), 12)[2:]]
-    counted = [run(prompt).tokens for run in runs]
-    assert counted == [free[: free.index(end) + 1]] * len(runs)
+    target = fresh(tmp_path / "target")
+    free = target.sample([[*PROMPT]], max_new_tokens=12)[0, len(PROMPT) :].tolist()  # type: ignore[union-attr]
+    ended_by(tmp_path, free[7])
+    values: dict[str, Any] = {
+        "targets": str(tmp_path / "target"),
+        "drafters": [{"name": "plain", "draft": "none"}, {"draft": str(tmp_path / "draft"), "k": 3}, "ngram"],
+        "prompt_sets": "own",
+        "max_new_tokens": 12,
+        "backend": "eager",
+        "amp": "f32",
+    }
+    found = bench.run_cells(ExperimentConfig.model_validate(values), prompts(PROMPT))
+    for name, engine in list(bench.hugging_face(*(str(tmp_path / role) for role in ("target", "draft")), 12))[2:]:
+        found[name] = bench.run_engine(engine, prompts(PROMPT), found["plain"])
+    assert len(found) == 5
+    assert all(rows[0]["tokens"] == free[: free.index(free[7]) + 1] for rows in found.values())
+    assert not any(bench.figures(rows)["texts_unlike_plain"] for rows in found.values())
 
 
-def test_a_speed_is_all_new_tokens_over_the_sum_of_the_median_times() -> None:
-    """Rule C45: one slow repeat moves nothing, and a long text weighs more than a short one."""
-    mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
-    mode.seen = [
-        [bench.Outcome([1] * 10, seconds=s) for s in (2.0, 90.0, 1.0)],
-        [bench.Outcome([1] * 30, seconds=s) for s in (3.0, 2.5, 50.0)],
-    ]
-    assert mode.tokens_per_second() == 40 / (2.0 + 3.0)
-    assert "tau" not in mode.summary()
+def row(group: int, **figures: Any) -> dict[str, Any]:
+    steps = {"per_step_drafted": [], "per_step_accepted": [], "num_rounds": 0, "round_seconds": 0.0, "group_rounds": 0}
+    times = {"seconds": 1.0, "prefill_seconds": 0.0, "plain_seconds": 3.0, "plain_prefill_seconds": 1.0}
+    return {"group": group, "new_tokens": 1, "same_tokens_as_plain": True, **steps, **times, **figures}
+
+
+def test_a_speed_is_all_new_tokens_over_the_sum_of_the_times_of_groups() -> None:
+    """Rule C45: a long text weighs more than a short one, and prompts of one group share its time."""
+    rows = [row(0, new_tokens=10, seconds=2.0), row(1, new_tokens=25, seconds=3.0), row(1, new_tokens=5, seconds=3.0)]
+    found = bench.figures(rows)
+    assert found["tokens_per_second"] == 40 / (2.0 + 3.0) and found["over_plain"] == 6 / 5
+    assert found["decode_over_plain"] == 4 / 5 and "tau" not in found
+    assert bench.figures([row(0, same_tokens_as_plain=False), row(1)])["texts_unlike_plain"] == 1
+    plain = {"plain_seconds": None, "plain_prefill_seconds": None, "same_tokens_as_plain": None}
+    assert bench.figures([row(0, **plain)])["over_plain"] == bench.figures([row(0, **plain)])["decode_over_plain"] == 1
+
+
+def test_one_slow_repeat_moves_nothing() -> None:
+    """Rule C45."""
+    runs = [Timed([[RequestOutput(0, (1,), 0, "length")]], seconds, 0.5, Statistics()) for seconds in (2.0, 90.0, 1.0)]
+    (found,) = measure._rows([Prompt("0", "", PROMPT)], runs, runs[:1], number=0)
+    assert (found["seconds"], found["plain_seconds"]) == (2.0, 2.0)
 
 
 def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominator() -> None:
     """Rule C44, as printed by the benchmark: pooled over the prompts, not a mean of means."""
-    few = Statistics(
-        num_rounds=2,
-        num_drafts=2,
-        num_draft_tokens=4,
-        num_accepted_tokens=1,
-        num_accepted_tokens_per_pos=[1, 0],
-        num_draft_tokens_per_pos=[2, 2],
-    )
-    many = Statistics(
-        num_rounds=8,
-        num_drafts=8,
-        num_draft_tokens=8,
-        num_accepted_tokens=8,
-        num_accepted_tokens_per_pos=[8],
-        num_draft_tokens_per_pos=[8],
-    )
-    mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
-    mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (few, many)]
-    assert mode.summary()["tau"] == 1 + 9 / 10
-    assert mode.summary()["acceptance_by_position"] == [0.9, 0.0]
+    few = row(0, num_rounds=2, group_rounds=2, per_step_drafted=[2, 2], per_step_accepted=[1, 0])
+    many = row(1, num_rounds=8, group_rounds=8, per_step_drafted=[1] * 8, per_step_accepted=[1] * 8)
+    found = bench.figures([few, many])
+    assert found["tau"] == 1 + 9 / 10
+    assert found["acceptance_by_position"] == [0.9, 0.0]
 
 
 def test_a_text_that_ends_with_its_first_token_has_no_round_to_time() -> None:
-    ended, other = Statistics(), Statistics(num_rounds=4, draft_seconds=1.0, verify_seconds=3.0)
-    mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
-    mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (ended, other)]
-    assert mode.summary()["ms_per_round"] == 1000.0
+    found = bench.figures([row(0), row(1, num_rounds=4, group_rounds=4, round_seconds=4.0)])
+    assert found["ms_per_round"] == 1000.0

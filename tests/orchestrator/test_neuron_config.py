@@ -195,7 +195,7 @@ def test_what_is_no_configuration_raises(source: str, tmp_path: Path) -> None:
         ("amp", "x", "bf16, f16, f32"),
         ("quantization", "nope", "int8, .*q4_1, or gguf"),
         ("kv_cache_dtype", "int4", "int8, fp8_e4m3, fp8_e5m2"),
-        ("group_query_attention", "zzz", "'shard-over-heads', .*'shard-over-batch'"),
+        ("group_query_attention", "zzz", "'shard-over-heads', .*'all-gather-heads'"),
         ("fused", "maybe", "true or false"),
         ("k", "2", "a number"),
         ("batch_size", "2", "a positive number"),

@@ -42,7 +42,7 @@ def test_totals_of_aiperf_are_those_of_the_engine(tmp_path: Path, kind: str) -> 
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
-    figures = engine.figures()
+    figures = engine.figures().engine
     assert found["total_spec_decode_steps"]["avg"] == figures.num_drafts > 0
     assert found["total_draft_tokens"]["avg"] == figures.num_draft_tokens > 0
     assert found["total_accepted_draft_tokens"]["avg"] == figures.num_accepted_tokens > 0

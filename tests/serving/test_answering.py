@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from paceline.serving.api import EventStream, answer
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.router import Accepted, Chunk, Item, RequestContext
+from paceline.serving.router import Item, RequestContext, StreamChunk, StreamStart
 
 GENERATION = CompletionRequest(model="m", prompt="x", stream=True)
 
@@ -62,13 +62,13 @@ def test_the_head_goes_with_the_first_events_if_they_come_soon(soon: bool) -> No
     """Ray Serve makes one message of what is sent without a pause. Where nothing comes, the head goes alone."""
 
     async def work() -> list[tuple[str, bytes, int]]:
-        source = Slowly(Accepted(1), *([Chunk(b"a", (1,))] if soon else []))
+        source = Slowly(StreamStart(1), *([StreamChunk(b"a", (1,))] if soon else []))
         client = Client(source)
         made = await client.answer()
         running = asyncio.create_task(made(client.scope, client.receive, client.send))
         while not client.sent:
             await asyncio.sleep(0.002)
-        source.let.put_nowait(Chunk(b"b", (2,), last=True))
+        source.let.put_nowait(StreamChunk(b"b", (2,), last=True))
         await running
         return client.sent
 
@@ -80,7 +80,7 @@ def test_the_head_goes_with_the_first_events_if_they_come_soon(soon: bool) -> No
 
 def test_a_failure_before_the_first_event_has_a_head() -> None:
     async def work() -> list[tuple[str, bytes, int]]:
-        client = Client(Slowly(Accepted(1)))
+        client = Client(Slowly(StreamStart(1)))
         made = await client.answer()
         made._source._deadline = 0.0  # it is over when the first event could go
         await made(client.scope, client.receive, client.send)

@@ -18,7 +18,7 @@ from paceline.placement import INSTANCES, plan
 from paceline.serving.deployment import Stream, groups_of
 from paceline.serving.model_server import ModelServer, NoTokenizer
 from paceline.serving.render.answer import read_outputs
-from paceline.serving.router import Accepted, Chunk, Failed, Item, RequestContext, TokenRequest
+from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, StreamStart, TokenRequest
 from paceline.workers.shared_engine import SharedEngine
 from tests.placement.wishes import model
 from tests.serving.edge import card
@@ -31,7 +31,7 @@ def request(**params: Any) -> TokenRequest:
     return TokenRequest("m", PROMPTS, SamplingParams(**{"max_new_tokens": 30, "seed": 5, "do_sample": True} | params))
 
 
-def texts(chunks: Sequence[Chunk]) -> dict[int, list[int]]:
+def texts(chunks: Sequence[StreamChunk]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {0: [], 1: []}
     for chunk in chunks:
         for output in read_outputs(chunk.data):
@@ -107,14 +107,14 @@ def stream(loop: asyncio.AbstractEventLoop, *said: Item, waits: bool = False) ->
     return Stream(answer(), loop, 2)
 
 
-def chunk(index: int, *tokens: int, last: bool = False) -> Chunk:
+def chunk(index: int, *tokens: int, last: bool = False) -> StreamChunk:
     from pickle import dumps
 
-    return Chunk(dumps(RequestOutput(index, tokens, 0)), (), last)
+    return StreamChunk(dumps(RequestOutput(index, tokens, 0)), (), last)
 
 
 def test_a_caller_gets_outputs_and_the_error_that_is_meant(loop: asyncio.AbstractEventLoop) -> None:
-    whole = stream(loop, Accepted(7), chunk(0, 1, 2), chunk(1, 3, last=True))
+    whole = stream(loop, StreamStart(7), chunk(0, 1, 2), chunk(1, 3, last=True))
     assert [(one.index, one.tokens) for one in whole] == [(0, (1, 2)), (1, (3,))]
     prompt = PromptError("of the vocabulary")
     for failed, kind in (
@@ -123,7 +123,7 @@ def test_a_caller_gets_outputs_and_the_error_that_is_meant(loop: asyncio.Abstrac
     ):
         with pytest.raises(kind):
             next(stream(loop, failed))
-    lost = stream(loop, Accepted(7), chunk(1, 4, 5), Failed(503, "it was lost", lost=True))
+    lost = stream(loop, StreamStart(7), chunk(1, 4, 5), Failed(503, "it was lost", lost=True))
     with pytest.raises(TargetLostError, match="it was lost") as caught:
         list(lost)
     assert caught.value.tokens == ((), (4, 5))

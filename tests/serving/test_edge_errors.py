@@ -54,7 +54,7 @@ def refused(response: httpx.Response) -> dict[str, Any]:
     ("path", "body", "param"),
     [
         ("completions", COMPLETION | {"suffix": "end"}, "suffix"),
-        ("completions", COMPLETION | {"best_of": 3, "n": 2, "stream": True}, None),
+        ("completions", COMPLETION | {"best_of": 3}, "best_of"),
         ("completions", COMPLETION | {"echo": True, "logprobs": 21}, "logprobs"),
         ("completions", COMPLETION | {"max_tokens": 0}, "max_tokens"),
         ("completions", COMPLETION | {"prompt_logprobs": 1}, "prompt_logprobs"),
@@ -72,8 +72,8 @@ def refused(response: httpx.Response) -> dict[str, Any]:
         ("completions", COMPLETION | {"prompt": [5] * 5000}, "prompt"),
         ("completions", COMPLETION | {"prompt": [-1], "echo": True}, "prompt"),
         ("completions", COMPLETION | {"prompt": [[1], [1 << 40]], "echo": True}, "prompt"),
-        ("completions", COMPLETION | {"guided_choice": ["a"], "guided_grammar": "b"}, None),
-        ("completions", COMPLETION | {"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, None),
+        ("completions", COMPLETION | {"guided_choice": ["a"]}, "guided_choice"),
+        ("completions", COMPLETION | {"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
         ("completions", COMPLETION | {"speculative": {"k": -1}}, "speculative"),
         ("completions", COMPLETION | {"logit_bias": {"a": 1}}, None),
         ("chat/completions", CHAT | {"messages": []}, "messages"),
@@ -146,7 +146,7 @@ def test_a_refusal_says_where_and_what(client: httpx.Client, path: str, body: di
     assert response.status_code == 400 and refused(response)["message"] == says
 
 
-GUIDED = {"guided_regex": "a"}
+GUIDED = {"structured_outputs": {"regex": "a"}}
 FORMAT = {"response_format": {"type": "json_object"}}
 
 

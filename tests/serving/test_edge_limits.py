@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.errors import EventLoopError
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.router import Chunk, Item, RequestContext
+from paceline.serving.router import Item, RequestContext, StreamChunk
 from tests.serving.edge import client_of, running, scripted
 from tests.serving.test_edge_errors import CHAT, COMPLETION, refused
 
@@ -77,9 +77,9 @@ def test_a_server_is_used_from_one_event_loop_at_a_time() -> None:
         return [item async for item in server.stream(request, RequestContext.new())]
 
     async def two() -> None:
-        assert isinstance((await ask())[-1], Chunk)
+        assert isinstance((await ask())[-1], StreamChunk)
         with ThreadPoolExecutor(1) as pool, pytest.raises(EventLoopError, match="another event loop"):
             await asyncio.wrap_future(pool.submit(asyncio.run, ask()))
 
     asyncio.run(two())
-    assert isinstance(asyncio.run(ask())[-1], Chunk), "the first one is closed"
+    assert isinstance(asyncio.run(ask())[-1], StreamChunk), "the first one is closed"

@@ -29,7 +29,7 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
 from paceline.serving import replica, serve_router
 from paceline.serving.api import create_app
-from paceline.serving.lifecycle import Decisions, ModelLifecycle, Usage
+from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelUsage
 from paceline.serving.model_server import ModelServer
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
@@ -69,7 +69,7 @@ class PlannedLoader:
     async def loaded(self) -> Sequence[str]:
         return list(self.replicas)
 
-    async def usage(self, name: str) -> Usage | None:
+    async def usage(self, name: str) -> ModelUsage | None:
         return await self.replicas[name].usage()
 
     async def leave(self, name: str, *, unless_used: bool) -> bool:

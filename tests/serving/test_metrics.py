@@ -5,16 +5,20 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
+from paceline.outputs import Statistics
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
-from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.engine_figures import EngineFigures
 
+ENGINE = Statistics(
+    new_tokens=40, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=20, num_accepted_tokens_per_pos=[9, 7, 4],
+    prefill_seconds=1.0, draft_seconds=2.0, verify_seconds=3.0, host_seconds=0.5, prefix_cache_queries=50,
+    prefix_cache_hits=32,
+)  # fmt: skip
 FIGURES = EngineFigures(
-    running=2, waiting=3, finished=1, generation_tokens=40, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=20,
-    num_accepted_tokens_per_pos=(9, 7, 4), draft_lengths={0: 1, 3: 9}, queue_seconds=0.0, prefill_seconds=0.0,
-    decode_seconds=0.0, engine_prefill_seconds=1.0, engine_draft_seconds=2.0, engine_verify_seconds=3.0,
-    engine_host_seconds=0.5, prefix_cache_queries=50, prefix_cache_hits=32,
+    running=2, waiting=3, finished=1, queue_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0, engine=ENGINE,
+    draft_lengths={0: 1, 3: 9},
     drafters={"ngram": DrafterCounts(6, 18, 9, 20, 0.25), "model": DrafterCounts(4, 12, 5, 9, 0.5)},
 )  # fmt: skip
 
@@ -23,7 +27,10 @@ def filled(engine: str = "a") -> MetricSet:
     """Metrics of a replica in which everything has happened."""
     metrics = MetricSet("m", engine, ray_too=False)
     metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
-    consume([Accepted(7), Chunk(b"x", (1, 0)), Chunk(b"y", (3, 2)), Chunk(b"", (3, 4), last=True)], metrics)
+    consume(
+        [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
+        metrics,
+    )
     consume([Failed(400, "no")], metrics)
     metrics.finished([RequestTiming(0, 0.5, 0.25, 2.0), RequestTiming(1, 1.5, 0.25, 4.0)])
     return metrics
@@ -73,7 +80,7 @@ def test_requests_say_where_their_time_went() -> None:
 
 def test_what_goes_on_after_a_fault_counts_its_prompt_once() -> None:
     metrics = MetricSet("m", "a", ray_too=False)
-    consume([Accepted(7), Chunk(b"z", (9,), last=True)], metrics, resumed=True)
+    consume([StreamStart(7), StreamChunk(b"z", (9,), last=True)], metrics, resumed=True)
     assert samples(metrics.text()).get(("vllm:prompt_tokens_total", ""), 0) == 0
 
 
@@ -98,7 +105,7 @@ def test_ray_is_told_later_and_once_for_all() -> None:
     metrics = MetricSet("m", "a", ray_too=False)
     metrics._ray = {row.name: Recorded() for row in METRICS}
     for tokens in (7, 5):
-        consume([Accepted(tokens), Chunk(b"x", (1,)), Chunk(b"y", (3,), last=True)], metrics)
+        consume([StreamStart(tokens), StreamChunk(b"x", (1,)), StreamChunk(b"y", (3,), last=True)], metrics)
     metrics.show("vllm:num_requests_running", 1)
     metrics.show("vllm:num_requests_running", 2)
     assert not any(row.calls for row in metrics._ray.values())

@@ -17,7 +17,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import serve_lifecycle
-from paceline.serving.lifecycle import ModelState, Usage
+from paceline.serving.lifecycle import ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.refused import RefusedError
 from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
@@ -144,9 +144,9 @@ def test_a_model_leaves_to_make_room_only_if_all_replicas_that_answer_are_idle(
 def test_the_usage_of_a_model_is_that_of_its_replicas(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a"})
 
-    def usage(*says: object) -> Usage | None:
+    def usage(*says: object) -> ModelUsage | None:
         return asyncio.run(ServeLoader(made, ServeRouter({"a": ModelRoute(Replicas(*says))})).usage("a"))
 
-    assert usage(Usage(2, 0.0), Usage(0, 7.0)) == Usage(2, 0.0)
-    assert usage(Usage(0, 9.0), Usage(0, 7.0)) == Usage(0, 7.0)
+    assert usage(ModelUsage(2, 0.0), ModelUsage(0, 7.0)) == ModelUsage(2, 0.0)
+    assert usage(ModelUsage(0, 9.0), ModelUsage(0, 7.0)) == ModelUsage(0, 7.0)
     assert usage() is None, "nobody knows"

@@ -18,7 +18,7 @@ from paceline.serving import serve_router
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.tokens import TokenizeRequest
 from paceline.serving.refused import RefusedError
-from paceline.serving.router import Accepted, Chunk, Failed, Item, ModelCard, RequestContext
+from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 
 Attempt = Callable[[Sequence[int]], list[Item | Exception]]
@@ -69,8 +69,8 @@ def answers(upto: int, end: Exception | Failed | None = None) -> Attempt:
 
     def attempt(skip: Sequence[int]) -> list[Item | Exception]:
         first = skip[0] if skip else 0
-        chunks = [Chunk(TOKENS[at], (at + 1,), last=at == len(TOKENS) - 1) for at in range(first, upto)]
-        return [Accepted(3), *chunks, *([] if end is None else [end])]
+        chunks = [StreamChunk(TOKENS[at], (at + 1,), last=at == len(TOKENS) - 1) for at in range(first, upto)]
+        return [StreamStart(3), *chunks, *([] if end is None else [end])]
 
     return attempt
 
@@ -94,8 +94,8 @@ LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(503, "a ran
 def test_an_answer_goes_on_at_another_replica(loss: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(answers(at, loss), answers(0, loss), answers(4))
     items = ask(handle, monkeypatch)
-    assert [type(item) for item in items] == [Accepted] + [Chunk] * 4, "accepted once"
-    assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+    assert [type(item) for item in items] == [StreamStart] + [StreamChunk] * 4, "accepted once"
+    assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"
     assert handle.skips == [(), (at,) if at else (), (at,) if at else ()]
     assert handle.cancelled == (0 if isinstance(loss, Failed) else 2), "nothing goes on behind a last item"
 
@@ -107,8 +107,8 @@ def test_several_items_of_one_message_are_items(monkeypatch: pytest.MonkeyPatch)
 
     handle = Handle(together)
     items = ask(handle, monkeypatch)
-    assert [type(item) for item in items] == [Accepted] + [Chunk] * 4
-    assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+    assert [type(item) for item in items] == [StreamStart] + [StreamChunk] * 4
+    assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"
     assert handle.skips == [(), (2,)]
 
 
@@ -118,7 +118,7 @@ def test_who_leaves_ends_what_goes_on_for_it() -> None:
     async def leave() -> None:
         router = ServeRouter({"m": ModelRoute(handle)})
         items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
-        assert isinstance(await anext(items), Accepted) and isinstance(await anext(items), Chunk)
+        assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
         await items.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(leave())
@@ -131,7 +131,7 @@ def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPat
     class Waits(Items):
         async def __aiter__(self) -> AsyncIterator[Item]:
             await asyncio.sleep(60)
-            yield Accepted(0)
+            yield StreamStart(0)
 
     class Empty(Handle):
         def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
@@ -158,7 +158,7 @@ def test_an_answer_that_has_begun_outwaits_a_full_queue(
 ) -> None:
     handle = Handle(answers(2, ActorDiedError()), lambda _: [full], answers(4))
     items = ask(handle, monkeypatch, resume_s=60.0)
-    assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+    assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"
     assert handle.skips == [(), (2,), (2,)]
 
 
@@ -289,4 +289,4 @@ def test_where_nobody_answers_the_lifecycle_is_asked(
     if isinstance(decides, RefusedError):
         assert items == [Failed.of(decides)]
     else:
-        assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+        assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"

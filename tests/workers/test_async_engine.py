@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import DeadlineError, EventLoopError, QueueFullError
 from paceline.engine.request import Request, SamplingParams
 from paceline.workers.calls import Call, CallState, CallUpdate
-from paceline.workers.shared_engine import AsyncEngine, EngineLimits, SharedEngine, Turns
+from paceline.workers.shared_engine import AsyncEngine, EngineLimits, FairQueue, SharedEngine
 from tests.fakes import TableDecoder
 from tests.workers.heard import updates_of
 from tests.workers.test_shared_engine import PROMPTS, Gate, shared, wanted
@@ -90,8 +90,8 @@ def test_a_step_is_handed_over_once_for_all_streams() -> None:
     assert len(handed) <= made[0].heartbeat
     figures = made[0].figures()
     assert (figures.running, figures.waiting, figures.finished) == (0, 0, 4)
-    assert figures.generation_tokens == sum(20 + i for i in range(4))
-    assert figures.num_accepted_tokens == sum(figures.num_accepted_tokens_per_pos) > 0
+    assert figures.engine.new_tokens == sum(20 + i for i in range(4))
+    assert figures.engine.num_accepted_tokens == sum(figures.engine.num_accepted_tokens_per_pos) > 0
 
 
 def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
@@ -221,7 +221,7 @@ def test_a_device_that_fails_again_is_told_to_all_and_to_who_asks_for_health() -
 
 
 def test_turns_go_round_keys_and_then_their_calls() -> None:
-    made, turns, states = made_for(1), Turns(), list[CallState]()
+    made, turns, states = made_for(1), FairQueue(), list[CallState]()
     asks = [("a1", "a", 5), ("a2", "a", 2), ("b1", "b", 1), ("c1", "c", 2)]
     for ticket, key, prompts in asks:
         state = CallState.of(call(made, ticket, *[PROMPTS[0]] * prompts, key=key), print, range(prompts))

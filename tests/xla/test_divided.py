@@ -50,9 +50,7 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
         ).eval()
         with torch.no_grad():
             texts.append(
-                xla.hlo(
-                    Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=xla.ReplicaGroup(DEGREE)
-                )
+                xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=xla.XlaGroup(DEGREE))
             )
     found, counts = (
         hlo_lint.lint(texts[0], budget=BUDGETS[name]),

@@ -3,7 +3,7 @@
     python examples/smollm2/recipe/measure.py --target smollm2 --out examples/smollm2/acceptance.json
 
 One held-out prompt of every category, in float32, which gives the same tokens on every machine but for near-ties: what
-a test repeats. Speeds, and every prompt, are `benchmarks/modes.py --model smollm2`.
+a test repeats. Speeds, and every prompt, are `benchmarks/experiments/chat.yaml`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
     CountField,
-    GuidedFields,
     IgnoredFields,
     ModelField,
     ResponseFormat,
@@ -18,6 +17,7 @@ from paceline.serving.openai.fields import (
     StreamFields,
     Strict,
     StructuredOutputs,
+    StructureFields,
     one_structure,
     refuse_media,
     refuse_strict_by_choice,
@@ -125,7 +125,7 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     """Answer a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins over it."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -197,7 +197,7 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
                     "the name"
                 )
         _ = self.structured  # refused here where it is given twice
-        if self.guided is not None and self.tool_choice not in (None, "none", "auto"):
+        if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
             raise ValueError(
                 "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
             )
@@ -208,11 +208,6 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     def opens_turn(self) -> bool:
         """Whether the template begins the assistant's turn."""
         return self.add_generation_prompt and not self.continue_final_message
-
-    @property
-    def candidates(self) -> int:
-        """Texts that are generated."""
-        return self.n
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -247,4 +242,4 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return one_structure(self.response_format, self.guided)
+        return one_structure(self.response_format, self.structured_outputs)

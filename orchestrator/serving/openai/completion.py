@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, model_validator
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
     CountField,
-    GuidedFields,
     IgnoredFields,
     ModelField,
     ResponseFormat,
@@ -17,6 +16,7 @@ from paceline.serving.openai.fields import (
     StopField,
     StreamFields,
     StructuredOutputs,
+    StructureFields,
     TokenId,
     one_structure,
 )
@@ -36,7 +36,7 @@ def _not_empty(value: Prompt) -> Prompt:
     return value
 
 
-class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     """Continue prompts. A request without a seed gets one when it is read, so that its answer can be resumed."""
 
     prompt_field: ClassVar[str] = "prompt"
@@ -50,7 +50,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
     stop: StopField = []
     n: CountField = 1
-    best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
     echo: Annotated[bool, Field(description="true or false")] = False
     suffix: Annotated[
         Literal[""], Field(description="an empty string (insertion before a suffix is not supported)")
@@ -70,12 +69,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
             raise RefusedError(
                 400, "max_tokens: expected at least 1 unless echo is true, got 0; raise it", param="max_tokens"
             )
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of: expected at least n={self.n}, got {self.best_of}; raise it")
-        if self.stream and (self.best_of or self.n) > self.n:
-            raise ValueError(
-                "best_of: expected at most n for a stream, since the best are known only at the end; set stream: false"
-            )
         return self
 
     @property
@@ -85,11 +78,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
-
-    @property
-    def candidates(self) -> int:
-        """Texts that are generated for each prompt; the best n are shown."""
-        return self.n if self.best_of is None else self.best_of
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -114,4 +102,4 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
-        return one_structure(self.response_format, self.guided)
+        return one_structure(self.response_format, self.structured_outputs)

@@ -213,38 +213,13 @@ class StructuredOutputs(Strict):
         return self
 
 
-class GuidedFields(Strict):
-    """vLLM's ways to say what the text must be, the older names too."""
+class StructureFields(Strict):
+    """vLLM's way to say what the text must be."""
 
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Field(description="an object with one of json, regex, choice, grammar and json_object"),
     ] = None
-    guided_json: Annotated[dict[str, Any] | str | None, Field(description="a JSON schema")] = None
-    guided_regex: Annotated[str | None, Field(description="a regular expression")] = None
-    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of strings")] = None
-    guided_grammar: Annotated[str | None, Field(description="a grammar")] = None
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> GuidedFields:
-        given = [name for name in GuidedFields.model_fields if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"expected one of {', '.join(given)}, got several; omit the others")
-        return self
-
-    @property
-    def guided(self) -> StructuredOutputs | None:
-        """What was given by either name."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs
-        old = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }
-        guided = {name: value for name, value in old.items() if value is not None}
-        return StructuredOutputs.model_validate(guided) if guided else None
 
 
 StopField = Annotated[
@@ -259,19 +234,16 @@ CountField = Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole nu
 ResponseFormatType = Literal["text", "json_object", "json_schema"]
 
 
-def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | None) -> StructuredOutputs | None:
+def one_structure(response_format: ResponseFormat, structured: StructuredOutputs | None) -> StructuredOutputs | None:
     """What a text must be, by OpenAI's field or by vLLM's.
 
     Raises:
         RefusedError: both say something.
     """
-    if response_format.structured is not None and guided is not None:
-        message = (
-            "response_format: expected either response_format or structured_outputs and its like, got both; omit "
-            "one of them"
-        )
+    if response_format.structured is not None and structured is not None:
+        message = "response_format: expected either response_format or structured_outputs, got both; omit one of them"
         raise RefusedError(400, message, param="response_format")
-    return response_format.structured or guided
+    return response_format.structured or structured
 
 
 class JsonSchema(Strict):

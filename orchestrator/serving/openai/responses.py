@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.fields import (
-    GuidedFields,
     ModelField,
     SamplingFields,
     Strict,
+    StructureFields,
     refuse_media,
     refuse_unstreamed,
     validated,
@@ -111,7 +111,7 @@ class TextFormat(Strict):
     strict: bool = False
 
 
-class TextOptions(Strict):
+class ResponseTextConfig(Strict):
     """Of the answer's text."""
 
     format: TextFormat = TextFormat(type="text")
@@ -133,7 +133,7 @@ class ResponsesStreamOptions(Strict):
     include_usage: bool = True
 
 
-class ResponsesRequest(SamplingFields, GuidedFields):
+class ResponsesRequest(SamplingFields, StructureFields):
     """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
 
     prompt_field: ClassVar[str] = "input"
@@ -150,8 +150,8 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         Literal["none", "auto", "required"] | NamedFunction | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
     ] = None
-    text: Annotated[TextOptions, Field(description="an object with a format, and verbosity medium if given")] = (
-        TextOptions()
+    text: Annotated[ResponseTextConfig, Field(description="an object with a format, and verbosity medium if given")] = (
+        ResponseTextConfig()
     )
     reasoning: Annotated[
         ReasoningOptions, Field(description="an object with an effort, and no summary (reasoning is returned in full)")
@@ -196,7 +196,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
                 400, "input: expected at least one item that the model reads, got none; add a message", param="input"
             )
         fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        fields |= {name: getattr(self, name) for name in GuidedFields.model_fields}
+        fields |= {name: getattr(self, name) for name in StructureFields.model_fields}
         form = self.text.format
         schema = {"name": form.name, "schema": form.schema_ or {}} if form.type == "json_schema" else None
         choice = self.tool_choice

@@ -86,7 +86,7 @@ PartKind = Literal["reasoning", "message", "function_call"]
 
 
 @dataclass(slots=True)
-class Part:
+class OutputItem:
     """Reasoning, text, or a call of the function ``name`` with the arguments ``text``."""
 
     kind: PartKind
@@ -98,7 +98,7 @@ class Part:
 class ChoiceText:
     """A whole choice, as it adds up. ``parts``: in the order in which they were written."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[OutputItem] = field(default_factory=list)
     pieces: list[TokenPiece] = field(default_factory=list)
     finish_reason: str | None = None
     prompt: tuple[TokenLogprobs, ...] | None = None
@@ -117,13 +117,13 @@ class ChoiceText:
         """More reasoning or text."""
         if text:
             if not self.parts or self.parts[-1].kind != kind:
-                self.parts.append(Part(kind))
+                self.parts.append(OutputItem(kind))
             self.parts[-1].text += text
 
     def call(self, call: ToolCallDelta) -> None:
         """What a call gained."""
         if call.name is not None:
-            self.parts.append(Part("function_call", name=call.name))
+            self.parts.append(OutputItem("function_call", name=call.name))
         self.tool_calls[call.index].text += call.arguments
 
     @property
@@ -137,15 +137,9 @@ class ChoiceText:
         return "".join(part.text for part in self.parts if part.kind == "reasoning")
 
     @property
-    def tool_calls(self) -> list[Part]:
+    def tool_calls(self) -> list[OutputItem]:
         """The calls."""
         return [part for part in self.parts if part.kind == "function_call"]
-
-    @property
-    def mean_logprob(self) -> float:
-        """What the best of several choices are chosen by."""
-        logprobs = [piece.logprob for piece in self.pieces if piece.logprob is not None]
-        return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 class AnswerWriter(Protocol):
@@ -180,7 +174,7 @@ def _encode(content: Mapping[str, object]) -> bytes:
 
 
 @dataclass(slots=True)
-class Acceptance:
+class AcceptanceMetrics:
     """``metrics.speculative_decoding`` of an answer, in vLLM 0.32's schema: counts of one request, over verification
     steps in which something was drafted. Definitions:
     https://docs.vllm.ai/en/v0.32.0/features/speculative_decoding/acceptance_metrics/
@@ -310,16 +304,14 @@ class AnswerPlan:
     """What is fixed about an answer before its first token.
 
     prompt_tokens  of all prompts together
-    candidates     texts that are generated for each prompt
-    shown          how many of them, the most probable, are shown
+    choices        texts that are generated for each prompt
     stream         whether it is written as events
     spec_metrics   what it says about acceptance; only where it has one choice
     prompt_only    whether no generated token is shown
     """
 
     prompt_tokens: int
-    candidates: int
-    shown: int
+    choices: int
     stream: bool
     spec_metrics: SpecMetrics
     prompt_only: bool = False
@@ -334,7 +326,7 @@ class Answer:
         writer: AnswerWriter,
         choices: Sequence[ChoiceRenderer],
         *,
-        acceptance: Acceptance,
+        acceptance: AcceptanceMetrics,
     ) -> None:
         self._plan, self._writer, self._choices, self._acceptance = plan, writer, choices, acceptance
         self._texts = [ChoiceText() for _ in choices]
@@ -358,8 +350,8 @@ class Answer:
             if self._choices[output.index].ended:
                 continue
             self._acceptance.count(output.drafted, output.accepted)
-            if output.cached_tokens is not None and output.index % self._plan.candidates == 0:
-                self._cached = (self._cached or 0) + output.cached_tokens  # other candidates find the prompt anyhow
+            if output.cached_tokens is not None and output.index % self._plan.choices == 0:
+                self._cached = (self._cached or 0) + output.cached_tokens  # other choices find the prompt anyhow
             if self._plan.prompt_only and output.error is None:
                 output = replace(output, tokens=(), accepted=0, drafted=0, finish_reason="length", token_logprobs=None)
             for step, is_new in self._choices[output.index].push(output):
@@ -378,18 +370,7 @@ class Answer:
         metrics = self._acceptance.report(level)
         if self._plan.stream:
             return self._writer.end(self._usage, metrics)
-        return _encode(self._writer.body(self._best(), self._usage, metrics))
-
-    def _best(self) -> list[ChoiceText]:
-        """The choices that are shown, prompt by prompt."""
-        candidates, shown = self._plan.candidates, self._plan.shown
-        if shown == candidates:
-            return self._texts
-        best = []
-        for first in range(0, len(self._texts), candidates):
-            group = self._texts[first : first + candidates]
-            best += sorted(group, key=lambda choice: -choice.mean_logprob)[:shown]
-        return best
+        return _encode(self._writer.body(self._texts, self._usage, metrics))
 
     @property
     def _usage(self) -> Usage:

@@ -9,7 +9,7 @@ from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import NamedFunction, ResponsesRequest
 from paceline.serving.parsers.base import ToolCallDelta
-from paceline.serving.render.answer import DONE, ChoiceText, Part, PartKind, Step, TokenPiece, Usage, event
+from paceline.serving.render.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
 
 BytesOf = Callable[[int], bytes]
 """The bytes of a token, which join to those of the text."""
@@ -334,7 +334,7 @@ class ResponsesWriter:
     def _added(self) -> bytes:
         """The beginning of the last part's item."""
         self._is_open = True
-        begun = Part(self._text.parts[-1].kind, name=self._text.parts[-1].name)
+        begun = OutputItem(self._text.parts[-1].kind, name=self._text.parts[-1].name)
         item = self._item(self._index, begun, "in_progress")
         return self._event("response.output_item.added", output_index=self._index, item=item)
 
@@ -386,7 +386,7 @@ class ResponsesWriter:
     def _item_id(self, index: int, kind: PartKind) -> str:
         return f"{_PREFIXES[kind]}_{self._id}_{index}"
 
-    def _item(self, index: int, part: Part, status: str) -> _Item:
+    def _item(self, index: int, part: OutputItem, status: str) -> _Item:
         item: _Item = {"id": self._item_id(index, part.kind), "type": part.kind, "status": status}
         if part.kind == "function_call":
             return {**item, "call_id": f"call_{self._id}_{index}", "name": part.name, "arguments": part.text}

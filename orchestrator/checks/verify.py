@@ -13,8 +13,8 @@ nothing else says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter
@@ -23,28 +23,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checks import verify_distribution
+from paceline.checks.findings import Finding, Status
+from paceline.checks.verify_distribution import detected_share
+from paceline.checks.verify_subject import Budget, CallResult, Subject, own_prompts
 from paceline.core.acceptance.base import keeps_tokens
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, row_seed
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.diagnostics import verify_distribution
-from paceline.diagnostics.verify_subject import (
-    Budget,
-    Finding,
-    Report,
-    Status,
-    Subject,
-    Texts,
-    detected_share,
-    own_prompts,
-)
 from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
 
 _LEAST_ROOM = 24  # positions that every text of a test needs behind its prompt
 _Test = Callable[[Subject, Budget], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings about one target, one draft and one batch size. ``setting``: what was verified, for people."""
+
+    setting: Mapping[str, object]
+    findings: Sequence[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return all(one.passed for one in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"passed": self.passed, **self.setting, "findings": [asdict(one) for one in self.findings]}
+
+    def __str__(self) -> str:
+        """For people: a paragraph for every finding."""
+        head = ", ".join(f"{name} {value}" for name, value in self.setting.items())
+        lines = [head]
+        for one in self.findings:
+            lines.append(f"{one.status:7} {one.name} ({one.seconds:.1f} s): {one.seen}")
+            lines.append(f"        tried: {one.tried}")
+            if one.detects is not None:
+                lines.append(f"        finds with 95 %: a deviation of {one.detects:.2g} in total variation")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +213,9 @@ class Tally:
     ties: int = 0
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, subject: Subject, ours: Texts, theirs: Texts, *, sampling: Sequence[Sampling] | None = None) -> None:
+    def add(
+        self, subject: Subject, ours: CallResult, theirs: CallResult, *, sampling: Sequence[Sampling] | None = None
+    ) -> None:
         """Compare texts, and why they ended. ``sampling``: of every text, to see near-ties; None = they are unknown."""
         self.calls += 1
         self.accepted += ours.statistics.num_accepted_tokens
@@ -228,17 +251,26 @@ class Tally:
         gap = subject.gap(text[:at], (text[at], known[at]), one)
         return gap < near / (one.temperature or 1.0)
 
-    def finding(self, name: str, subject: Subject, *, tried: str, begin: float, lossy: bool = False) -> Finding:
-        """What came of all comparisons. ``lossy``: differences are what the rule says of itself."""
+    def finding(
+        self,
+        name: str,
+        subject: Subject,
+        *,
+        tried: str,
+        begin: float,
+        lossy: bool = False,
+        theirs: str = "plain decoding",
+    ) -> Finding:
+        """Return the finding of all comparisons. ``lossy``: the rule itself announces differences."""
         wrong = list(self.wrong)
         if self.ties > max(3, subject.tolerated(self.tokens)):
             wrong.append(f"{self.ties} texts part at near-ties, which is too often for these")
         status: Status = "ok" if not wrong else "lossy" if lossy else "FAILED"
-        seen = "all are those of plain decoding" if not wrong else f"{len(wrong)} differ: {'; '.join(wrong[:3])}"
+        seen = f"all are those of {theirs}" if not wrong else f"{len(wrong)} differ: {'; '.join(wrong[:3])}"
         if self.ties:
             seen += f"; {self.ties} texts part at a near-tie, which this backend may decide by a graph's width"
         what = f"{self.tokens} tokens in {self.calls} calls, {self.accepted} of them drafted and accepted; {tried}"
-        return Finding(name, status, what, seen, detected_share(self.tokens), perf_counter() - begin)
+        return Finding(name, status, seen, what, detected_share(self.tokens), perf_counter() - begin)
 
 
 def _greedy(subject: Subject, budget: Budget) -> Finding:
@@ -250,7 +282,7 @@ def _sampled(subject: Subject, budget: Budget) -> Finding:
     """Texts with the same seed; under rules that keep a distribution only, there is nothing to compare."""
     name = "sampled tokens"
     if not keeps_tokens(subject.rule):
-        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} does not promise tokens")
+        return Finding(name, "skipped", f"{subject.rule.name!r} does not promise tokens", "nothing")
     return _equal(subject, budget, name=name, asked=SAMPLED, lossy=False)
 
 
@@ -322,7 +354,7 @@ def _neighbours(subject: Subject, budget: Budget) -> Finding:
     """A text is the same alone and beside others, under every rule."""
     name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
     if subject.slots == 1:
-        return Finding(name, "skipped", "nothing", "there is one slot; load with a larger batch_size")
+        return Finding(name, "skipped", "there is one slot; load with a larger batch_size", "nothing")
     while budget.left(number, 2):
         drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
         seeds = [row_seed(subject.seed + number, row) for row in range(subject.slots + 1)]
@@ -330,13 +362,12 @@ def _neighbours(subject: Subject, budget: Budget) -> Finding:
         together = subject.texts(subject.generator, group, **drawing, seed=seeds)
         place = number % len(group)
         alone = subject.texts(subject.generator, group[place : place + 1], **drawing, seed=seeds[place : place + 1])
-        beside = Texts(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
+        beside = CallResult(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
         one = Sampling(temperature=0.9 if drawing["do_sample"] else 0.0, seed=seeds[place])
         tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
         number += 1
     tried = f"texts beside {subject.slots} others in {subject.slots} slots, and alone"
-    finding = tally.finding(name, subject, tried=tried, begin=begin)
-    return _said(finding, "all are those of the texts alone")
+    return tally.finding(name, subject, tried=tried, begin=begin, theirs="the texts alone")
 
 
 def _repeats(subject: Subject, budget: Budget) -> Finding:
@@ -348,18 +379,18 @@ def _repeats(subject: Subject, budget: Budget) -> Finding:
         first, again = (subject.texts(subject.generator, group, **drawing) for _ in range(2))
         tally.add(subject, again, first)
         number += 1
-    finding = tally.finding("repeated calls", subject, tried="each call twice", begin=begin)
+    finding = tally.finding("repeated calls", subject, tried="each call twice", begin=begin, theirs="the first call")
     if finding.status == "FAILED" and not keeps_tokens(subject.rule):
         why = "a drafter that learns from texts changes them under a rule that keeps the distribution alone"
-        return Finding(finding.name, "note", finding.tried, f"{finding.seen}; {why}", finding.detects, finding.seconds)
-    return _said(finding, "all are those of the first call")
+        return replace(finding, status="note", seen=f"{finding.seen}; {why}")
+    return finding
 
 
 def _processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
     """Under logits processors, the tokens of plain decoding, and processors see the prefixes that it shows them."""
     name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
     if not subject.rule.on_host:
-        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} decides on the device, without processors")
+        return Finding(name, "skipped", f"{subject.rule.name!r} decides on the device, without processors", "nothing")
     draws = subject.sampled and keeps_tokens(subject.rule)
     kinds: list[tuple[dict[str, Any], list[Callable[..., Tensor]]]] = [({"repetition_penalty": 1.3}, [])]
     kinds += [({}, list(processors))] if processors else []
@@ -391,14 +422,6 @@ class _Watching:
         return scores
 
 
-def _said(found: Finding, ok: str) -> Finding:
-    """The same, in words of its own where all is well."""
-    if found.status != "ok":
-        return found
-    seen = found.seen.replace("all are those of plain decoding", ok)
-    return Finding(found.name, found.status, found.tried, seen, found.detects, found.seconds)
-
-
 _WIDTHS_CHANGE = 0.02
 """Share of its own drafts that a target may refuse where bits depend on the width of a graph."""
 
@@ -409,7 +432,7 @@ def _self_draft(subject: Subject, budget: Budget) -> Finding:
     try:
         twin = subject.target.sibling()
     except ConfigurationError as error:
-        return Finding(name, "skipped", "nothing", str(error))
+        return Finding(name, "skipped", str(error), "nothing")
     rule = subject.rule.name if subject.rule.name in ("match", "reject") else "match"
     depths = sorted({1, max(2, subject.depth)})
     drafted = accepted = number = 0
@@ -426,16 +449,15 @@ def _self_draft(subject: Subject, budget: Budget) -> Finding:
     status: Status = "ok" if refused <= allowed and drafted else "FAILED"
     tried = f"{drafted} tokens in {number} calls, depths {', '.join(map(str, depths))}, acceptor {rule}"
     seen = f"{accepted} of {drafted} drafted tokens were accepted"
-    return Finding(name, status, tried, seen, detected_share(drafted), perf_counter() - begin)
+    return Finding(name, status, seen, tried, detected_share(drafted), perf_counter() - begin)
 
 
 def _read_anew(subject: Subject, budget: Budget) -> Finding:
     """Rounds in the middle of a text against rounds behind the same text as a prompt: the same is drafted."""
     name, begin = "drafter's memory", perf_counter()
     if not keeps_tokens(subject.rule) or not subject.depth:
-        return Finding(
-            name, "skipped", "nothing", "a text must not depend on its drafts, and something must be drafted"
-        )
+        why = "a text must not depend on its drafts, and something must be drafted"
+        return Finding(name, "skipped", why, "nothing")
     compared = number = 0
     other: list[str] = []
     while budget.left(number, 1):
@@ -463,4 +485,4 @@ def _read_anew(subject: Subject, budget: Budget) -> Finding:
     if other:
         seen += f": {'; '.join(other[:2])}. Either the drafter learns from texts, or its cache is not that of the text"
     tried = f"rounds of {number} texts"
-    return Finding(name, "note" if other else "ok", tried, seen, detected_share(compared), perf_counter() - begin)
+    return Finding(name, "note" if other else "ok", seen, tried, detected_share(compared), perf_counter() - begin)

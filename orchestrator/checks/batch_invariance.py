@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.checks import selftest
 from paceline.core.errors import ConfigurationError, PacelineError
 from paceline.decoder import steps
 from paceline.decoder.backends.base import make
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
-from paceline.diagnostics import selftest
 
 MOST = 17
 """M goes up to here: one more than the sixteen rows of many tiles."""
@@ -82,7 +82,7 @@ class Series:
 
 
 def check(target: Path | None, most: int) -> None:
-    """What can be said before anything is loaded.
+    """Check the arguments before anything is loaded.
 
     Raises:
         ConfigurationError: ``most`` is out of range.

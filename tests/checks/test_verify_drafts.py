@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.diagnostics.verify import VerifySettings, verify
+from paceline.checks.verify import VerifySettings, verify
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
 

@@ -5,37 +5,41 @@ verify drafts. Two tests complement each other. The first tokens of many texts o
 exact joint distribution, which shows any deviation there. Along long texts, every token is placed on the target's
 cumulative distribution of its own prefix; these places are independent and uniform if the texts are right, whatever the
 prefixes are (Rosenblatt 1952), so that every token of every text counts. Not here: tests of tokens (`verify`).
+
+The power of a test is the smallest deviation that it finds with a probability of 95 %, whatever the deviation looks
+like. It is given as a total variation: the largest difference between the probabilities that the two distributions give
+to any set of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from paceline.checks.findings import Finding, Status
+from paceline.checks.verify_subject import Budget, Subject
 from paceline.core import probs
 from paceline.core.sampling import Sampling, row_seed, sampling_tensors
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.diagnostics.verify_subject import (
-    FALSE_ALARM,
-    Budget,
-    Finding,
-    Status,
-    Subject,
-    chi_square,
-    detected_variation,
-)
 
 FIRST, CHOICES = 3, 4
 """Tokens of the joint distribution, and the top-k that keeps it small enough to be known exactly."""
 
 PARTS = 16
 """Equal parts of the cumulative distribution that places along texts are counted in."""
+
+FALSE_ALARM = 1e-5
+"""Probability that a test of a distribution fails although the distribution is right."""
+
+POWER = 0.95
+"""Probability with which a deviation of the size that is reported is found."""
 
 _CALL = 64  # texts of one call
 _LEAST_EXPECTED = 5.0  # texts in a cell
@@ -179,7 +183,7 @@ def _judged(name: str, subject: Subject, cells: _Cells, *, tried: str, foreign: 
     """The finding of counts. ``foreign``: texts that the distribution gives no probability."""
     samples, rule = int(sum(cells.observed)) + foreign, subject.rule
     if len(cells.expected) < 2:
-        return Finding(name, "skipped", tried, "all mass is in one cell: too few texts, or a target without doubt")
+        return Finding(name, "skipped", "all mass is in one cell: too few texts, or a target without doubt", tried)
     p = 0.0 if foreign > subject.tolerated(samples) else chi_square(cells.observed, cells.expected)
     wrong = p < FALSE_ALARM
     status: Status = "ok" if not wrong else "FAILED"
@@ -192,4 +196,59 @@ def _judged(name: str, subject: Subject, cells: _Cells, *, tried: str, foreign: 
     if not rule.lossless:
         seen += f"; {rule.name!r} is LOSSY and says so" + ("" if wrong else ", and no deviation shows here")
     power = detected_variation(samples, len(cells.expected))
-    return Finding(name, status, tried, seen, power, perf_counter() - begin)
+    return Finding(name, status, seen, tried, power, perf_counter() - begin)
+
+
+def detected_share(count: int) -> float:
+    """The smallest probability of a difference at a token that shows at least once in ``count`` tokens with 95 %.
+
+    Two texts whose tokens are drawn from distributions with a total variation of d differ at a token with probability
+    d at least, however they are coupled. So this is a total variation too.
+    """
+    return -math.expm1(math.log(1.0 - POWER) / max(1, count))
+
+
+def chi_square(observed: Sequence[float], expected: Sequence[float]) -> float:
+    """p-value of Pearson's test of counts against expected counts, all above 0."""
+    statistic = math.fsum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return _beyond(statistic, len(expected) - 1)
+
+
+def detected_variation(samples: int, cells: int) -> float:
+    """The smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in so many samples.
+
+    A deviation of total variation d has a noncentrality of at least 4 n d^2: it moves a mass d from some cells, of mass
+    P, to the others, and by Cauchy's inequality the sum of squares over expectations is at least n d^2 / (P (1 - P)).
+    """
+    if cells < 2 or not samples:
+        return 1.0
+    degrees = cells - 1
+    critical = _bisected(lambda x: _beyond(x, degrees) > FALSE_ALARM, 10.0 * degrees + 100.0)
+    needed = _bisected(lambda moved: _noncentral_beyond(critical, degrees, moved) < POWER, 10.0 * critical + 100.0)
+    return min(1.0, math.sqrt(needed / (4.0 * samples)))
+
+
+def _beyond(x: float, degrees: int) -> float:
+    """Probability of more than x under chi-square with so many degrees of freedom."""
+    if degrees < 1:
+        return 1.0
+    half = torch.tensor([degrees / 2, x / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _noncentral_beyond(x: float, degrees: int, noncentrality: float) -> float:
+    """The same of the noncentral distribution: a mixture of central ones with Poisson weights."""
+    mean = noncentrality / 2
+    count = torch.arange(int(mean + 12 * math.sqrt(mean + 1) + 30), dtype=torch.float64)
+    weights = torch.exp(count * math.log(max(mean, 1e-300)) - mean - torch.lgamma(count + 1))
+    tails = torch.special.gammaincc(degrees / 2 + count, torch.full_like(count, x / 2))
+    return float((weights * tails).sum())
+
+
+def _bisected(below: Callable[[float], bool], high: float) -> float:
+    """Where a monotone condition ends to hold, from 0 on."""
+    low: float = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return high

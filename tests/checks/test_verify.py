@@ -9,24 +9,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from paceline.checks import verify_distribution
+from paceline.checks.verify import TESTS, Report, VerifySettings, verify
+from paceline.checks.verify_distribution import FALSE_ALARM, POWER, chi_square, detected_share, detected_variation
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling
-from paceline.diagnostics import verify_distribution
-from paceline.diagnostics.verify import TESTS, VerifySettings, verify
-from paceline.diagnostics.verify_subject import (
-    FALSE_ALARM,
-    POWER,
-    Report,
-    chi_square,
-    detected_share,
-    detected_variation,
-)
 from paceline.draft.model import ModelHead
 from paceline.engine.stopping import StopChecker
 from paceline.outputs import FinishReason
+from tests.checks import faults
 from tests.cli.calling import call
 from tests.decoder.tiny import Workshop
-from tests.diagnostics import faults
 from tests.fakes import TableDecoder, joint
 
 MANY, SAMPLES = 32, 640

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.checks import doctor
+from paceline.checks.findings import Finding
 from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
@@ -27,7 +29,6 @@ from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_re
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.diagnostics import doctor
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult
 
@@ -35,16 +36,6 @@ VOCABULARY, POSITIONS = 512, 256
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]
 NEW = 32
 K = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One comparison: what, whether it held, what was seen, and how long it took (compilation included)."""
-
-    name: str
-    passed: bool
-    seen: str
-    seconds: float
 
 
 class NoiseStep(nn.Module):
@@ -65,7 +56,7 @@ def known(backend: str) -> None:
         raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; use one of them")
 
 
-def run(backend: str) -> Iterator[Check]:
+def run(backend: str) -> Iterator[Finding]:
     """Every check, one after the other. A check that raises has failed, and the others still run."""
     yield _timed("noise", partial(_noise, backend))
     with tempfile.TemporaryDirectory(prefix="paceline-selftest-") as folder:
@@ -78,11 +69,11 @@ def run(backend: str) -> Iterator[Check]:
             yield _timed(f"speculative, {name}", partial(_pair, backend, target, draft, fused=fused))
 
 
-def report(backend: str, checks: list[Check]) -> str:
-    """What to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
+def report(backend: str, checks: list[Finding]) -> str:
+    """Return the text to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
     head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
     rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
-    return "\n".join([head, *rows, *(f"- {line.subject}: {line.text}" for line in doctor.examine())])
+    return "\n".join([head, *rows, *(f"- {one.name}: {one.seen}" for one in doctor.examine())])
 
 
 def save_models(target: Path, draft: Path) -> None:
@@ -107,13 +98,13 @@ def save_models(target: Path, draft: Path) -> None:
     small.save_pretrained(draft)
 
 
-def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Check:
+def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Finding:
     begin = perf_counter()
     try:
         passed, seen = check()
     except Exception as error:  # on hardware we have not got, anything may fail, and a report must say what
         passed, seen = False, f"{type(error).__name__}: {error}"
-    return Check(name, passed, seen, perf_counter() - begin)
+    return Finding(name, "ok" if passed else "FAILED", seen, seconds=perf_counter() - begin)
 
 
 def _noise(backend: str) -> tuple[bool, str]:

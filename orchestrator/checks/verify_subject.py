@@ -1,0 +1,131 @@
+"""The subject of `paceline verify`: a generator, plain decoding by the same target, prompts, and how to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from paceline.core import probs
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import SamplingTensors
+from paceline.decoder import steps
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.generator import SpeculativeGenerator
+from paceline.outputs import FinishReason, GenerationResult, Statistics
+
+_PROMPTS, _LONGEST, _NEW = 6, 20, 40
+
+
+class Budget:
+    """Time for one test. It begins after the least that the test does, in which graphs are made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, float("inf")
+
+    def left(self, done: int, least: int) -> bool:
+        """Whether to go on, after so many of at least so many."""
+        if done < least:
+            return True
+        if self._end == float("inf"):
+            self._end = perf_counter() + self._seconds
+        return perf_counter() < self._end
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The result of one call: texts with their prompts, why each ended, and counts."""
+
+    texts: list[list[int]]
+    reasons: list[FinishReason]
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A generator to verify.
+
+    plain      the same target without a draft, one token at a time
+    prompts    ids
+    sampled    whether this backend may sample
+    new        new tokens of a text
+    """
+
+    generator: SpeculativeGenerator
+    plain: SpeculativeGenerator
+    rule: AcceptanceRule
+    prompts: Sequence[Sequence[int]]
+    sampled: bool
+    seed: int
+    new: int = _NEW
+
+    @property
+    def target(self) -> CompiledDecoder:
+        return self.generator.target
+
+    @property
+    def slots(self) -> int:
+        return self.target.batch_size
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest proposal."""
+        return self.generator.drafter.draft_shape.depth
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the backend promises that no bit depends on the width of a graph."""
+        return self.target.body.kernels.batch_invariant
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """New tokens that fit behind a prompt."""
+        return self.target.n_positions - len(prompt)
+
+    def group(self, number: int, count: int) -> list[list[int]]:
+        """So many prompts, others for every number."""
+        return [list(self.prompts[(number + row) % len(self.prompts)]) for row in range(count)]
+
+    def tolerated(self, count: int) -> int:
+        """How many of ``count`` tokens near-ties may change, where bits depend on the width."""
+        return 0 if self.invariant else count // 50
+
+    def texts(self, source: SpeculativeGenerator, prompts: Sequence[Sequence[int]], **options: Any) -> CallResult:
+        """Run one call."""
+        room = min(self.room(prompt) for prompt in prompts)
+        options = {"max_new_tokens": min(self.new, room), **options}
+        result = source.sample([list(prompt) for prompt in prompts], return_dict=True, **options)
+        assert isinstance(result, GenerationResult)
+        rows = [row[:length].tolist() for row, length in zip(result.sequences, result.lengths, strict=True)]
+        return CallResult(rows, result.finish_reasons, result.statistics)
+
+    def gap(self, prefix: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> float:
+        """How far apart two tokens are behind a prefix, in what the choice compares: logits over temperature, plus
+        noise where texts are sampled; infinite where one of them is cut.
+        """
+        with self.target.held_by(prefix):
+            logits, _ = steps.prefill(self.target, 0, prefix)
+        tensors: SamplingTensors = sampling_tensors([sampling])
+        scores = probs.apply_top_k_top_p_min_p(logits, tensors)
+        position = torch.tensor([[len(prefix)]], dtype=torch.int32)
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32)
+        row = probs.add_gumbel(scores, position, tensors, ids=ids)[0, 0]
+        return float((row[tokens[0]] - row[tokens[1]]).abs())
+
+
+def own_prompts(plain: SpeculativeGenerator, *, sampled: bool, seed: int) -> list[list[int]]:
+    """Prompts that are likely for a model, of unequal lengths, without its tokenizer: what it goes on with itself.
+
+    The longest is there twice in a row, so that drafters that look at the text have something to find.
+    """
+    config = plain.target.config
+    dice = torch.Generator().manual_seed(seed)
+    starts = torch.randint(config.vocab_size, (_PROMPTS, 1), generator=dice).tolist()
+    length = max(2, min(_LONGEST, plain.target.n_positions // 8))
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "seed": seed} if sampled else {}
+    rows: list[list[int]] = plain.sample(starts, max_new_tokens=length, eos_token_id=[], **options).tolist()
+    cut = [row[: 1 + (index * 7) % length] for index, row in enumerate(rows)]
+    return [rows[0] + rows[0], *cut[1:], cut[0]]

@@ -1,0 +1,561 @@
+"""Questions to traces and to times of rounds: what if, which way is the fastest, and what does a choice lose.
+
+Acceptance is exact: `paceline.experiments.replay` runs the engine's own rounds over the texts of a trace, without a
+model. Speed is a prediction, from measured times of rounds, or from arithmetic about a Neuron chip
+(`paceline.neuron.hardware_speed`). Not here: the files of traces and times, and
+running the best answer, which is the proof (`tuned.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.draft.base import NoDrafter
+from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter, FallbackDrafter
+from paceline.draft_checks import check_options
+from paceline.draft_spec import DraftSpec, parse_draft
+from paceline.experiments.definitions import Acceptance
+from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay
+from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, reads_text_alone
+from paceline.experiments.statistics import ratio_interval
+from paceline.experiments.trace import RecordedDrafter, Trace
+from paceline.registry import DRAFTERS, resolve
+
+log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who drafts, and how much.
+
+    drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first that has a
+              proposal drafts; none: plain decoding
+    k         depth; None = as recorded
+    nodes     those of a recorded static tree that are kept; None = all
+    confidence  threshold of the recorded draft models, in place of their own; None = their own
+    ladder    depths to choose among in every round, by measured times, in place of ``k``; its last is the depth
+    shadow_every  of a choice among the drafters, by accepted tokens alone (`paceline.draft.choice`); None = it is none
+    """
+
+    drafters: tuple[str, ...]
+    k: int | None = None
+    nodes: tuple[int, ...] | None = None
+    shadow_every: int | None = None
+    ladder: tuple[int, ...] = ()
+    confidence: float | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        k: int | None = None,
+        nodes: tuple[int, ...] | None = None,
+        *,
+        shadow_every: int = SHADOW_EVERY,
+        recorded: Collection[str] = (),
+    ) -> Policy:
+        """Read ``a``, a list ``a+b``, or a choice ``choice:a+b``. ``recorded``: names that may have a plus sign."""
+        if text in recorded:
+            return cls((text,), k, nodes)
+        names = text.removeprefix(CHOICE)
+        return cls(tuple(names.split("+")), k, nodes, None if names == text else shadow_every)
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        depth = "" if self.k is None else f" k={self.k}"
+        if self.ladder:
+            depth = f" k={','.join(map(str, self.ladder))}"
+        tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
+        sure = "" if self.confidence is None else f" confidence {self.confidence:.4g}"
+        return self.name + depth + tree + sure
+
+    @property
+    def name(self) -> str:
+        """The text that `parse` reads."""
+        return ("" if self.shadow_every is None else CHOICE) + ("+".join(self.drafters) or PLAIN)
+
+
+def drafter_of(trace: Trace, policy: Policy) -> Drafter:
+    """A drafter that needs no model.
+
+    Raises:
+        ConfigurationError: a drafter was not recorded, or not so deep.
+    """
+    drafters = [_drafter(trace, name, policy) for name in policy.drafters]
+    if policy.confidence is not None:
+        _check_confidence(trace, policy)
+    if not drafters:
+        return NoDrafter()
+    if policy.shadow_every is not None:
+        return ChoiceDrafter(drafters, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
+    return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
+
+
+def _check_confidence(trace: Trace, policy: Policy) -> None:
+    if not 0 <= (policy.confidence or 0.0) <= 1:
+        raise ConfigurationError(f"a threshold of confidence is a probability, 0 to 1, not {policy.confidence}")
+    known = {one.name for one in trace.drafters if one.confidences is not None}
+    if not known.intersection(policy.drafters):
+        raise ConfigurationError(
+            f"{policy.name} has no threshold of confidence: only draft models with the target's tokenizer have one, "
+            f"and recorded of these {'are ' + ', '.join(sorted(known)) if known else 'is none'}"
+        )
+
+
+def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
+    recorded = {one.name: one for one in trace.drafters}
+    if name in recorded:
+        one = recorded[name]
+        depth = policy.k
+        if depth is not None and len(policy.drafters) > 1:  # in a list, each drafts as far as it can
+            depth = min(depth, one.k)
+        confidence = None if one.confidences is None else policy.confidence
+        return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes, confidence=confidence)
+    spec = _text_spec(name)
+    if spec is None or spec.name is None:
+        trace.drafter(name)  # says which there are
+        raise ConfigurationError(f"{name!r} was not recorded")
+    row = DRAFTERS[spec.name]
+    k = spec.k if spec.k is not None else policy.k
+    if k is None:
+        raise ConfigurationError(f"say how many tokens {name} drafts: --k 4, or {name}:k=4")
+    drafter: Drafter = resolve(row.path)(k, **check_options(row, dict(spec.options), f"the draft {name}"))
+    return drafter
+
+
+def _text_spec(name: str) -> DraftSpec | None:
+    """The drafter with that name if it looks at the text alone; None: there is none, or it is another one."""
+    specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
+    return specs[0] if len(specs) == 1 and reads_text_alone(specs[0]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """The rounds of a policy on a trace, and their time, if times are known."""
+
+    policy: Policy
+    batch_size: int
+    replayed: Replayed
+    seconds: float | None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return self.replayed.acceptance
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.seconds is None else self.acceptance.new_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "policy": self.policy.label,
+            "batch_size": self.batch_size,
+            **self.acceptance.to_dict(),
+            "batch_rounds": len(self.replayed.rounds),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def ask(
+    trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None, grouped: bool = False
+) -> PolicyResult:
+    """Replay a policy on the texts of a trace.
+
+    grouped  as of `paceline.experiments.replay.replay`: True to foretell what ``experiment run`` measures
+
+    Raises:
+        ConfigurationError: the trace does not say, or no round of it was timed.
+    """
+    if policy.ladder:
+        return _ask_ladder(trace, policy, batch_size=batch_size, times=times)
+    replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size, grouped=grouped)
+    seconds = None
+    if times is not None:
+        name = policy.name
+        depth = policy.k if policy.k is not None else max((d for _, d in replayed.rounds), default=0)
+        each = times.seconds(name, depth, batch_size)
+        seconds = each * len(replayed.rounds) + times.prefill * len(trace.texts)
+    return PolicyResult(policy, batch_size, replayed, seconds)
+
+
+def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
+    """The engine's controller chooses depths by the times; a round whose proposals are shorter takes as long."""
+    if times is None:
+        raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
+    name = policy.name
+    seconds = {
+        k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
+    }
+    drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
+    replayed = replay(trace, drafter, batch_size=batch_size, ladder=Ladder(seconds))
+    taken = Counter(replayed.statistics.draft_lengths)
+    total = sum(count * seconds[length] for length, count in taken.items())
+    return PolicyResult(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
+
+
+def best_per_text(answers: Sequence[PolicyResult]) -> tuple[list[int], Acceptance]:
+    """For every text which of some answers has the fewest rounds, and the acceptance of these: a perfect choice."""
+    texts = zip(*(answer.replayed.requests for answer in answers), strict=True)
+    chosen = [int(np.argmin([one.num_rounds for one in row])) for row in texts]
+    return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
+
+
+def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
+    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: what errors call it.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        depths = tuple(range(int(first), int(last) + 1)) if colon else tuple(map(int, text.split(",")))
+    except ValueError:
+        depths = ()
+    if not depths or min(depths) < 0:
+        raise ConfigurationError(f"{option} {text!r} are no numbers from 0 on; write 4, 1,2,4 or 1:8")
+    return depths
+
+
+def parse_shares(text: str, option: str) -> tuple[float, ...]:
+    """``0.4`` or ``0.4,0.3``: numbers from 0 to 1. ``option``: what errors call it.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ConfigurationError(f"{option} {text!r}: expected numbers from 0 to 1; write 0.8, or 0.8,0.7")
+    return values
+
+
+TEXT_DRAFTERS = ("suffix", "ngram")
+"""Need no recording, so every trace knows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """A choice among drafters at run time, against the best fixed one, and a perfect choice for every text. Rounds
+    of a whole trace, exactly: no model is loaded, no time is measured and a busy machine changes nothing.
+
+    fixed    answers for every drafter by itself
+    choice   for the choice among them
+    best_of  for every text, the fixed drafter with the fewest rounds
+    perfect  acceptance if somebody had told that for every text
+    """
+
+    fixed: Mapping[str, PolicyResult]
+    choice: PolicyResult
+    best_of: tuple[str, ...]
+    perfect: Acceptance
+
+    @property
+    def best(self) -> str:
+        """The fixed drafter with the fewest rounds, which nobody knows beforehand."""
+        return min(self.fixed, key=lambda name: self.fixed[name].acceptance.num_rounds)
+
+    @property
+    def worst(self) -> str:
+        """The fixed drafter with the most rounds."""
+        return max(self.fixed, key=lambda name: self.fixed[name].acceptance.num_rounds)
+
+    def against(self, rounds: int) -> float:
+        """Rounds of the choice more (above 0) or fewer than so many, as a share of them."""
+        return self.choice.acceptance.num_rounds / rounds - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        rounds = {name: answer.acceptance.num_rounds for name, answer in self.fixed.items()}
+        return {
+            "new_tokens": self.choice.acceptance.new_tokens,
+            "rounds": {**rounds, "choice": self.choice.acceptance.num_rounds},
+            "rounds_of_a_perfect_choice": self.perfect.num_rounds,
+            "best_fixed": self.best,
+            "regret_against_best_fixed": self.against(rounds[self.best]),
+            "regret_against_worst_fixed": self.against(rounds[self.worst]),
+            "regret_against_a_perfect_choice": self.against(self.perfect.num_rounds),
+        }
+
+
+def chain_policies(trace: Trace, k: int) -> dict[str, Policy]:
+    """Every drafter of chains that a trace knows, recorded or of text alone, with at most ``k`` drafted tokens."""
+    chains = [one for one in trace.drafters if one.parents is None and not one.dynamic]
+    policies = {one.name: Policy((one.name,), min(k, one.k) if one.prefixes else None) for one in chains}
+    return policies | {name: Policy((name,), k) for name in TEXT_DRAFTERS if name not in policies}
+
+
+def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int = SHADOW_EVERY) -> Regret:
+    """Return the losses and gains of a choice on the texts of a trace, one after the other in their order.
+
+    names         of drafters to choose among; none: all of `chain_policies`
+    k             drafted tokens a round, of each of them
+    shadow_every  as of `paceline.draft.choice.ChoiceDrafter`
+
+    Raises:
+        ConfigurationError: there are fewer than two, or one was not recorded so deep.
+    """
+    known = chain_policies(trace, k)
+    policies = {name: known.get(name, Policy((name,), k)) for name in names} or known
+    if len(policies) < 2:
+        raise ConfigurationError(f"a choice needs at least two drafters, not {', '.join(policies)}; name more of them")
+    fixed = {name: ask(trace, policy) for name, policy in policies.items()}
+    choice = ask(trace, Policy(tuple(policies), k, shadow_every=shadow_every))
+    chosen, perfect = best_per_text(list(fixed.values()))
+    return Regret(fixed, choice, tuple(list(fixed)[index] for index in chosen), perfect)
+
+
+def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int = 8) -> list[PolicyResult]:
+    """All points of the grid whose rounds can be timed, the fastest first; plain decoding is one of them.
+
+    A drafter that was timed and cannot be asked is left out, which is logged with the reason.
+
+    Raises:
+        ConfigurationError: plain decoding was not timed, or not at this batch size nor at two others.
+    """
+    timed = {name for name, *_ in times.rounds}
+    if PLAIN not in timed:
+        raise ConfigurationError("plain decoding was not timed; put `none` among the drafters of the experiment")
+    answers = [ask(trace, Policy(()), batch_size=batch_size, times=times)]
+    for name in sorted(timed - {PLAIN}):
+        try:
+            policies = list(_grid(trace, name, max_depth))
+            answers += [ask(trace, policy, batch_size=batch_size, times=times) for policy in policies]
+        except ConfigurationError as error:
+            log.warning("%s is left out: %s", name, error)
+    return sorted(answers, key=lambda answer: -(answer.tokens_per_second or 0.0))
+
+
+def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
+    """Every depth at which a timed drafter can be asked about.
+
+    Raises:
+        ConfigurationError: it, or a part of it, is neither recorded nor looks at the text alone.
+    """
+    recorded = {one.name: one for one in trace.drafters}
+    if name in recorded:
+        yield from (Policy((name,), k) for k in _depths(recorded[name], max_depth))
+        return
+    if name.startswith(CHOICE):
+        raise ConfigurationError("a choice goes by measured times, which no trace knows; run it in an experiment")
+    parts = tuple(name.split("+"))
+    for part in parts:
+        if part not in recorded and _text_spec(part) is None:
+            trace.drafter(part)  # says which there are
+    yield from (Policy(parts, k) for k in range(1, max_depth + 1))
+
+
+def search_thresholds(
+    trace: Trace, times: RoundTimes, answers: Sequence[PolicyResult], *, batch_size: int, trials: int, seed: int = 0
+) -> list[PolicyResult]:
+    """The same answers and those with a threshold of confidence, the fastest first; without a threshold among equals.
+
+    A draft model drafts in a graph of one length, so that what a threshold drops saves no time of its own: it pays
+    where another drafter of a list then has a turn. Nothing is tried where no threshold is known.
+
+    answers  of `search`; its five fastest that have a draft model with recorded confidence get thresholds
+    trials   thresholds to try, by Parzen estimators (TPE, Bergstra et al., 2011)
+    """
+    known = {one.name for one in trace.drafters if one.confidences is not None}
+    bases = [one.policy for one in answers if known.intersection(one.policy.drafters)][:5]
+    if not bases or not trials:
+        return list(answers)
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    found: list[PolicyResult] = []
+
+    def speed(trial: optuna.Trial) -> float:
+        base = bases[trial.suggest_categorical("policy", list(range(len(bases))))]
+        policy = replace(base, confidence=trial.suggest_float("confidence", 0.0, 1.0))
+        found.append(ask(trace, policy, batch_size=batch_size, times=times))
+        return found[-1].tokens_per_second or 0.0
+
+    study.optimize(speed, n_trials=trials)
+    return sorted([*answers, *found], key=lambda answer: -(answer.tokens_per_second or 0.0))
+
+
+def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
+    """Those that a recording knows: all up to its own, or its own alone."""
+    return range(1, min(most, drafter.k) + 1) if drafter.prefixes and drafter.parents is None else (None,)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedEstimate:
+    """One way to decode at one load.
+
+    mode              "plain"; "speculative"; on Neuron "shared cores" (draft and target in one graph on the same
+                      cores) or "separate cores"
+    drafter, k        who drafts, and how much; "" and 0 for plain decoding
+    cores             of the target and of the draft; (0, 0) where times were measured and not modelled
+    tokens_per_round  of one request, its own token included
+    round_seconds     of the whole batch
+    speedup, low, high  over the fastest plain decoding of this load, and the interval it is expected in
+    """
+
+    mode: str
+    drafter: str
+    k: int | None
+    batch_size: int
+    tokens_per_round: float
+    round_seconds: float
+    cores: tuple[int, int] = (0, 0)
+    speedup: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all requests of the batch together."""
+        return self.batch_size * self.tokens_per_round / self.round_seconds
+
+    @property
+    def plain(self) -> bool:
+        return self.mode == "plain"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        where = f", {self.cores[0]} cores" if self.cores[0] else ""
+        where += f" and {self.cores[1]} for the draft" if self.cores[1] else ""
+        depth = "" if self.k is None else f", k {self.k}"
+        return (self.mode if self.plain else f"{self.mode}: {self.drafter}{depth}") + where
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "label": self.label, "tokens_per_second": self.tokens_per_second}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The answer for one load: all candidates, the fastest first."""
+
+    batch_size: int
+    candidates: tuple[SpeedEstimate, ...]
+
+    @property
+    def best(self) -> SpeedEstimate:
+        return self.candidates[0]
+
+    @property
+    def verdict(self) -> str:
+        """One line: what to do, and how sure that is."""
+        drafts = [one for one in self.candidates if not one.plain]
+        if not drafts:
+            return "do not speculate: nothing that drafts can be timed or placed"
+        one = max(drafts, key=lambda candidate: candidate.speedup)
+        interval = f"{one.speedup:.2f} times plain decoding [{one.low:.2f}, {one.high:.2f}]"
+        if one.high <= 1:
+            return f"do not speculate: the best, {one.label}, is {interval}"
+        if one.speedup <= 1:
+            return f"do not speculate, unless a run says otherwise: the best, {one.label}, is {interval}"
+        if one.low < 1:
+            return f"uncertain: {one.label} is {interval}; run it (--verify) before you rely on it"
+        return f"speculate: {one.label}, {interval}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "batch_size": self.batch_size,
+            "verdict": self.verdict,
+            "best": self.best.to_dict(),
+            "candidates": [one.to_dict() for one in self.candidates],
+        }
+
+
+def expected_tokens(rates: Sequence[float], k: int) -> float:
+    """Tokens of a round of a chain of ``k``: 1 + the sum of the products of the conditional acceptance rates.
+
+    rates  by position; the last one stands for all behind it (Leviathan et al., arXiv 2211.17192, equation 1)
+    """
+    chain = [rates[min(place, len(rates) - 1)] for place in range(k)]
+    return 1.0 + math.fsum(accumulate(chain, mul))
+
+
+def from_rates(
+    times: RoundTimes, drafter: str, rates: Sequence[float], *, batch_size: int, max_depth: int, error: float
+) -> LoadPlan:
+    """Measured times of one drafter and of plain decoding, and a given acceptance.
+
+    Raises:
+        ConfigurationError: one of them was not timed.
+    """
+    candidates = [SpeedEstimate("plain", "", 0, batch_size, 1.0, times.seconds(PLAIN, 0, batch_size))]
+    candidates += [
+        SpeedEstimate(
+            "speculative",
+            drafter,
+            k,
+            batch_size,
+            expected_tokens(rates, k),
+            times.seconds(drafter, k, batch_size),
+        )
+        for k in range(1, max_depth + 1)
+    ]
+    return ranked(batch_size, [(one, error) for one in candidates])
+
+
+def from_trace(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float) -> LoadPlan:
+    """Measured times, and for every drafter that was recorded or looks at the text its exact acceptance.
+
+    Acceptance is as uncertain as the prompts are few: its interval is a bootstrap over texts.
+
+    Raises:
+        ConfigurationError: plain decoding was not timed.
+    """
+    found = []
+    for answer in search(trace, times, batch_size=batch_size, max_depth=max_depth):
+        one = _candidate(answer)
+        requests = answer.replayed.requests
+        interval = ratio_interval([one.new_tokens for one in requests], [max(1, one.num_rounds) for one in requests])
+        spread = (interval.high - interval.low) / 2 / max(interval.value, 1e-9)
+        found.append((one, math.hypot(error, 0.0 if one.plain else spread)))
+    return ranked(batch_size, found)
+
+
+def policy_of(candidate: SpeedEstimate) -> Policy:
+    """The policy of a candidate of `from_trace`."""
+    return Policy(()) if candidate.plain else Policy(tuple(candidate.drafter.split("+")), candidate.k)
+
+
+def _candidate(answer: PolicyResult) -> SpeedEstimate:
+    figures, rounds = answer.acceptance, max(1, len(answer.replayed.rounds))
+    assert answer.seconds is not None, "the search times every answer"
+    # Texts that end early leave slots empty, which is part of the round's tokens here.
+    tokens = figures.new_tokens / rounds / answer.batch_size
+    mode = "speculative" if answer.policy.drafters else "plain"
+    name = "+".join(answer.policy.drafters)
+    return SpeedEstimate(mode, name, answer.policy.k, answer.batch_size, tokens, answer.seconds / rounds)
+
+
+def ranked(batch_size: int, candidates: Sequence[tuple[SpeedEstimate, float]]) -> LoadPlan:
+    """Candidates with the relative errors of their speed, beside the fastest plain decoding.
+
+    Raises:
+        ConfigurationError: there is no plain decoding among them.
+    """
+    plain = [one for one, _ in candidates if one.plain]
+    if not plain:
+        raise ConfigurationError("plain decoding is not among what was timed, and nothing can be compared with it")
+    base = max(one.tokens_per_second for one in plain)
+    rated = []
+    for one, error in candidates:
+        ratio = one.tokens_per_second / base
+        spread = 0.0 if one.plain else error
+        rated.append(replace(one, speedup=ratio, low=ratio * max(0.0, 1 - spread), high=ratio * (1 + spread)))
+    return LoadPlan(batch_size, tuple(sorted(rated, key=lambda one: -one.speedup)))
