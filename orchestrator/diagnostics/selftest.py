@@ -79,7 +79,7 @@ def run(backend: str) -> Iterator[Check]:
 
 
 def report(backend: str, checks: list[Check]) -> str:
-    """What to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
+    """Return the report to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
     head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
     rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
     return "\n".join([head, *rows, *(f"- {line.subject}: {line.text}" for line in doctor.examine())])
@@ -217,8 +217,8 @@ class GraphTime:
 def graph_times(
     decoder: CompiledDecoder, expects: Expects | None, *, clock: Callable[[], float] = perf_counter
 ) -> list[GraphTime]:
-    """How long each graph of a decoder takes on this machine, beside what arithmetic expects of it: every one that it
-    has made is called on inputs of its shapes. What its caches hold is lost.
+    """Measure how long each graph of a decoder takes on this machine, next to the calculated time: call every compiled
+    graph on inputs of its shapes. The caches lose their contents.
     """
     found = []
     width = -(-decoder.config.vocab_size // decoder.options.layout.degree)

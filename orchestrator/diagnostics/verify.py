@@ -180,7 +180,8 @@ _NEAR_16_BITS = 0.15
 
 @dataclass(slots=True)
 class Tally:
-    """Texts beside those they should be. ``strict``: of the same graphs, so that no near-tie may be decided otherwise.
+    """Sequences compared with the expected ones. ``strict``: both use the same graphs, so that a near-tie must not
+    differ.
 
     ``ties``: texts that part at one.
     """
@@ -229,7 +230,7 @@ class Tally:
         return gap < near / (one.temperature or 1.0)
 
     def finding(self, name: str, subject: Subject, *, tried: str, begin: float, lossy: bool = False) -> Finding:
-        """What came of all comparisons. ``lossy``: differences are what the rule says of itself."""
+        """Return the finding of all comparisons. ``lossy``: differences are expected from the rule."""
         wrong = list(self.wrong)
         if self.ties > max(3, subject.tolerated(self.tokens)):
             wrong.append(f"{self.ties} texts part at near-ties, which is too often for these")
@@ -319,7 +320,7 @@ def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
 
 
 def _neighbours(subject: Subject, budget: Budget) -> Finding:
-    """A text is the same alone and beside others, under every rule."""
+    """Test that a sequence is the same when decoded separately and in a batch, under every rule."""
     name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
     if subject.slots == 1:
         return Finding(name, "skipped", "nothing", "there is one slot; load with a larger batch_size")
@@ -430,7 +431,9 @@ def _self_draft(subject: Subject, budget: Budget) -> Finding:
 
 
 def _read_anew(subject: Subject, budget: Budget) -> Finding:
-    """Rounds in the middle of a text against rounds behind the same text as a prompt: the same is drafted."""
+    """Compare rounds in the middle of a sequence with rounds after the same tokens as a prompt: the drafts must be
+    equal.
+    """
     name, begin = "drafter's memory", perf_counter()
     if not keeps_tokens(subject.rule) or not subject.depth:
         return Finding(

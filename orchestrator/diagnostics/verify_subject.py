@@ -1,4 +1,4 @@
-"""What `paceline verify` looks at, and what it reports: a finding for each test.
+"""Subject and results of `paceline verify`: the models it tests, and a finding for each test.
 
 It looks at a generator, plain decoding by the same target, prompts, and how to run them. The power of a test is the
 smallest deviation that it finds with a probability of 95 %, whatever the deviation looks like. It is given as a total
@@ -35,7 +35,7 @@ class Budget:
         self._seconds, self._end = seconds, float("inf")
 
     def left(self, done: int, least: int) -> bool:
-        """Whether to go on, after so many of at least so many."""
+        """Return whether to continue after ``done`` of at least ``least`` items."""
         if done < least:
             return True
         if self._end == float("inf"):
@@ -45,7 +45,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What one call gave: texts with their prompts, why each ended, and counts."""
+    """Result of one call: sequences with their prompts, finish reasons, and counts."""
 
     texts: list[list[int]]
     reasons: list[FinishReason]
@@ -80,7 +80,7 @@ class Subject:
 
     @property
     def depth(self) -> int:
-        """Of the deepest proposal."""
+        """Depth of the deepest proposal."""
         return self.generator.drafter.draft_shape.depth
 
     @property
@@ -89,11 +89,11 @@ class Subject:
         return self.target.body.kernels.batch_invariant
 
     def room(self, prompt: Sequence[int]) -> int:
-        """New tokens that fit behind a prompt."""
+        """Return the number of new tokens that fit after a prompt."""
         return self.target.n_positions - len(prompt)
 
     def group(self, number: int, count: int) -> list[list[int]]:
-        """So many prompts, others for every number."""
+        """Return ``count`` prompts, different ones for every number."""
         return [list(self.prompts[(number + row) % len(self.prompts)]) for row in range(count)]
 
     def tolerated(self, count: int) -> int:
@@ -110,8 +110,8 @@ class Subject:
         return Texts(rows, result.finish_reasons, result.statistics)
 
     def gap(self, prefix: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> float:
-        """How far apart two tokens are behind a prefix, in what the choice compares: logits over temperature, plus
-        noise where texts are sampled; infinite where one of them is cut.
+        """Return the distance of two tokens after a prefix, in what the choice compares: logits over temperature, plus
+        noise if sampled; infinite if one of them is cut.
         """
         with self.target.held_by(prefix):
             logits, _ = steps.prefill(self.target, 0, prefix)
@@ -212,7 +212,8 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def detected_variation(samples: int, cells: int) -> float:
-    """The smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in so many samples.
+    """Return the smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in ``samples``
+    samples.
 
     A deviation of total variation d has a noncentrality of at least 4 n d^2: it moves a mass d from some cells, of mass
     P, to the others, and by Cauchy's inequality the sum of squares over expectations is at least n d^2 / (P (1 - P)).
@@ -226,7 +227,7 @@ def detected_variation(samples: int, cells: int) -> float:
 
 
 def _beyond(x: float, degrees: int) -> float:
-    """Probability of more than x under chi-square with so many degrees of freedom."""
+    """Return the probability of more than x under chi-square with the given degrees of freedom."""
     if degrees < 1:
         return 1.0
     half = torch.tensor([degrees / 2, x / 2], dtype=torch.float64)
@@ -243,7 +244,7 @@ def _noncentral_beyond(x: float, degrees: int, noncentrality: float) -> float:
 
 
 def _bisected(below: Callable[[float], bool], high: float) -> float:
-    """Where a monotone condition ends to hold, from 0 on."""
+    """Return the largest value from 0 on for which a monotone condition holds."""
     low: float = 0.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Tokens per second of a target and a draft, in every mode, beside Hugging Face's `generate`, in one run.
+"""Tokens per second of a target and a draft in every mode, compared with Hugging Face's `generate` in one run.
 
 Modes take turns on every prompt, so that a noisy machine slows them all; each figure is the median of the repeats
 (of one run for Hugging Face, whose runs take several times as long).
@@ -164,7 +164,9 @@ def _report(ours: list[Mode], theirs: list[Mode], k: list[int]) -> dict[str, obj
 
 
 def generator_run(generator: Sampler, max_new_tokens: int, **sampling: Any) -> Run:
-    """What generates so many tokens with a generator or a target. ``sampling``: fields of `SamplingParams`."""
+    """Return a function that generates a number of tokens with a generator or a target. ``sampling``: fields of
+    `SamplingParams`.
+    """
 
     def run(row: list[int]) -> Outcome:
         result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **sampling)
@@ -211,7 +213,7 @@ def _timed(run: Run, row: list[int]) -> Outcome:
 
 
 def _by_position(counted: list[Statistics]) -> list[float]:
-    """Of the rounds that proposed a token at a place, the share in which it was accepted."""
+    """Return for each position the acceptance rate over the rounds that proposed a token there."""
     places = max(len(s.num_draft_tokens_per_pos) for s in counted)
     figures = []
     for place in range(places):

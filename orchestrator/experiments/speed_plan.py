@@ -1,4 +1,4 @@
-"""Which way of decoding is the fastest at each load, with what uncertainty, or that speculation does not pay.
+"""Speed plan: the fastest way of decoding at each load with its uncertainty, or the advice not to speculate.
 
 Acceptance comes from a trace, exactly, or from a rate that somebody gives. Times come from measured rounds, or from
 arithmetic about a Neuron chip (`paceline.neuron.hardware_speed`). What is said is a prediction; running it is the
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests of the batch together."""
+        """Tokens per second of all requests of the batch together."""
         return self.batch_size * self.tokens_per_round / self.round_seconds
 
     @property
@@ -188,7 +188,7 @@ def _candidate(answer: Answer) -> Candidate:
 
 
 def ranked(batch_size: int, candidates: Sequence[tuple[Candidate, float]]) -> LoadPlan:
-    """Candidates with the relative errors of their speed, beside the fastest plain decoding.
+    """Return candidates with the relative errors of their speed, compared with the fastest plain decoding.
 
     Raises:
         ConfigurationError: there is no plain decoding among them.

@@ -1,4 +1,4 @@
-"""What-if: what another drafter, depth, tree, list or batch size would have done on the texts of a trace.
+"""Simulation of another drafter, depth, tree, list or batch size on the sequences of a trace.
 
 Acceptance is exact: `paceline.experiments.replay` runs the engine's own rounds. Speed is a prediction, from measured
 times of rounds. Not here: the trace's file.
@@ -28,7 +28,7 @@ from paceline.registry import DRAFTERS, resolve
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who drafts, and how much.
+    """Drafter and draft length to simulate.
 
     drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first that has a
               proposal drafts; none: plain decoding
@@ -56,7 +56,7 @@ class Policy:
         shadow_every: int = SHADOW_EVERY,
         recorded: Collection[str] = (),
     ) -> Policy:
-        """Of ``a``, of a list ``a+b``, or of a choice ``choice:a+b``. ``recorded``: names that may have a plus sign."""
+        """Parse ``a``, a list ``a+b``, or a choice ``choice:a+b``. ``recorded``: names that may have a plus sign."""
         if text in recorded:
             return cls((text,), k, nodes)
         names = text.removeprefix(CHOICE)
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it."""
+        """Name in the form that `parse` reads."""
         return ("" if self.shadow_every is None else CHOICE) + ("+".join(self.drafters) or PLAIN)
 
 
@@ -132,7 +132,7 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a policy would have done, and how fast, if times are known."""
+    """Simulated outcome of a policy, with its speed if times are known."""
 
     policy: Policy
     batch_size: int
@@ -161,7 +161,7 @@ class Answer:
 def ask(
     trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None, grouped: bool = False
 ) -> Answer:
-    """What a policy would have done.
+    """Simulate a policy.
 
     grouped  as of `paceline.experiments.replay.replay`: True to foretell what ``experiment run`` measures
 
@@ -243,8 +243,8 @@ TEXT_DRAFTERS = ("suffix", "ngram")
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """Of a choice among drafters at run time: against the best fixed one, and a perfect choice for every text. Rounds
-    of a whole trace, exactly: no model is loaded, no time is measured and a busy machine changes nothing.
+    """Regret of a choice among drafters at run time, against the best fixed one and a perfect choice for every
+    sequence. It counts rounds of a whole trace exactly: no model is loaded and no time is measured.
 
     fixed    answers for every drafter by itself
     choice   for the choice among them
@@ -259,7 +259,7 @@ class Regret:
 
     @property
     def best(self) -> str:
-        """The fixed drafter with the fewest rounds, which nobody knows beforehand."""
+        """The fixed drafter with the fewest rounds, which is known only afterwards."""
         return min(self.fixed, key=lambda name: self.fixed[name].acceptance.num_rounds)
 
     @property
@@ -293,7 +293,7 @@ def chain_policies(trace: Trace, k: int) -> dict[str, Policy]:
 
 
 def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int = SHADOW_EVERY) -> Regret:
-    """What a choice loses and wins on the texts of a trace, one after the other in their order.
+    """Return the rounds that a choice loses and wins on the sequences of a trace, in their order.
 
     names         of drafters to choose among; none: all of `chain_policies`
     k             drafted tokens a round, of each of them

@@ -1,4 +1,4 @@
-"""What the requests of all endpoints have in common, and how a body becomes one.
+"""Fields that the requests of all endpoints share, and the parser of request bodies.
 
 What a field means is OpenAI's, or vLLM's where OpenAI has none. An unknown field is refused by name; a null is a
 missing field. Ranges of sampling values are checked by `SamplingParams`, in one place for every way into the engine. A
@@ -73,7 +73,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Of a streamed answer. ``include_obfuscation`` is ignored: nothing is padded."""
+    """Options of a streamed response. ``include_obfuscation`` is ignored: nothing is padded."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -225,7 +225,7 @@ class GuidedFields(Strict):
 
     @property
     def guided(self) -> StructuredOutputs | None:
-        """What was given by either name."""
+        """Return the value that was given by either name."""
         if self.structured_outputs is not None:
             return self.structured_outputs
         old = {
@@ -251,7 +251,7 @@ ResponseFormatType = Literal["text", "json_object", "json_schema"]
 
 
 def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | None) -> StructuredOutputs | None:
-    """What a text must be, by OpenAI's field or by vLLM's.
+    """Return the structure of the output, given by OpenAI's field or by vLLM's.
 
     Raises:
         RefusedError: both say something.
@@ -266,7 +266,7 @@ def one_structure(response_format: ResponseFormat, guided: StructuredOutputs | N
 
 
 class JsonSchema(Strict):
-    """Of ``response_format``."""
+    """The `json_schema` object inside ``response_format``."""
 
     name: str = ""
     description: str = ""
@@ -275,7 +275,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Which texts are possible: all, JSON objects, or what a schema allows."""
+    """Allowed outputs: any, JSON objects, or those that a schema allows."""
 
     type: ResponseFormatType
     json_schema: JsonSchema | None = None
@@ -324,7 +324,7 @@ def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
 
 
 def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> RefusedError:
-    """What is wrong first, by the field of the request that it is in, and by the place in that field."""
+    """Return the first error of a body, with the request's field and the place in that field."""
     errors = error.errors(include_url=False, include_context=True)
     first = errors[0]
     if first["type"] == "json_invalid":
