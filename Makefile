@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -42,7 +42,7 @@ WORKERS ?= 3
 PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 test: setup
-	$(PYTEST) -m "not full and not aiperf"
+	$(PYTEST) -m "not full and not aiperf and not page"
 
 # The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
 test-full: setup
@@ -62,6 +62,17 @@ $(AIPERF_VENV)/.stamp:
 test-aiperf: setup $(AIPERF_VENV)/.stamp
 	PATH="$$PATH:$(abspath $(AIPERF_VENV)/bin)" $(BIN)/python -m pytest -m aiperf tests/serving/test_aiperf.py
 
+# The page at / in Chromium, which the system's package manager installs. Playwright drives it, out of a folder of its own.
+PLAYWRIGHT ?= playwright==1.65.2
+PAGE_PACKAGES ?= .venv-page
+
+$(PAGE_PACKAGES)/.stamp:
+	$(PIP) install --target $(PAGE_PACKAGES) "$(PLAYWRIGHT)"
+	@touch $@
+
+test-page: setup $(PAGE_PACKAGES)/.stamp
+	PYTHONPATH=$(abspath $(PAGE_PACKAGES)) $(BIN)/python -m pytest -m page tests/serving/test_page_browser.py
+
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?
 XLA_VENV ?= .venv-xla
@@ -73,8 +84,20 @@ $(XLA_VENV)/.stamp: pyproject.toml
 	$(XLA_BIN)/python -m pip --disable-pip-version-check --quiet install -e ".[dev]"
 	@touch $@
 
-test-xla: $(XLA_VENV)/.stamp
+# torch-mlir, TorchNeuron's way to StableHLO: with TorchNeuron's PyTorch in an environment of its own.
+MLIR_VENV ?= .venv-mlir
+MLIR_BIN := $(MLIR_VENV)/bin
+
+$(MLIR_VENV)/.stamp: pyproject.toml
+	test -x $(MLIR_BIN)/python || $(PYTHON) -m venv $(MLIR_VENV)
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install torch-mlir==20261001
+	$(MLIR_BIN)/python -m pip --disable-pip-version-check --quiet install -e ".[dev]"
+	@touch $@
+
+test-xla: $(XLA_VENV)/.stamp $(MLIR_VENV)/.stamp
 	PJRT_DEVICE=CPU $(XLA_BIN)/python -m pytest tests/core tests/xla
+	$(MLIR_BIN)/python -m pytest tests/mlir
 
 check: setup
 	PYTHON=$(BIN)/python scripts/check

@@ -272,6 +272,7 @@ class HostText(Protocol):
     prompt_length  where the output begins
     processing     logits processing of its next token; None = nothing
     num_logprobs   how many of the model's likeliest tokens are reported at each position; None = no log-probabilities
+    num_prompt_logprobs  the same for the tokens of its prompt
     prediction     ids that its output will probably be
     output_scores  whether the log-probability of each token in its processed logits is reported
     """
@@ -287,6 +288,9 @@ class HostText(Protocol):
 
     @property
     def num_logprobs(self) -> int | None: ...
+
+    @property
+    def num_prompt_logprobs(self) -> int | None: ...
 
     @property
     def output_scores(self) -> bool: ...

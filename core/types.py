@@ -161,11 +161,13 @@ class PrefillResult:
     token     the first token of the output
     features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
     scores    of that token, if its request needs them
+    prompt_logprobs  of the prompt's tokens from the second on, if its request needs them
     """
 
     token: int
     features: Tensor | None = None
     scores: Sequence[TokenScore] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,7 @@ class RoundReport:
     seconds  that the round took
     predicted  how many of the drafted tokens, from the first on, are from the slot's prediction; None = none
     scores     of the tokens of every slot whose request asks for them; None = of no slot
+    replaced   with scores: for each slot, the tokens drafted at the place of the target's own token
     """
 
     tokens: list[list[int]]
@@ -299,6 +302,7 @@ class RoundReport:
     seconds: float
     predicted: list[int] | None = None
     scores: list[list[TokenScore]] | None = None
+    replaced: list[list[int]] | None = None
 
     @classmethod
     def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:

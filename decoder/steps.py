@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import torch
@@ -18,19 +18,23 @@ from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
 
 
 class PrefillStep(nn.Module):
-    """Prefill a chunk of a prompt into one slot."""
+    """Prefill a chunk of a prompt into one slot. ``every``: give the logits of all its tokens."""
 
-    def __init__(self, body: ModelWithCache, bucket: int, reads: FeatureSpec | None = None) -> None:
+    def __init__(
+        self, body: ModelWithCache, bucket: int, reads: FeatureSpec | None = None, *, every: bool = False
+    ) -> None:
         super().__init__()
-        self.body, self._bucket, self._reads = body, bucket, reads
+        self.body, self._bucket, self._reads, self._every = body, bucket, reads, every
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """Compute tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and
-        the hidden states [1, chunk, F] if they are read.
+        """Compute tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, or
+        [1, chunk, V], and the hidden states [1, chunk, F] if they are read.
         """
         hidden, features = self.body(tokens, CachePosition(row, count, slot, self._bucket, padded=True), self._reads)
-        last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
-        logits = self.body.logits(hidden.gather(1, last))
+        if not self._every:
+            last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
+            hidden = hidden.gather(1, last)
+        logits = self.body.logits(hidden)
         return (logits,) if features is None else (logits, features)
 
 
@@ -124,14 +128,16 @@ def prefill_in_chunks(
     reads: FeatureSpec | None = None,
     chunks: Sequence[int] | None = None,
     shared: bool = False,
+    each: Callable[[Tensor], None] | None = None,
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
     """Prefill tokens into a slot from cache row ``start`` on, in chunks of the decoder's lengths, or of ``chunks``,
     ascending.
 
     Yields after every chunk but the last; the slot must not be used until then. ``shared``: the tokens are a whole
     prompt, whose prefix in another slot is copied (`paceline.decoder.read_prompts`). Its rows are not overwritten while
-    its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves. -> logits [1, 1, V]
-    after the last token, and the hidden states [S, F] of all tokens if they are read.
+    its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves. ``each``: receives
+    the logits [n, V] after every token of each chunk; then no prefix is copied. -> logits [1, 1, V] after the last
+    token, and the hidden states [S, F] of all tokens if they are read.
     """
     done, logits, features = 0, None, list[Tensor]()
     chunks = decoder.options.chunks if chunks is None else chunks
@@ -139,7 +145,7 @@ def prefill_in_chunks(
     known = decoder.read_prompts
     shared = shared and (decoder.on_host or known.keeps)
     if shared:
-        prefix = known.find(tuple(prompt), layers)
+        prefix = known.find(tuple(prompt), layers) if each is None else None
         known.take(slot, prefix, len(prompt))
         if prefix is not None:
             _copy_rows(decoder, slot, prefix)
@@ -156,16 +162,20 @@ def prefill_in_chunks(
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
         numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, len(part), slot)]
-        key = GraphKey("prefill", chunk, decoder.bucket_for(start + done + chunk), features=layers)
-        step = decoder.graph(key, partial(PrefillStep, reads=reads), (tokens, *numbers))
+        bucket, variant = decoder.bucket_for(start + done + chunk), "" if each is None else "scores"
+        key = GraphKey("prefill", chunk, bucket, features=layers, variant=variant)
+        step = decoder.graph(key, partial(PrefillStep, reads=reads, every=each is not None), (tokens, *numbers))
         logits, *more = step(tokens, *numbers)
+        if each is not None:
+            each(logits[0, : len(part)])
+            logits = logits[:, len(part) - 1 : len(part)]
         features += [one[0, : len(part)] for one in more]
         done += len(part)
         if done < len(prompt):
             yield
     assert logits is not None, "an empty prompt is refused before this"
     every = torch.cat(features) if features else None
-    if shared:
+    if shared and each is None:
         known.add(slot, ReadPrompt(tuple(prompt), layers, logits, every))
     return logits, every
 

@@ -28,6 +28,9 @@ TorchNeuron, which reads them when it is used):
 Written for it if a model is sharded over cores, with one process per core, as `torchrun` does:
 
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    NEURON_RT_VISIBLE_CORES  the rank's own core of the process's range; TorchNeuron sets it to LOCAL_RANK only if it is
+                             unset, and refuses a process with more than one core (its distributed/backend.py)
+    PACELINE_RANK_CORES      the range that rank 0 had
 """
 
 from __future__ import annotations
@@ -114,11 +117,27 @@ def neuron_native_compile_only() -> bool:
     return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in _ON
 
 
+_CORES = "NEURON_RT_VISIBLE_CORES"
+_RANGE = "PACELINE_RANK_CORES"
+
+
 def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
     """Return the variables that `torchrun` sets in a process of this machine's ranks, which meet at a port of the
-    loopback.
+    loopback. Of a range of cores that this process was given, the rank gets its own one.
+
+    Raises:
+        ConfigurationError: the range has fewer cores, or is not a range.
     """
+    given = os.environ.get(_RANGE) or os.environ.get(_CORES, "")
+    cores = _numbers(given)
+    if cores and len(cores) < degree:
+        raise ConfigurationError(
+            f"{_CORES}: expected {degree} cores for tp_degree={degree}, got {given!r}; give the process as many, or "
+            "unset it"
+        )
+    own = {_CORES: str(cores[rank]), _RANGE: given} if cores else {}
     return {
+        **own,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(degree),
@@ -126,6 +145,18 @@ def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def _numbers(cores: str) -> list[int]:
+    """Return the cores of a list of numbers and ranges, as "0-3" or "4,5"."""
+    found: list[int] = []
+    try:
+        for part in cores.split(",") if cores else ():
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    except ValueError as error:
+        raise ConfigurationError(f"{_CORES}: expected cores such as 0-3, got {cores!r}; correct or unset it") from error
+    return found
 
 
 def is_rank() -> bool:

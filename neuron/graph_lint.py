@@ -17,11 +17,11 @@ from paceline.neuron.hlo_lint import Finding
 from paceline.neuron.lowering import Lowered, constants_of, operator
 
 _LOWERS = """
-    __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
-    bitwise_right_shift cat clamp clone convert_element_type detach div embedding eq exp expand flip full full_like
-    ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg new_zeros ones_like
-    pad permute pow product reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum tanh transpose
-    unsqueeze view where zeros zeros_like
+    " __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_and bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor cat clamp clone convert_element_type detach div embedding eq exp expand flip
+    full full_like ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg
+    new_zeros ones_like pad permute pow product reshape rsqrt select silu slice split split_with_sizes squeeze stack
+    sub sum tanh transpose unsqueeze view where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that lower to HLO without findings. Others are not wrong, only unchecked."""
@@ -41,6 +41,10 @@ _MOVES |= {"unsqueeze", "view", "_unsafe_view", "_to_copy", "convert_element_typ
 WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
 REDUCTIONS = {"amax": (), "amin": (), "sum": None, "mean": None, "prod": None}
 """Operators over dimensions, and those that they have where none are given."""
+BITWISE = frozenset({f"__{name}__" for name in ("and", "or", "xor", "lshift", "rshift")})
+BITWISE |= {f"bitwise_{name}" for name in ("and", "or", "xor", "left_shift", "right_shift")}
+"""Operators that torch-mlir lowers with tensors on both sides only."""
+DIVISIONS = frozenset({"floor_divide", "fmod", "remainder"})
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
@@ -50,6 +54,8 @@ def lint(lowered: Lowered) -> list[Finding]:
     for node in lowered.graph.graph.nodes:
         if node.op == "call_function":
             findings += _operator(node)
+        if node.op == "get_attr":
+            findings.append(Finding("held state", f"{node.name} belongs to the module: make it an input and an output"))
         findings += _value(node)
     return findings
 
@@ -67,6 +73,12 @@ def _operator(node: fx.Node) -> Iterator[Finding]:
     dims = node.args[1] if len(node.args) > 1 else REDUCTIONS.get(name)
     if name in REDUCTIONS and isinstance(dims, (list, tuple)) and not dims:
         yield Finding("empty reduction", f"{node.name} names no dimension: torch_xla 2.9 makes a copy of it")
+    if name in BITWISE and not all(isinstance(side, fx.Node) for side in node.args[:2]):
+        yield Finding("bitwise number", f"{node.name}: torch-mlir takes {name} of two tensors, not of a Python number")
+    if name in DIVISIONS or (name == "div" and _first(node).dtype in _INTEGERS):
+        yield Finding("integer division", f"{node.name}: torch_xla 2.9 divides integers in floating point")
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        yield Finding("write in place", f"{node.name} writes into its argument, and an export loses that")
     if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
         yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
     for number in _numbers([*node.args, *node.kwargs.values()]):

@@ -128,6 +128,8 @@ def module_of(proto: Any) -> Module:
                 inside = _constant(one.literal)
             called = [f"to_apply=%{computations[number]}" for number in one.called_computation_ids]
             target = [f'custom_call_target="{one.custom_call_target}"'] if one.custom_call_target else []
+            if target and one.backend_config:
+                target.append(f'backend_config="{one.backend_config.decode("utf-8", "replace")}"')
             suffix = "".join(f", {attribute}" for attribute in (*called, *target))
             is_root = one.id == computation.root_id
             instructions.append(
@@ -209,7 +211,7 @@ class Finding:
 Rule = Callable[[Module], Iterator[Instruction]]
 
 
-UNDECIDED = frozenset({"unlisted"})
+UNDECIDED = frozenset({"unlisted", "top-k without k"})
 """Rules that no document states as a rejection: violations may compile."""
 
 
@@ -317,6 +319,13 @@ def _custom(module: Module) -> Iterator[Instruction]:
             yield line
 
 
+def _topk(module: Module) -> Iterator[Instruction]:
+    """`torch_neuronx/python_ops/xla_ops/topk_xla.py` (2026-04-21): the call's configuration is its k as text."""
+    for line in module.of("custom-call"):
+        if line.attribute("custom_call_target") == "AwsNeuronTopK" and not line.attribute("backend_config").isdigit():
+            yield line
+
+
 def _infinite(module: Module) -> Iterator[Instruction]:
     """Runtime status 1003: NaN is an error, and infinity may become one."""
     return (line for line in module.of("constant") if re.search(r"\b(inf|nan)\b", line.inside))
@@ -364,6 +373,7 @@ RULES: dict[str, Rule] = {
     "random": _random,
     "control flow": _control,
     "custom call": _custom,
+    "top-k without k": _topk,
     "infinite constant": _infinite,
     "moving update": _moving_update,
     "shift": _shift,

@@ -16,6 +16,7 @@ reason for each:
     view(int32)    no lowering at all: the graph would be cut in two; here the pattern is computed
     mean           holds NaN, for rows of no numbers; here the sum divided by the row's length
     comparisons    with a Python number go through 64 bits; here the number has the tensor's type
+    & | ^          with a Python number have no lowering in torch-mlir 20261001; here the number is a tensor
     gelu, softmax, relu
                    lowered as the compiler chooses, gelu with an erf, which Neuron refuses (EHCA005); here sums,
                    products, exp and tanh, and numbers within 2e-7 of the originals
@@ -68,6 +69,10 @@ def rewrites() -> dict[Any, Callable[..., Any]]:
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         compare = getattr(aten, name)
         replacements[compare.Scalar] = _typed(compare.Tensor)
+    for name in ("and", "or", "xor"):
+        combine = getattr(aten, f"bitwise_{name}")
+        for scalar in (combine.Scalar, getattr(aten, f"__{name}__").Scalar):
+            replacements[scalar] = _typed(combine.Tensor)
     return replacements
 
 
@@ -199,12 +204,14 @@ def _narrow_arange(overload: Any) -> Callable[..., Tensor]:
     return arange
 
 
-def _typed(compare: Any) -> Callable[..., Tensor]:
-    def compared(x: Tensor, number: float) -> Tensor:
-        compared: Tensor = compare(x, torch.full((), number, dtype=x.dtype, device=x.device))
-        return compared
+def _typed(operation: Any) -> Callable[..., Tensor]:
+    """Return an operation with a tensor in place of its Python number."""
 
-    return compared
+    def operate(x: Tensor, number: float) -> Tensor:
+        result: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return result
+
+    return operate
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -242,7 +242,6 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
     aten = torch.ops.aten
     own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, vocab_part.topk_operator(): topk}
     own[aten.alias.default] = _same
-    own |= {one.Scalar: _typed(one.Tensor) for one in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor)}
     for node in graph.nodes:
         if node.op == "call_function":
             if node.target == prompt_attention.operator():
@@ -274,16 +273,6 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
-    """Convert an operation with a number to one with a tensor of that number."""
-
-    def operate(x: Tensor, number: int) -> Tensor:
-        result: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
-        return result
-
-    return operate
 
 
 class NativeMember:

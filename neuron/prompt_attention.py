@@ -158,8 +158,8 @@ def through_xla(cores: int) -> Call:
     """
 
     def attend(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
-        kernel = _on_grid(_imported("nki").jit(_kernel()), cores)
-        return _launch(kernel, chunk, prior, window=window)
+        kernel = _imported("nki").jit(_kernel())
+        return _launch(kernel if cores == 1 else kernel[cores], chunk, prior, window=window)
 
     return attend
 
@@ -174,9 +174,10 @@ def native(cores: int) -> Call:
     """
     torch_neuronx, kernel = _imported("torch_neuronx"), _kernel()
     try:
-        launched, nki_op = _on_grid(torch_neuronx.wrap_nki(kernel), cores), torch_neuronx.nki_op
+        wrapped, nki_op = torch_neuronx.wrap_nki(kernel), torch_neuronx.nki_op
     except AttributeError as error:
         raise _missing(error) from error
+    launched = wrapped if cores == 1 else wrapped[(cores,)]  # it iterates over its grid (torch_neuronx/nki_hop.py)
     after_rows = nki_op("paceline::prompt_attention", mutates_args={})(_behind(launched))
     at_start = nki_op("paceline::prompt_attention_at_start", mutates_args={})(_first(launched))
 
@@ -219,11 +220,6 @@ def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: in
     before = dict(zip(("k_prior", "v_prior", "prior_used_len"), prior, strict=True)) if prior else {}
     mixed: Tensor = kernel(*chunk, _SCALE, **flags, **before)
     return mixed
-
-
-def _on_grid(kernel: Any, cores: int) -> Any:
-    """Return a kernel over the physical cores of a logical core."""
-    return kernel if cores == 1 else kernel[cores]
 
 
 def _kernel() -> Any:

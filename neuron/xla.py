@@ -218,7 +218,7 @@ def _custom_topk(home: Device, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Call the Neuron compiler's own top-k in its input module; it cannot run on a CPU."""
     shape = [*x.shape[:-1], count]
     outputs = home.bridge._xla_custom_call(
-        [x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {}
+        [x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, str(count), 0, {}
     )
     values, places = outputs
     return values, places

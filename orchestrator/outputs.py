@@ -33,7 +33,9 @@ class RequestOutput:
     accepted_prediction_tokens, rejected_prediction_tokens   tokens drafted from the request's prediction in this round:
                    those that are in the output, and the others
     cached_tokens  with prefix caching, tokens of its prompt that were not read again, in the first output of a request
+    prompt_logprobs  of the prompt's tokens from the second on, if asked for, in the first output of a request
     error          why the request ended, where the finish reason is "error"; the others go on
+    replaced       tokens drafted at the place of the target's own token, if ``logprobs`` was set
     """
 
     index: int
@@ -47,6 +49,8 @@ class RequestOutput:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     cached_tokens: int | None = None
+    replaced: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -158,6 +162,7 @@ class GenerationResult:
                     the processed logits, before temperature and filters
     statistics      counts and times
     token_logprobs  for every row what the model says of each new token's place, when ``logprobs`` was set
+    prompt_logprobs  for every row the same of its prompt's tokens from the second on, when ``prompt_logprobs`` was set
     """
 
     sequences: Tensor
@@ -166,6 +171,7 @@ class GenerationResult:
     logprobs: list[list[float]] | None
     statistics: Statistics
     token_logprobs: list[list[TokenLogprobs]] | None = None
+    prompt_logprobs: list[list[TokenLogprobs]] | None = None
 
     @classmethod
     def collect(
@@ -181,6 +187,7 @@ class GenerationResult:
         texts = [list(request.prompt) for request in requests]
         token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
+        of_prompts: list[list[TokenLogprobs]] = [[] for _ in requests]
         reasons: list[FinishReason] = ["length"] * len(requests)
         for output in outputs:
             texts[output.index] += output.tokens
@@ -189,6 +196,7 @@ class GenerationResult:
             if output.logprobs is not None:
                 logprobs[output.index] += output.logprobs
             token_logprobs[output.index] += output.token_logprobs or ()
+            of_prompts[output.index] += output.prompt_logprobs or ()
             if output.finish_reason is not None:
                 reasons[output.index] = output.finish_reason
         lengths = [len(text) for text in texts]
@@ -196,4 +204,5 @@ class GenerationResult:
         rows = torch.tensor([text + [pad_token_id] * (longest - len(text)) for text in texts])
         scores = logprobs if requests[0].output_scores else None
         of_model = token_logprobs if requests[0].num_logprobs is not None else None
-        return cls(rows, lengths, reasons, scores, statistics, of_model)
+        scored = of_prompts if requests[0].num_prompt_logprobs is not None else None
+        return cls(rows, lengths, reasons, scores, statistics, of_model, scored)

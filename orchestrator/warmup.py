@@ -78,6 +78,9 @@ def compile_graphs(
                     _run(rounds, plan, own, sampling=replace(batch.sampling, kind=kind), limits=most)
         if not backends.compiles(target.backend):
             # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
+            reads = rounds.drafter.reads
+            for start, size in chunks(target):
+                finish(steps.prefill_in_chunks(target, 0, [0] * size, start=start, reads=reads, each=_unread))
             for used, rows in product(fills(decoders), lengths(target)):
                 most = RoundLimits([shape.max_accept] * slots, rows, used_slots=used)
                 for seldom in (rounds.plan_for("on_host"), rounds.plan_for("predicted")):
@@ -87,6 +90,10 @@ def compile_graphs(
             for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
                 for bucket in draft.kv_buckets:
                     steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
+
+
+def _unread(_logits: torch.Tensor) -> None:
+    """Drop logits."""
 
 
 def distinct_kinds(

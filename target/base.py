@@ -62,14 +62,26 @@ class TargetVerifier(Verifier):
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Prefill a prompt and sample the first token."""
-        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
-        text, raw = self._slots[slot] if self._slots else None, logits[0, 0]
+        text = self._slots[slot] if self._slots else None
+        of_prompt = None if text is None or text.num_prompt_logprobs is None else list[TokenLogprobs]()
+
+        def score(logits: Tensor) -> None:
+            assert text is not None and text.num_prompt_logprobs is not None and of_prompt is not None
+            begin = len(of_prompt) + 1
+            next_tokens = prompt[begin : begin + len(logits)]
+            of_prompt.extend(_token_logprobs(logits[: len(next_tokens)], next_tokens, text.num_prompt_logprobs))
+
+        each = None if of_prompt is None else score
+        logits, features = yield from prefill_in_chunks(
+            self.decoder, slot, prompt, reads=self._reads, shared=True, each=each
+        )
+        raw = logits[0, 0]
         if text is None:
             return PrefillResult(self._choose(raw, len(prompt), sampling), features)
         try:
             logits = processed(text, text.text, raw)
             token = self._choose(logits, len(prompt), sampling)
-            return PrefillResult(token, features, scores_of(text, token, raw=raw, processed=logits))
+            return PrefillResult(token, features, scores_of(text, token, raw=raw, processed=logits), of_prompt)
         except SamplingError as error:
             text.fail(error)
             return PrefillResult(0, features)
@@ -134,11 +146,20 @@ def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> 
         )
     logprobs = None
     if text.num_logprobs is not None:
-        of_model = raw.log_softmax(-1)
-        top = of_model.topk(min(text.num_logprobs, len(raw)))
-        best = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        rank = int((of_model > of_model[token]).sum()) + 1
-        logprobs = TokenLogprobs(token, float(of_model[token]), rank, best)
+        (logprobs,) = _token_logprobs(raw.unsqueeze(0), [token], text.num_logprobs)
     elif not text.output_scores:
         return []
     return [TokenScore(float(processed.log_softmax(-1)[token]), logprobs)]
+
+
+def _token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Return the log-probabilities of tokens in the model's logits before each. raw [n, V]"""
+    of_model = raw.log_softmax(-1)
+    own = of_model.gather(1, torch.tensor(tokens, dtype=torch.int64).unsqueeze(1))
+    ranks = ((of_model > own).sum(1) + 1).tolist()
+    top = of_model.topk(min(num_top, raw.shape[1]), 1)
+    rows = zip(tokens, own[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
+        for token, logprob, rank, ids, values in rows
+    ]

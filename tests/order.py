@@ -82,6 +82,7 @@ LONG = (
     "tests/equality/test_processors.py",
     "tests/neuron/test_graph_sampling.py",
     "tests/target/test_depth_laws.py",
+    "tests/neuron/test_install.py",
     "tests/neuron/test_loading.py",
     "tests/cli/test_health.py",
     "tests/cli/test_cli.py",

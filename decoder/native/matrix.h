@@ -12,11 +12,12 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
-// STEP numbers of a weight row, or of several rows side by side, in the order `arrange_line` gives the activations.
-template <class V>
-struct Pair {
-  V first, second;
-};
+// Eight numbers at `one`, or those and the ones at `other` side by side.
+template <class V, class W>
+inline V beside_rows(const W* one, const W* other) {
+  if constexpr (sizeof(V) == sizeof(Vec)) return load(one);
+  else return beside<V>(load(one), load(other));
+}
 
 // -------------------------------------------------------------------------------------------------- the plain formats --
 
@@ -33,30 +34,17 @@ struct Plain {
   float tail(int64_t n, int64_t k) const { return widen(data[n * K + k]); }
   float finished(int64_t, float sum) const { return sum; }
 
-  static Pair<Vec> load_pair(const W* p) {
-    if constexpr (EVEN_FIRST) {  // the upper half of a float: even ones shifted up, odd ones masked
-      VecU both;
-      std::memcpy(&both, p, sizeof both);
-      return {(Vec)(both << 16), (Vec)(both & 0xFFFF0000u)};
-    } else {
-      return {load(p), load(p + VL)};
-    }
-  }
-  // Of row n, or of as many rows from it on as a V has columns.
+  // Half of the STEP numbers at k, in the order `arrange_line` gives the activations, of row n, or of as many rows from it
+  // on as a V has columns. The second half of bfloat16 is the odd numbers.
   template <class V>
-  Pair<V> pair(int64_t n, int64_t k) const {
+  V half(int64_t n, int64_t k, bool second) const {
     const W* p = data + n * K + k;
-    if constexpr (sizeof(V) == sizeof(Vec)) {
-      return load_pair(p);
-    } else if constexpr (EVEN_FIRST) {
-      VecU one, other;
-      std::memcpy(&one, p, sizeof one);
-      std::memcpy(&other, p + K, sizeof other);
-      const WideU both = (WideU)beside<V>((Vec)one, (Vec)other);
-      return {(V)(both << 16), (V)(both & 0xFFFF0000u)};
+    if constexpr (EVEN_FIRST) {  // the upper half of a float: even ones shifted up, odd ones masked
+      typedef std::conditional_t<sizeof(V) == sizeof(Vec), VecU, WideU> Words;
+      const Words both = (Words)beside_rows<V>((const float*)p, (const float*)(p + K));
+      return second ? (V)(both & 0xFFFF0000u) : (V)(both << 16);
     } else {
-      Pair<Vec> one = load_pair(p), other = load_pair(p + K);
-      return {beside<V>(one.first, other.first), beside<V>(one.second, other.second)};
+      return beside_rows<V>(p + second * VL, p + K + second * VL);
     }
   }
 };
@@ -104,7 +92,6 @@ struct Floats8 {
   const Float8* data;
   int64_t K;
   const float* scales;
-  static constexpr bool EVEN_FIRST = false;
   static constexpr int64_t SPREAD = STEP;
 
   Floats8 from(int64_t n) const { return {data + n * K, K, scales + n}; }
@@ -112,10 +99,9 @@ struct Floats8 {
   float tail(int64_t n, int64_t k) const { return widen(data[n * K + k]); }
   float finished(int64_t n, float sum) const { return sum * Float8::UNIT * scales[n]; }
   template <class V>
-  Pair<V> pair(int64_t n, int64_t k) const {
-    const Float8* p = data + n * K + k;
-    if constexpr (sizeof(V) == sizeof(Vec)) return {load(p), load(p + VL)};
-    else return {beside<V>(load(p), load(p + K)), beside<V>(load(p + VL), load(p + K + VL))};
+  V half(int64_t n, int64_t k, bool second) const {
+    const Float8* p = data + n * K + k + second * VL;
+    return beside_rows<V>(p, p + K);
   }
 };
 

@@ -26,17 +26,16 @@ inline __attribute__((always_inline)) void step(const float* x, int64_t size, co
     }
 #endif
   } else {
-    Pair<V> column[COLS];
-    UNROLLED for (int n = 0; n < COLS; n++) column[n] = w.template pair<V>(n * EACH, k);
-    if constexpr (ROUNDED<R>) UNROLLED for (int n = 0; n < COLS; n++) std::swap(column[n].first, column[n].second);
-    constexpr int FIRST = ROUNDED<R> ? VL : 0;  // the odd ones come first: the order of pairs
-    UNROLLED for (int m = 0; m < ROWS; m++) {
-      V row = in_register(repeated<V>(x + m * size + k + FIRST));
-      UNROLLED for (int n = 0; n < COLS; n++) multiply_add(sum[m * COLS + n], column[n].first, row);
-    }
-    UNROLLED for (int m = 0; m < ROWS; m++) {
-      V row = in_register(repeated<V>(x + m * size + k + (VL - FIRST)));
-      UNROLLED for (int n = 0; n < COLS; n++) multiply_add(sum[m * COLS + n], column[n].second, row);
+    UNROLLED for (int i = 0; i < 2; i++) {
+      const bool second = ROUNDED<R> ? !i : i;  // the odd ones come first: the order of pairs
+      V column[COLS];
+      UNROLLED for (int n = 0; n < COLS; n++) column[n] = w.template half<V>(n * EACH, k, second);
+      UNROLLED for (int m = 0; m < ROWS; m++) {
+        V row = in_register(repeated<V>(x + m * size + k + second * VL));
+        UNROLLED for (int n = 0; n < COLS; n++) multiply_add(sum[m * COLS + n], column[n], row);
+      }
+      // Both halves come from the same words, which are loaded twice: sums of five rows leave no register to keep them.
+      if (sizeof(V) == sizeof(Vec)) asm("" ::: "memory");
     }
   }
 }
@@ -61,19 +60,12 @@ template <class R, class V, int ROWS, int COLS>
 __attribute__((noinline)) void block(const float* x, int64_t size, const R w, float* to, int64_t stride) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
   const int64_t K = w.K;
-  // Into level 1; into level 2 where the rows of x need level 1 for themselves.
-  constexpr int CACHE = ROWS == 1 || PAIRED<R> || INTEGERS<R> ? 3 : 2;
-  // A block reads all of its columns from the start, so the next one's are fetched while it is computed. One row takes so
-  // little time that those of a short block are asked for at once.
-  const int64_t bytes = ALL * K / STEP * R::SPREAD;
-  const bool at_once = (PAIRED<R> || INTEGERS<R>) && ROWS == 1 && bytes <= AHEAD;
-  const char* ahead = w.bytes() + std::max(AHEAD, bytes);
-  if (at_once)
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, CACHE);
+  // A block reads all of its columns from the start, so the next one's are fetched while it is computed: into level 2, as
+  // level 1 has the rows of x.
+  const char* ahead = w.bytes() + std::max(AHEAD, ALL * K / STEP * R::SPREAD);
   int64_t due = 0;  // bytes that were read and not yet fetched ahead
   auto fetch = [&]() __attribute__((always_inline)) {
-    if (!at_once)
-      for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
+    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, 2);
   };
   float several[ROWS * ALL], *found = ROWS == 1 ? to : several;
   if constexpr (INTEGERS<R>) {

@@ -63,6 +63,13 @@ class ServeOptions:
             "Default: no key.",
         ),
     ] = None
+    cors_origin: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(
+            help="Origin whose pages may use the API, such as https://example.org, or * for any; repeatable. "
+            "Default: none."
+        ),
+    ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body in bytes.")] = DEFAULT_MAX_BODY
     max_sequence_tokens: Annotated[
         int | None,
@@ -106,6 +113,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout_s,
             stream_interval_ms=self.stream_interval_ms,
             spec_metrics=spec_metrics,
+            cors_origins=tuple(self.cors_origin or ()),
         )
 
 

@@ -93,6 +93,10 @@ class Slot:
         return self.request.num_logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.request.num_prompt_logprobs
+
+    @property
     def output_scores(self) -> bool:
         return self.request.output_scores
 
@@ -167,6 +171,8 @@ class Batch:
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
         output = self._append(slot, seated, [first.token], accepted=(0, 0), scores=first.scores)
+        if first.prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=tuple(first.prompt_logprobs))
         if cached is None:
             return output
         self._statistics.prefix_cache_queries += len(seated.request.prompt)
@@ -198,7 +204,10 @@ class Batch:
                 # Several plain steps in one graph commit tokens that nobody drafted.
                 accepted = min(len(tokens) - 1, drafted)
                 scores = () if report.scores is None else report.scores[slot]
-                output = self._append(slot, seated, tokens, accepted=(accepted, drafted), scores=scores)
+                replaced = () if report.replaced is None else tuple(report.replaced[slot])
+                output = self._append(
+                    slot, seated, tokens, accepted=(accepted, drafted), scores=scores, replaced=replaced
+                )
                 statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
                 if report.predicted is not None and (predicted := min(drafted, report.predicted[slot])):
                     stood = min(predicted, output.accepted)
@@ -309,6 +318,7 @@ class Batch:
         *,
         accepted: tuple[int, int],
         scores: Sequence[TokenScore],
+        replaced: tuple[int, ...] = (),
     ) -> RequestOutput:
         """``accepted``: how many of the tokens were drafted, and how deep the proposal went."""
         checker = seated.checker
@@ -329,6 +339,7 @@ class Batch:
             output,
             logprobs=tuple(score.processed for score in scores) if request.output_scores else None,
             token_logprobs=None if request.num_logprobs is None else of_model,
+            replaced=replaced if request.num_logprobs is not None and stood < drafted else (),
         )
 
     def _free(self, slot: int) -> None:

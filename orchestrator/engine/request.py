@@ -90,6 +90,7 @@ class Request:
     rules            what is done to its logits, on the host; None = nothing
     output_scores    whether log-probabilities in the processed logits are wanted
     num_logprobs     how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    num_prompt_logprobs   the same of the prompt's tokens
     prediction       ids that its output will probably be
     """
 
@@ -101,6 +102,7 @@ class Request:
     rules: LogitsRules | None = None
     output_scores: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     prediction: tuple[int, ...] = ()
     max_draft_tokens: int | None = None
 
@@ -174,6 +176,7 @@ class Request:
                         rules=rules,
                         output_scores=params.output_scores,
                         num_logprobs=params.logprobs,
+                        num_prompt_logprobs=params.prompt_logprobs,
                         prediction=prediction,
                         max_draft_tokens=params.max_draft_tokens,
                     )

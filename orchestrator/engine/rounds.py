@@ -177,6 +177,9 @@ class Rounds:
         report = RoundReport(tokens, drafted, end - begin, drafter.predicted, verifier.scores)
         if verifier.scores is not None:
             verifier.scores = None
+            if any(drafted):
+                assert proposal is not None
+                report = replace(report, replaced=drafted_last(proposal, tokens))
         return RoundResult(commit, [report], middle - begin, end - middle)
 
 
@@ -203,6 +206,19 @@ def drafted_depths(proposal: Proposal, max_accept: list[int]) -> list[int]:
             depth_of.append(0 if cut else above + 1)
         depths.append(max(depth_of, default=0))
     return depths
+
+
+def drafted_last(proposal: Proposal, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the tokens that a proposal had at the place of the last committed token of every slot."""
+    parents, found = proposal.parents, []
+    for slot, (row, own) in enumerate(zip(proposal.tokens.tolist(), tokens, strict=True)):
+        above = parents[slot].tolist() if isinstance(parents, torch.Tensor) else parents or tree.chain(len(row))
+        nodes = [node for node, parent in enumerate(above) if parent == tree.ROOT]
+        for token in own[:-1]:
+            path = {node for node in nodes if row[node] == token}
+            nodes = [node for node, parent in enumerate(above) if parent in path]
+        found.append([row[node] for node in nodes if row[node] != PAD])
+    return found
 
 
 def fitted(commit: Commit, width: int, *, on_device: bool = False) -> tuple[Commit | None, Commit]:

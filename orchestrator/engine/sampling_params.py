@@ -125,6 +125,7 @@ class SamplingParams:
     n                       continuations of every prompt, each with a seed of its own: rows 0 to n - 1 are the first's
     logprobs                0 to 20: also give the model's log-probability of every new token and of so many of its
                             likeliest ones there, as in vLLM: before processors, penalties, grammar and temperature
+    prompt_logprobs         0 to 20: the same of every token of the prompt but the first
     output_scores           also give the log-probability of every new token in the processed logits
     structured_outputs      what the whole output must be; needs ``tokenizer``, a fast one of Hugging Face
     prediction              what the output will probably be, as text (needs ``tokenizer``) or as ids: it is drafted
@@ -193,6 +194,7 @@ class SamplingParams:
         _Kind("an integer", optional=True, least=0, most=20),
         "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20.",
     )
+    prompt_logprobs: int | None = _param(None, _Kind("an integer", optional=True, least=0, most=20))
     output_scores: bool = _param(False, _Kind("True or False"))
     structured_outputs: StructuredOutput | None = _param(  # noqa: RUF009
         None, _Kind("a StructuredOutput", optional=True, also=StructuredOutput)

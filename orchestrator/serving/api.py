@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
@@ -25,12 +24,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
+from paceline.serving.docs_page import docs_page
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.middleware import (
     CLIENT_CLOSED,
     AccessLog,
     ApiKeys,
     BodyLimit,
+    Cors,
     KeyCounts,
     KeyLimit,
     api_key,
@@ -41,6 +42,7 @@ from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import ModelField, Strict, read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serving.page.files import add_page
 from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import DONE, event
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, Item, ModelRouter, RequestContext
@@ -61,14 +63,16 @@ def create_app(
     """
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
+        *([Middleware(Cors, origins=settings.cors_origins)] if settings.cors_origins else []),
         Middleware(ApiKeys, keys=settings.api_keys),
         Middleware(KeyLimit, limit=settings.max_requests_per_key, counts=keys or KeyCounts()),
         Middleware(BodyLimit, limit=settings.max_body_bytes),
     ]
     app = FastAPI(
         title="Paceline",
-        description="OpenAI's API over speculative decoding",
-        docs_url=None,  # its page loads external scripts
+        description="OpenAI's API over speculative decoding. A null is a missing field. Bodies may be sent with "
+        "Content-Encoding: gzip.",
+        docs_url=None,  # its page loads external scripts; _add_operation has another
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
@@ -90,7 +94,7 @@ def create_app(
     if lifecycle is not None:
         _add_admin(app, lifecycle, settings)
         bodies += [ModelAction, PinAction]
-    _with_components(app, bodies)
+    _with_components(app, bodies, keys=bool(settings.api_keys))
     return app
 
 
@@ -168,15 +172,15 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
         """Return metrics in Prometheus' text format."""
         return Response(await router.metrics(), media_type=_PROMETHEUS)
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()), headers={"content-security-policy": _DOCS_POLICY})
+
     if settings.page:
-        page = (files("paceline.serving") / "page.html").read_text(encoding="utf-8")
-
-        @app.get("/", include_in_schema=False)
-        async def home() -> Response:
-            return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+        add_page(app)
 
 
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
@@ -488,23 +492,32 @@ def _post_schema(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a POST route's body and responses."""
     schema = {"$ref": _COMPONENTS + model.__name__}
     error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
+    responses = {str(status): {"description": text, "content": error} for status, text in _ERRORS.items()}
+    if "stream" in model.model_fields:
+        content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+        responses["200"] = {"description": "The answer; with stream: true server-sent events.", "content": content}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {str(status): {"description": text, "content": error} for status, text in _ERRORS.items()},
+        "responses": responses,
     }
 
 
-def _with_components(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Add these models to the application's OpenAPI description, whose routes refer to them."""
+def _with_components(app: FastAPI, models: Sequence[type[BaseModel]], *, keys: bool) -> None:
+    """Add these models to the application's OpenAPI description, whose routes refer to them. ``keys``: whether requests
+    need one.
+    """
     plain = app.openapi
     _, top = models_json_schema([(model, "validation") for model in models], ref_template=_COMPONENTS + "{model}")
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
             described = plain()
-            components = described.setdefault("components", {}).setdefault("schemas", {})
-            components.update(top["$defs"])
-            components["Error"] = _ERROR
+            for operation in (one for methods in described["paths"].values() for one in methods.values()):
+                operation["responses"].pop("422", None)  # the framework's own, which is never sent
+            described["components"] = {"schemas": {**top["$defs"], "Error": _ERROR}}
+            if keys:
+                described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                described["security"] = [{"key": []}]
         return plain()
 
     app.openapi = describe  # type: ignore[method-assign]

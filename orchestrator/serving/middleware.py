@@ -11,15 +11,18 @@ import logging
 import re
 import secrets
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serving.page.files import PATHS
 from paceline.serving.refused import QUEUE_FULL, RefusedError
 
 LOGGER = "paceline"
@@ -29,7 +32,7 @@ REQUEST_ID = "x-request-id"
 CLIENT_CLOSED = 499  # of a request whose client did not wait for the answer; nginx's number
 
 _GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
-_OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+_OPEN_PATHS = frozenset({"/docs", "/openapi.json", "/health", "/health/live", "/health/ready", *PATHS})
 
 
 def identify(scope: Scope) -> str:
@@ -107,6 +110,20 @@ class AccessLog:
                 log.info("%(method)s %(path)s %(status)s", fields, extra={"access": fields})
 
 
+class Cors:
+    """Lets pages of ``origins`` use the API. Not its admin routes, which without keys trust this machine's programs."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        headers = (REQUEST_ID, "retry-after")
+        methods = ("GET", "POST")
+        self._app = app
+        self._shared = CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_admin = scope["type"] == "http" and scope["path"].startswith("/admin/")
+        await (self._app if is_admin else self._shared)(scope, receive, send)
+
+
 class ApiKeys:
     """Accepts requests with one of the keys, compared in constant time. (): accepts all requests."""
 
@@ -159,7 +176,9 @@ class KeyLimit:
 
 
 class BodyLimit:
-    """Rejects bodies whose declared length is too long, and stops reading those without one at the limit."""
+    """Rejects bodies whose declared length is too long, and stops reading those without one at the limit. Decompresses
+    those with ``Content-Encoding: gzip``, up to the same limit.
+    """
 
     def __init__(self, app: ASGIApp, *, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -168,11 +187,16 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length, encoding = headers.get("content-length", "0"), headers.get("content-encoding", "identity").lower()
         if not length.isdecimal() or int(length) > self._limit:
             await refused_response(self._refused)(scope, receive, send)
             return
-        num_bytes = 0
+        if encoding not in ("identity", "gzip"):
+            refused = RefusedError(415, f"the body is encoded as {encoding!r}; send it as it is, or with gzip")
+            await refused_response(refused)(scope, receive, send)
+            return
+        num_bytes, gzip = 0, _Gzip(self._limit) if encoding == "gzip" else None
 
         async def receive_less() -> Message:
             nonlocal num_bytes
@@ -180,7 +204,12 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._limit:
                 raise self._refused
-            return message
+            if gzip is None or message["type"] != "http.request":
+                return message
+            body = gzip.read(message.get("body", b""), last=not message.get("more_body", False))
+            if body is None:
+                raise self._refused
+            return {**message, "body": body}
 
         await self._app(scope, receive_less, send)
 
@@ -189,6 +218,30 @@ class BodyLimit:
         return RefusedError(
             413, f"the body: expected at most {self._limit} bytes, got more; send less", code="request_too_large"
         )
+
+
+class _Gzip:
+    """Decompressor of one body. Never makes more than ``limit`` bytes and one, however well they are compressed."""
+
+    def __init__(self, limit: int) -> None:
+        self._left, self._stream = limit, zlib.decompressobj(wbits=31)
+
+    def read(self, data: bytes, *, last: bool) -> bytes | None:
+        """Decompress the next part; None: there is more than the limit.
+
+        Raises:
+            RefusedError: it is not gzip, or ends early.
+        """
+        try:
+            body = self._stream.decompress(data, self._left + 1)
+        except zlib.error as error:
+            raise RefusedError(400, f"the body is not gzip, as its Content-Encoding says ({error})") from error
+        self._left -= len(body)
+        if self._left < 0:
+            return None
+        if last and (not self._stream.eof or self._stream.unused_data):
+            raise RefusedError(400, "the body is not one whole gzip stream, as its Content-Encoding says")
+        return body
 
 
 class KeyCounts:

@@ -29,7 +29,7 @@ from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, re
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import Acceptance, Answer, AnswerPlan, AnswerWriter, ChoiceRenderer, TokenAnswer
-from paceline.serving.render.writers import ChatWriter, CompletionWriter, ResponsesWriter, token_text
+from paceline.serving.render.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.serving.router import (
     Accepted,
     Chunk,
@@ -142,9 +142,9 @@ class ModelServer:
         if request.messages is None:
             ids = self._tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
         else:
-            prompt = _ChatPrompt(
-                request.messages, request.tools, request.chat_template_kwargs, request.add_generation_prompt
-            )
+            goes_on, open_ = request.continue_final_message, request.add_generation_prompt
+            kwargs = request.chat_template_kwargs
+            prompt = _ChatPrompt(request.messages, request.tools, kwargs, open_ and not goes_on, goes_on)
             ids = self._tokenizer.encode(_chat_text(self._tokenizer, prompt, self._format), add_special_tokens=False)
         texts = [token_text(self._token_bytes(token)) for token in ids] if request.return_token_strs else None
         return TokenizeResponse(
@@ -182,7 +182,14 @@ class ModelServer:
             for index, ids in enumerate(rows)
         ]
         level = chat_request.speculative.metrics or context.spec_metrics
-        plan = AnswerPlan(prompts.num_tokens, chat_request.candidates, chat_request.n, chat_request.stream, level)
+        plan = AnswerPlan(
+            prompts.num_tokens,
+            chat_request.candidates,
+            chat_request.n,
+            chat_request.stream,
+            level,
+            prompt_only=chat_request.tokens_asked == 0,
+        )
         spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
         return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
 
@@ -233,7 +240,7 @@ class ModelServer:
             return ResponsesWriter(request, context.id, context.created)
         if isinstance(request, CompletionRequest):
             head |= {"id": f"cmpl-{context.id}", "object": "text_completion"}
-            return CompletionWriter(request, head, self._token_bytes, prompts=prompts.texts)
+            return CompletionWriter(request, head, self._token_bytes, prompts=prompts.echoed)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         head |= {"id": f"chatcmpl-{context.id}", "object": kind}
         return ChatWriter(
@@ -340,13 +347,13 @@ class Prompts:
     """Prompts of one request.
 
     ids             token ids of each prompt
-    texts           text of each prompt, if it is repeated in the response
+    echoed          text and ids of the prompt of each choice, if it is repeated in the response
     in_reasoning    whether the template has already opened the reasoning of the response
     reasoning       markers of the reasoning that may precede the response; None: there is none
     """
 
     ids: list[list[int]]
-    texts: tuple[str, ...] = ()
+    echoed: tuple[Echo, ...] = ()
     in_reasoning: bool = False
     reasoning: ReasoningMarkers | None = None
 
@@ -364,12 +371,14 @@ class _ChatPrompt:
     tools     tools that the model may call
     kwargs    other variables of the template
     open      whether the assistant's turn is begun at the end
+    goes_on   whether the last message stays open, to be continued
     """
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     open: bool = True
+    goes_on: bool = False
 
 
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Prompts:
@@ -378,7 +387,7 @@ def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Pro
     if not request.echo:
         return Prompts(ids)
     texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in request.prompts]
-    return Prompts(ids, tuple(text for text in texts for _ in range(request.n)))
+    return Prompts(ids, tuple(one for one in zip(texts, ids, strict=True) for _ in range(request.n)))
 
 
 def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> Prompts:
@@ -386,11 +395,16 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
     kwargs = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    text = _chat_text(tokenizer, _ChatPrompt(request.messages, request.tools_offered, kwargs), form)
+    goes_on = request.continue_final_message
+    prompt = _ChatPrompt(request.messages, request.tools_offered, kwargs, request.opens_turn, goes_on)
+    text = _chat_text(tokenizer, prompt, form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
-    if row is None or text.rstrip().endswith(row.end):  # the template closed it: the model is not to reason
+    if row is None:
         return Prompts(ids)
-    opened = text.rstrip().endswith(row.start)
+    said = request.messages[-1].text if goes_on else ""
+    opened = said.rfind(row.start) > said.rfind(row.end) if said else text.rstrip().endswith(row.start)
+    if not opened and (said or text.rstrip().endswith(row.end)):  # the model is not to reason: that is done, or closed
+        return Prompts(ids)
     markers = ReasoningMarkers(row.end, "" if opened else row.start)
     return Prompts(ids, in_reasoning=opened, reasoning=markers)
 
@@ -416,12 +430,9 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
             )
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
     messages = for_template([_as_dict(message) for message in prompt.messages], form.in_parts)
+    kwargs = {**prompt.kwargs, "add_generation_prompt": prompt.open, "continue_final_message": prompt.goes_on}
     try:
-        return str(
-            chat_tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt.open, **prompt.kwargs
-            )
-        )
+        return str(chat_tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
     except Exception as error:  # templates are programs that may raise any error
         raise RefusedError(
             400,
@@ -442,8 +453,8 @@ def _as_dict(message: Message) -> dict[str, Any]:
         entry["name"] = message.name
     if message.tool_call_id is not None:
         entry["tool_call_id"] = message.tool_call_id
-    if message.reasoning is not None:
-        entry["reasoning_content"] = message.reasoning
+    if message.thoughts is not None:
+        entry["reasoning_content"] = message.thoughts
     if message.tool_calls:
         calls = []
         for call in message.tool_calls:
@@ -490,6 +501,7 @@ def sampling_params(
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
+        prompt_logprobs=request.prompt_logprobs_wanted,
         logprobs=0 if best_of and request.top_logprobs_wanted is None else request.top_logprobs_wanted,
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,

@@ -24,7 +24,7 @@ from ray.serve.config import AutoscalingConfig
 from paceline.core.errors import CheckpointError, RankError, WorkerError
 from paceline.draft_checks import recognise
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import RESOURCE
+from paceline.placement.cluster.nodes import RESOURCE, host_names
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
@@ -274,6 +274,7 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
     methods = ("model",) * len(drafts) or tuple(
         draft.name or recognise(str(draft.path)) for draft in model.speculative.draft
     )
+    hosts = host_names()
     return ModelCard(
         group.name,
         int(time.time()),
@@ -281,9 +282,14 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
         methods=methods,
         num_spec_tokens=target.num_spec_tokens,
         placement=tuple(
-            PlacedModel(spec.label, "draft" if spec.link is None and spec.address else "target", spec.node, cores)
+            PlacedModel(
+                spec.label,
+                "draft" if spec.link is None and spec.address else "target",
+                spec.node,
+                tuple(spec.cores.cores),
+                hosts.get(spec.node, ""),
+            )
             for spec in workers
-            for cores in [tuple(spec.cores.cores)]
         ),
     )
 

@@ -150,14 +150,16 @@ class PlacedModel:
 
     name   name of the model
     role   "target" or "draft"
-    node   name of the machine
+    node   id of the machine
     cores  NeuronCores, or CPU cores of a simulated chip
+    host   name of the machine
     """
 
     name: str
     role: str
     node: str
     cores: tuple[int, ...]
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class ModelCard:
             "tools": self.tools,
             "reasoning": self.reasoning,
             "placement": [
-                {"name": one.name, "role": one.role, "node": one.node, "cores": list(one.cores)}
+                {"name": one.name, "role": one.role, "node": one.node, "host": one.host, "cores": list(one.cores)}
                 for one in self.placement
             ],
         }

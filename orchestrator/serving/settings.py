@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,6 +17,7 @@ DEFAULT_MAX_BODY = 1 << 20
 DEFAULT_STREAM_INTERVAL_MS = (
     40.0  # more than an engine's call of several rounds, which may take a thirtieth of a second
 )
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 MAX_STREAM_INTERVAL_MS = 1000.0  # more would not be a stream
 
 
@@ -34,6 +36,7 @@ class ApiSettings:
     spec_metrics        acceptance metrics in responses: none, totals, or also every step
     access_log          whether every request is logged, as a line of JSON
     page                whether the page at / is served
+    cors_origins        origins whose pages may use the API, except its admin routes; "*": any; (): none
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -49,12 +52,19 @@ class ApiSettings:
     spec_metrics: SpecMetrics = "summary"
     access_log: bool = True
     page: bool = True
+    cors_origins: tuple[str, ...] = ()
 
     __pydantic_config__ = FORBID_EXTRA
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):
             raise ConfigurationError("api_keys: expected keys that are not empty, got an empty one; remove it")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigurationError(
+                    f"cors_origins: expected an origin such as https://example.org:8080, or *, got {origin!r}; omit "
+                    "the path"
+                )
         for name in ("max_body_bytes", "max_sequence_tokens", "max_requests_per_key"):
             limit: int | None = getattr(self, name)
             if limit is not None and limit < 1:

@@ -2,8 +2,9 @@
 grammars.
 
 Grammars are compiled where a request is made, in the caller's thread, never between rounds. A state is a function of
-the output so far: it is rolled back and forth along drafts, and leaves no trace of rejected ones. Not here: the
-processing of logits (`paceline.text.row_processing`).
+the output so far: it is rolled back and forth along drafts, and leaves no trace of rejected ones. Another library has
+to write the mask of every draft: xgrammar 0.2.8 leaves out those under an end token. Not here: the processing of logits
+(`paceline.text.row_processing`).
 """
 
 from __future__ import annotations

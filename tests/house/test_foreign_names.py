@@ -52,7 +52,7 @@ VLLM = {  # docs.vllm.ai, "Metrics", and vllm/v1/metrics/loggers.py, vllm/v1/spe
 OWN_FIELDS = {  # of vLLM, and of this project
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "return_token_ids",
-    "speculative", "return_token_origins",
+    "speculative", "return_token_origins", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
 _NAME = re.compile(r"\b(?:NEURON|RAY|TORCH_NEURONX|HF|OMP|GOMP)_[A-Za-z0-9_]+\b")
 _OURS = {"RAY_ERRORS", "NEURON_DOUBLE_CORES"}  # constants of ours, and of the stand-in for the runtime

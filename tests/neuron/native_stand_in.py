@@ -63,7 +63,14 @@ class StandInMember(NativeMember):
         return Runtime(torch.device("cpu"), self.recorded.compiler, VERSIONS)
 
     def meet(self, folder: str) -> None:
+        self._see_one_core()
         self._held = join(str(Path(folder) / "meeting"), self._rank, self._gloo)
+
+    def _see_one_core(self) -> None:
+        """The rule of `_neuron_runtime_setup` (torch_neuronx/distributed/backend.py, 2026-04-21)."""
+        variables = environment.with_variables({})
+        cores = variables.get("NEURON_RT_VISIBLE_CORES") or variables["LOCAL_RANK"]
+        assert cores.isdigit(), f"Attempted to have more than one device per process in distributed setup: {cores}"
 
     def leave(self) -> None:
         leave(self._gloo)

@@ -40,6 +40,8 @@ LINES = {
     "random": "%g.1 = f32[4]{0} rng(f32[] %x, f32[] %y), distribution=rng_uniform",
     "control flow": "%l.1 = (s32[]) while((s32[]) %x), condition=%c, body=%b",
     "custom call": '%k.1 = (f32[4]{0}, s32[4]{0}) custom-call(f32[4,8]{1,0} %p0.1), custom_call_target="TopK"',
+    "top-k without k": "%k.1 = (f32[4,2]{1,0}, s32[4,2]{1,0}) custom-call(f32[4,8]{1,0} %p0.1), "
+    'custom_call_target="AwsNeuronTopK"',
     "infinite constant": "%n.1 = f32[2]{0} constant({1, -inf})",
     "moving update": "%u.1 = f32[4,8]{1,0} dynamic-update-slice(f32[4,8]{1,0} %p0.1, f32[1,8]{1,0} %x, s32[] %p9, "
     "s32[] %p8)",
@@ -82,7 +84,7 @@ def test_what_looks_like_a_breach_and_is_none() -> None:
     fine = [
         "%c.1 = pred[4]{0} compare(s64[4]{0} %x, s64[4]{0} %y), direction=LT",  # is a row number negative?
         "%s.1 = s32[4]{0} shift-right-arithmetic(s32[4]{0} %x, s32[4]{0} %y)",
-        '%k.1 = f32[4]{0} custom-call(f32[4,8]{1,0} %p0.1), custom_call_target="AwsNeuronTopK"',
+        '%k.1 = f32[4]{0} custom-call(f32[4,8]{1,0} %p0.1), custom_call_target="AwsNeuronTopK", backend_config="2"',
         "%u.1 = f32[4,8]{1,0} dynamic-update-slice(f32[4,8]{1,0} %p0.1, f32[1,8]{1,0} %x, f32[] %constant.2)",
     ]
     for line in fine:

@@ -22,7 +22,13 @@ def constant(**values: object) -> SimpleNamespace:
 
 
 def line(number: int, name: str, opcode: str, made: SimpleNamespace, *reads: int, **more: object) -> SimpleNamespace:
-    fields = {"called_computation_ids": (), "custom_call_target": "", "literal": constant(), **more}
+    fields = {
+        "called_computation_ids": (),
+        "custom_call_target": "",
+        "backend_config": b"",
+        "literal": constant(),
+        **more,
+    }
     return SimpleNamespace(id=number, name=f"{name}.{number}", opcode=opcode, shape=made, operand_ids=reads, **fields)
 
 
@@ -61,8 +67,15 @@ BREAKING = {
     "integer dot": line(10, "i", "dot", shape(S32, 2), 3, 3),
     "64 bits": line(10, "w", "add", shape(S64, 4), 1, 1),
     "custom call": line(10, "k", "custom-call", shape(F32, 4), 1, custom_call_target="TopK"),
+    "top-k without k": line(10, "k", "custom-call", shape(F32, 4), 1, custom_call_target="AwsNeuronTopK"),
     "unlisted": line(10, "q", "erf", shape(F32, 4, 8), 1),
 }
+
+
+def test_a_top_k_says_its_k() -> None:
+    said = {"custom_call_target": "AwsNeuronTopK", "backend_config": b"5"}
+    module = hlo_lint.module_of(proto(line(10, "k", "custom-call", shape(F32, 4), 1, **said)))
+    assert hlo_lint.lint_module(module) == []
 
 
 @pytest.mark.parametrize("rule", BREAKING)

@@ -201,8 +201,22 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "nothing changed": (held, "alias"),
     "no dimension": (lambda _m, x: x.sum(dim=[]), "empty reduction"),
     "no dimension of a maximum": (lambda _m, x: torch.amax(x, dim=[]), "empty reduction"),
+    "a shift by a number": (lambda _m, x: x.to(torch.int32) << 3, "bitwise number"),
+    "integers divided": (lambda _m, x: x.to(torch.int32) // 3, "integer division"),
     "shape of data": (lambda _m, x: x.nonzero(), "dynamic dimension"),
 }
+
+
+def test_a_graph_neither_holds_its_state_nor_writes_into_it() -> None:
+    lowered = lower("fine", Broken(lambda _m, x: x + 1), (torch.randn(2, 4),))
+    assert graph_lint.lint(lowered) == []
+    graph = lowered.graph.graph
+    (x,) = (node for node in graph.find_nodes(op="placeholder") if node.name == "x")
+    lowered.graph.register_buffer("cache", torch.zeros(2, 4))
+    with graph.inserting_after(x):
+        graph.get_attr("cache")
+        graph.call_function(torch.ops.aten.add_.Tensor, (x, x)).meta["val"] = x.meta["val"]
+    assert {"held state", "write in place"} <= {finding.rule for finding in graph_lint.lint(lowered)}
 
 
 @pytest.mark.parametrize("case", BREAKING)

@@ -27,7 +27,7 @@ COLLECTIVES = "_c10d_functional."
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     """Ranks are those of the stand-in, and this process is none of them yet."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    for name in environment.rank_variables(0, 2, 0):
+    for name in (*environment.rank_variables(0, 2, 0), "NEURON_RT_VISIBLE_CORES", "PACELINE_RANK_CORES"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     neuron_native.runtime.cache_clear()
@@ -39,9 +39,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
 
 
 def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
-    workshop: Workshop, stand_in: None
+    workshop: Workshop, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer, decoded plainly: what a fused round adds is traced without other processes in test_native.py."""
+    """One layer, decoded plainly: what a fused round adds is traced without other processes in test_native.py.
+
+    The process has cores 4 and 5, as a plan would give it, and every rank sees one of them.
+    """
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-5")
     decoder = AutoDecoder.from_pretrained(
         workshop.checkpoint("draft"),
         backend="neuron-native",
@@ -67,6 +71,25 @@ def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs
         assert {name for name in others if not takes(name)} == set()
     finally:
         decoder.close()
+
+
+def test_a_rank_has_its_own_core_of_the_process_s_range(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+    def cores(degree: int) -> list[str | None]:
+        found = [environment.rank_variables(rank, degree, 0) for rank in range(degree)]
+        return [one.get("NEURON_RT_VISIBLE_CORES") for one in found]
+
+    assert cores(2) == [None, None], "TorchNeuron gives a rank the core of its number"
+    for given, wanted in (("8-11", ["8", "9", "10", "11"]), ("4,5,6-7", ["4", "5", "6", "7"])):
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", given)
+        assert cores(4) == wanted
+        with pytest.raises(ConfigurationError, match=f"expected 8 cores for tp_degree=8, got '{given}'"):
+            cores(8)
+    environment.become_rank(environment.rank_variables(0, 4, 0))
+    assert cores(4) == ["4", "5", "6", "7"], "rank 0 still knows the range"
+    monkeypatch.setenv("PACELINE_RANK_CORES", "")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "all")
+    with pytest.raises(ConfigurationError, match="expected cores such as 0-3, got 'all'"):
+        cores(2)
 
 
 def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:

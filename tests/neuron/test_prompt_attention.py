@@ -174,6 +174,20 @@ def test_without_the_library_the_message_says_what_to_do(install: Install) -> No
         prompt_attention.through_xla(2)([q, q, q], [], 0)
 
 
+class Wrapped:
+    """What `wrap_nki` gives: its grid is iterated over (`NKIHOPCaller` of torch_neuronx/nki_hop.py, 2026-04-21)."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        (cores,) = tuple(map(int, grid))
+        return self._kernel[cores]
+
+    def __call__(self, *tensors: Any, **flags: Any) -> Any:
+        return self._kernel(*tensors, **flags)
+
+
 def _torch_neuronx() -> ModuleType:
     """TorchNeuron's two ways to a kernel, of which PyTorch's custom operators are the base."""
 
@@ -186,7 +200,7 @@ def _torch_neuronx() -> ModuleType:
         return register
 
     module: Any = ModuleType("torch_neuronx")
-    module.nki_op, module.wrap_nki = nki_op, lambda kernel: kernel
+    module.nki_op, module.wrap_nki = nki_op, Wrapped
     module.RUNTIME = SimpleNamespace(close=lambda: None)  # what the other stand-in ends with
     return module
 

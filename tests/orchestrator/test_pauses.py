@@ -28,6 +28,7 @@ LATER: dict[str, dict[str, object]] = {
     "drawn": {"do_sample": True, "top_k": 40},
     "schema": {"structured_outputs": StructuredOutput("regex", r"(ab|c){2,6}[0-9]+"), "tokenizer": tokenizer()},
     "logprobs": {"logprobs": 3},
+    "prompt's logprobs": {"logprobs": 1, "prompt_logprobs": 1},
     "penalties": {"presence_penalty": 0.9, "logit_bias": {4: 2.0}},
     "processors": {"logits_processor": [lambda _ids, scores: scores / 2]},
     "prediction": {"prediction": [5, 9, 2, 2, 7]},

@@ -87,6 +87,7 @@ class ScriptedEngine:
                 output = RequestOutput(
                     request.index, part, min(2, len(part)), reason, None, 2 + (first % 2),  # type: ignore[arg-type]
                     token_logprobs=None if request.num_logprobs is None else said,
+                    replaced=() if request.num_logprobs is None else (abs(part[-1] - 1),),
                 )  # fmt: skip
                 ended = last and request is call.requests[-1]
                 sink([CallUpdate(call.ticket, (output,), ended=ended)])
@@ -94,7 +95,7 @@ class ScriptedEngine:
 
 def _likeliest(token: int, count: int | None) -> tuple[tuple[int, float], ...]:
     """A token itself and the ids before it."""
-    return tuple((token - place, -0.5 - place) for place in range(count or 0))
+    return tuple((abs(token - place), -0.5 - place) for place in range(count or 0))
 
 
 def scripted(
@@ -109,7 +110,10 @@ def scripted(
 
 def card() -> ModelCard:
     """Of a model with a draft."""
-    placement = (PlacedModel("m", "target", "here", (0, 1)), PlacedModel("d", "draft", "here", (2,)))
+    placement = (
+        PlacedModel("m", "target", "4f1a", (0, 1), "kitchen"),
+        PlacedModel("d", "draft", "4f1a", (2,), "kitchen"),
+    )
     return ModelCard("m", 1_700_000_000, POSITIONS, methods=("model",), num_spec_tokens=3, placement=placement)
 
 

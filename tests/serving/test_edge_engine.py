@@ -21,6 +21,7 @@ from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.router import Accepted, Chunk, Failed, GenerationRequest, RequestContext
 from paceline.serving.settings import ApiSettings
+from paceline.text.tokenizer import TokenBytes
 from paceline.workers.shared_engine import SharedEngine
 from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
@@ -101,6 +102,21 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI) -> None:
     content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
     assert [len(one.top_logprobs) for one in content] == [3] * 5
     assert "".join(one.token for one in content) == chat.choices[0].message.content
+
+
+def test_a_correction_tells_what_was_drafted(client: openai.OpenAI) -> None:
+    extra: dict[str, Any] = {"ignore_eos": True, "return_token_origins": True, "return_token_ids": True}
+    asked: dict[str, Any] = {"temperature": 0, "logprobs": 0, "extra_body": extra}
+    (choice,) = complete(client, **asked).choices
+    ids, origins = choice.model_extra["token_ids"], choice.model_extra["token_origins"]
+    corrected = [place for place, one in enumerate(origins) if one["origin"] == "corrected"]
+    assert corrected and [place for place, one in enumerate(origins) if "drafted" in one] == corrected
+    for place in corrected[1:]:
+        proposed = int(DRAFT[ids[place - 2], ids[place - 1]].argmax())
+        assert origins[place]["drafted"] == [TokenBytes(TOKENIZER)(proposed).decode()] and proposed != ids[place]
+    (plain,) = complete(client, **asked | {"logprobs": None}).choices
+    assert all("drafted" not in one for one in plain.model_extra["token_origins"])
+    assert plain.model_extra["token_ids"] == ids
 
 
 def test_bias_and_penalties_reach_the_engine(client: openai.OpenAI) -> None:
@@ -353,3 +369,55 @@ def contents(data: bytes) -> dict[object, Any]:
             found.setdefault(("logprobs", choice["index"]), []).extend(logprobs)
         found["usage"], found["metrics"] = event.get("usage"), event.get("metrics")
     return found
+
+
+def _law(ids: list[int]) -> list[float]:
+    """Log-probabilities of ids from the second on. The table's row before a text is that of id 0."""
+    pairs = zip([0, *ids], ids, ids[1:], strict=False)
+    return [float(TARGET[before, last].log_softmax(-1)[token]) for before, last, token in pairs]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "fox",
+        ["the quick fox", "q", "abc" * 40],
+        TOKENIZER.encode("fox"),
+        [TOKENIZER.encode(one) for one in ("ab", "q")],
+    ],
+    ids=["text", "texts", "ids", "lists of ids"],
+)
+def test_a_prompt_that_is_repeated_has_one_log_probability_for_each_token(
+    client: openai.OpenAI, prompt: Any, stream: bool, max_tokens: int
+) -> None:
+    """One too few would make the last token of a scored text certain: the harness leaves out the generated one."""
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    fields = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 1, "temperature": 0}
+    found = complete(client, stream=stream, **fields)
+    choices: dict[int, dict[str, Any]] = {}
+    for part in found if stream else [found]:
+        for choice in part.choices:
+            told = choices.setdefault(choice.index, {"text": "", "logprob": [], "top": [], "tokens": [], "offset": []})
+            told["text"] += choice.text
+            if choice.logprobs is not None:
+                told["logprob"] += choice.logprobs.token_logprobs
+                told["top"] += choice.logprobs.top_logprobs
+                told["tokens"] += choice.logprobs.tokens
+                told["offset"] += choice.logprobs.text_offset
+    assert len(choices) == len(prompts)
+    for one, told in zip(prompts, (choices[index] for index in sorted(choices)), strict=True):
+        ids = TOKENIZER.encode(one) if isinstance(one, str) else one
+        counts = {len(told[name]) for name in ("logprob", "top", "tokens", "offset")}
+        assert counts == {len(ids) + max_tokens} and told["logprob"][0] is told["top"][0] is None
+        assert told["logprob"][1 : len(ids)] == pytest.approx(_law(ids), abs=1e-4)
+        assert told["tokens"][: len(ids)] == list(TOKENIZER.decode(ids))
+        assert all(len(top) == 1 for top in told["top"][1:])
+        greedy = [own == max(top.values()) for own, top in zip(told["logprob"][1:], told["top"][1:], strict=True)]
+        assert all(greedy[len(ids) - 1 :]), "what was generated is the likeliest"
+        assert told["text"].startswith(TOKENIZER.decode(ids))
+        assert told["offset"] == [len("".join(told["tokens"][:place])) for place in range(len(told["tokens"]))]
+    if not stream:
+        assert found.usage.completion_tokens == max_tokens * len(prompts)
+        assert max_tokens or {choice.finish_reason for choice in found.choices} == {"length"}

@@ -1,54 +1,67 @@
-"""The page at /, in a real Chromium that has no screen: it streams, colours tokens, compares, and shows the chip."""
+"""The page's files: served without a key, under a strict policy, and without anything from elsewhere.
+
+What a reader can do with it is in test_page_browser.py.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from importlib.resources import files
 from pathlib import Path
 
-from tests.serving.browser import browser
+import httpx2 as httpx
+import pytest
+
+from paceline.serving.page.files import PATHS
 from tests.serving.edge import running, scripted
 
-
-def page(folder: Path, address: str) -> str:
-    """The page as the browser has it when the run that its address asks for is over."""
-    with browser(folder) as chromium:
-        chromium.open(address)
-        state = "(document.getElementById('state') || {}).innerText"
-        chromium.wait_for(f"/done|requests wait/.test({state})")
-        html = chromium.value("document.documentElement.outerHTML")
-        assert isinstance(html, str)
-        return html
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = {one.name: one for one in files("paceline.serving.page").iterdir() if Path(one.name).suffix in
+           {".html", ".css", ".js", ".svg"}}  # fmt: skip
 
 
-def spans(html: str, panel: str) -> list[tuple[str, str]]:
-    """(origin, text) of the tokens in a panel."""
-    inside = html[html.index(f'id="{panel}"') :].split("</section>")[0]
-    return re.findall(r'<span class="(draft|corrected|target)">([^<]*)</span>', inside)
+def test_every_file_is_served_without_a_key_under_the_policy() -> None:
+    app, _, _ = scripted(lambda _: "yes", api_keys=("key",))
+    assert {path.removeprefix("/page/") for path in PATHS} == SOURCES.keys() - {"page.html"} | {"/"}
+    with running(app) as address, httpx.Client(base_url=address) as client:
+        for path in sorted(PATHS):
+            response = client.get(path)
+            source = SOURCES["page.html" if path == "/" else path.removeprefix("/page/")]
+            assert (response.status_code, response.content) == (200, source.read_bytes())
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';") and "unsafe" not in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+        assert client.get("/page/files.py").status_code == 401
+    assert not any(path.startswith("/page") for path in app.openapi()["paths"])
 
 
-def test_tokens_stream_in_colours_beside_plain(tmp_path: Path) -> None:
-    app, engine, _ = scripted(lambda _: "we go up & up, the cat sat on the mat")
+def test_a_server_may_leave_the_page_out() -> None:
+    app, _, _ = scripted(lambda _: "yes", page=False)
     with running(app) as address:
-        html = page(tmp_path, f"{address}/?prompt=x&tokens=64&run")
-    found = {name: spans(html, name) for name in ("speculative", "plain")}
-    assert "".join(text for _, text in found["speculative"]) == "we go up &amp; up, the cat sat on the mat"
-    assert {origin for origin, _ in found["speculative"]} == {"draft", "corrected", "target"}
-    assert [text for _, text in found["plain"]] == [text for _, text in found["speculative"]]
-    assert "Identical text; " in html and "\u03c4 = " in html and html.count('class="bar"') == 3
-    assert [call.requests[0].use_speculation for call in engine.calls] == [True, False]
-    assert len({call.requests[0].sampling.seed for call in engine.calls}) == 1
-    assert re.findall(r'title="(\w+ \(\w+\))"', html) == ["m (target)", "m (target)", "d (draft)"]
+        assert {httpx.get(address + path).status_code for path in PATHS} == {404}
 
 
-def test_an_error_is_shown_in_its_words(tmp_path: Path) -> None:
-    app, engine, _ = scripted(lambda _: "yes")
-    engine.full = True
-    with running(app) as address:
-        assert "4 requests wait" in page(tmp_path, f"{address}/?prompt=x&run")
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_nothing_comes_from_elsewhere_and_no_markup_is_parsed(name: str) -> None:
+    text = SOURCES[name].read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"""["'(]\s*(https?:)?//\w""", text), "an address of another machine"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
+    if name.endswith(".html"):
+        assert not re.search(r"<script>|<style>|\son\w+=|\sstyle=", text), "the policy forbids what is inline"
+    for asset in re.findall(r"(?:from|import) \"\./([\w.]+)\"", text):
+        assert f"/page/{asset}" in PATHS
 
 
-def test_the_page_asks_nobody_else() -> None:
-    import paceline.serving
-
-    text = (Path(paceline.serving.__file__).parent / "page.html").read_text(encoding="utf-8")
-    assert "http" not in re.sub(r'"HTTP |http-equiv', "", text)
+def test_the_files_are_in_the_wheel() -> None:
+    script = (
+        "from distutils.core import run_setup\n"
+        "build = run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
+        "build.ensure_finalized()\n"
+        "build.manifest_files = {}\n"
+        "print(*build.find_data_files('paceline.serving.page', 'orchestrator/serving/page'))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", "import setuptools\n" + script]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    assert {Path(one).name for one in found} >= SOURCES.keys()

@@ -76,3 +76,35 @@ def test_an_answer_of_calls_alone_needs_no_content() -> None:
     said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     request = read_body(ChatRequest, json.dumps({"model": "m", "messages": said}).encode())
     assert request.messages[0].text == ""
+
+
+THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+THINKS += "{# <think> ends with </think> #}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "shown", "in_reasoning"),
+    [
+        ({}, "One, two", "[user]x[assistant]One, two[a]", False),
+        ({"add_generation_prompt": False}, "One, two", "[user]x[assistant]One, two", False),
+        ({"continue_final_message": True}, "One, two", "[user]x[assistant]One, two", False),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "1", "[user]x[assistant]1", False),
+        ({"continue_final_message": True}, "<think>so", "[user]x[assistant]<think>so", True),
+        ({"continue_final_message": True}, "<think>so</think>2", "[user]x[assistant]<think>so</think>2", False),
+    ],
+)
+def test_the_last_message_is_continued_where_it_ends(
+    fields: dict[str, bool], said: str, shown: str, in_reasoning: bool
+) -> None:
+    tokenizer = chat_tokenizer(THINKS)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+    request = ChatRequest.model_validate({"model": "m", "messages": messages, **fields})
+    prompts = chat_prompts(tokenizer, request, ChatFormat.of(tokenizer))
+    assert tokenizer.decode(prompts.ids[0]) == shown and prompts.in_reasoning is in_reasoning
+
+
+def test_reasoning_comes_back_by_either_name() -> None:
+    tokenizer = chat_tokenizer("{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}")
+    said = [{"role": "assistant", "content": "x", name: "why"} for name in ("reasoning", "reasoning_content")]
+    request = ChatRequest.model_validate({"model": "m", "messages": said})
+    assert tokenizer.decode(chat_prompts(tokenizer, request, ChatFormat.of(tokenizer)).ids[0]) == "[why][why]"

@@ -46,6 +46,7 @@ class SlotText:
 
     def __init__(self, text: Sequence[int], processor: Processor | None = None) -> None:
         self.text, self.num_logprobs, self.output_scores = list(text), None, False
+        self.num_prompt_logprobs = None
         self.processing = None if processor is None else RowProcessing(LogitsRules(processor), len(text))
 
     @property

@@ -19,8 +19,10 @@ from paceline.serving.openai.fields import (
     Strict,
     StructuredOutputs,
     one_structure,
+    refuse_media,
     refuse_strict_by_choice,
 )
+from paceline.serving.refused import RefusedError
 
 
 class TextPart(Strict):
@@ -28,6 +30,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+
+    _no_media = model_validator(mode="before")(refuse_media)
 
 
 class FunctionCall(Strict):
@@ -54,6 +58,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name, by which some clients send it back
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +69,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if "content" not in self.model_fields_set and not (self.tool_calls or self.reasoning):
+        if "content" not in self.model_fields_set and not (self.tool_calls or self.thoughts):
             raise ValueError("content: expected a value unless the message has tool_calls, got none; add it")
         return self
 
@@ -72,6 +77,11 @@ class Message(Strict):
     def text(self) -> str:
         """The whole content."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning, by either name."""
+        return self.reasoning or self.reasoning_content
 
 
 class FunctionDefinition(Strict):
@@ -157,6 +167,12 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     audio: Annotated[None, Field(description="null (audio is not supported)")] = None
     web_search_options: Annotated[None, Field(description="null (web search is not supported)")] = None
     reasoning_effort: Annotated[str | None, Field(description="a string, which the chat template may read")] = None
+    add_generation_prompt: Annotated[
+        bool, Field(description="true or false; whether the template begins the assistant's turn")
+    ] = True
+    continue_final_message: Annotated[
+        bool, Field(description="true or false; whether the output continues the last message")
+    ] = False
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(description="an object with further arguments of the chat template")
     ] = {}
@@ -167,6 +183,12 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             raise ValueError("top_logprobs: expected logprobs: true with it; set logprobs")
         if self.tool_choice in ("auto", "required") and not self.tools:
             raise ValueError(f"tool_choice: expected tools with {self.tool_choice!r}, got none; add tools")
+        begins = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if begins and self.continue_final_message:
+            message = (
+                "continue_final_message: expected add_generation_prompt: false with it, got true; omit one of them"
+            )
+            raise RefusedError(400, message, param="continue_final_message")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
@@ -181,6 +203,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             )
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the template begins the assistant's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def candidates(self) -> int:
@@ -201,6 +228,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """None: prompts of chats are not repeated."""
+        return None
 
     @property
     def tools_offered(self) -> list[Tool]:

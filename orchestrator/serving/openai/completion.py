@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
@@ -19,8 +19,8 @@ from paceline.serving.openai.fields import (
     StructuredOutputs,
     TokenId,
     one_structure,
-    only,
 )
+from paceline.serving.refused import RefusedError
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048
@@ -47,13 +47,13 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
         AfterValidator(_not_empty),
         Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
-    max_tokens: Annotated[int, Field(ge=1, description="at least 1")] = DEFAULT_TOKENS
+    max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
     stop: StopField = []
     n: CountField = 1
     best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
     echo: Annotated[bool, Field(description="true or false")] = False
     suffix: Annotated[
-        str, only(""), Field(description="an empty string (insertion before a suffix is not supported)")
+        Literal[""], Field(description="an empty string (insertion before a suffix is not supported)")
     ] = ""
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
@@ -66,6 +66,10 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         _ = self.structured  # refused here where it is given twice
+        if not self.max_tokens and not self.echo:
+            raise RefusedError(
+                400, "max_tokens: expected at least 1 unless echo is true, got 0; raise it", param="max_tokens"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of: expected at least n={self.n}, got {self.best_of}; raise it")
         if self.stream and (self.best_of or self.n) > self.n:
@@ -73,13 +77,6 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
                 "best_of: expected at most n for a stream, since the best are known only at the end; set stream: false"
             )
         return self
-
-    @field_validator("logprobs")
-    @classmethod
-    def _of_the_answer_alone(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
-        if logprobs is not None and info.data.get("echo"):
-            raise ValueError("echo: expected no logprobs with it, since a prompt has none, got some; omit one of them")
-        return logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -96,8 +93,8 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of an answer."""
-        return self.max_tokens
+        """Most tokens that are generated: at least one, though an answer of the prompt alone does not show it."""
+        return max(1, self.max_tokens)
 
     @property
     def tokens_asked(self) -> int | None:
@@ -108,6 +105,11 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same for the tokens of a prompt that is repeated."""
+        return self.logprobs if self.echo else None
 
     @property
     def structured(self) -> StructuredOutputs | None:

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from paceline.engine.request import SamplingParams
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
 
-T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MAX_STOPS = 4
@@ -47,15 +46,15 @@ def refuse_unstreamed(stream: bool, options: object) -> None:
         raise RefusedError(400, "stream_options: expected stream: true with it; omit it", param="stream_options")
 
 
-def only(served: T) -> AfterValidator:
-    """The one value of a field that is served."""
+_MEDIA = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
 
-    def check(value: T) -> T:
-        if value != served:
-            raise ValueError(f"expected {served!r}, the only supported value; omit it")
-        return value
 
-    return AfterValidator(check)
+def refuse_media(part: Any) -> Any:
+    """Raise ValueError for a part of a content that is not text, in a sentence; otherwise return it."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and (found := next((name for name in _MEDIA if name in kind), None)):
+        raise ValueError(f"{_MEDIA[found]} not served; send text alone")
+    return part
 
 
 class Strict(BaseModel):
@@ -119,10 +118,18 @@ class IgnoredFields(Strict):
 class OwnSamplingFields(Strict):
     """How tokens are chosen, where it is said as in OpenAI's API or in vLLM."""
 
-    temperature: Annotated[float, Field(description="a number")] = 1.0
-    top_p: Annotated[float | None, Field(description="a number")] = None
-    top_k: Annotated[int | None, Field(description="a whole number; 0 or -1 is off")] = None
-    min_p: Annotated[float | None, Field(description="a number")] = None
+    # `SamplingParams` checks bounds that only the description has, for every way into the engine.
+    temperature: Annotated[float, Field(description="a number from 0 on", json_schema_extra={"minimum": 0})] = 1.0
+    top_p: Annotated[
+        float | None,
+        Field(description="a number above 0, at most 1", json_schema_extra={"minimum": 1e-4, "maximum": 1}),
+    ] = None
+    top_k: Annotated[
+        int | None, Field(description="a whole number; 0 or -1 is off", json_schema_extra={"minimum": -1})
+    ] = None
+    min_p: Annotated[
+        float | None, Field(description="a number from 0 to 1", json_schema_extra={"minimum": 0, "maximum": 1})
+    ] = None
     seed: Annotated[
         int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or null for a random one")
     ]
@@ -135,7 +142,9 @@ class OwnSamplingFields(Strict):
     ] = {}
     min_tokens: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 0
     ignore_eos: Annotated[bool, Field(description="true or false")] = False
-    prompt_logprobs: Annotated[None, Field(description="null (prompts have no log-probabilities)")] = None
+    prompt_logprobs: Annotated[
+        None, Field(description="null (/v1/completions returns them with echo: true and logprobs)")
+    ] = None
     speculative: Annotated[
         SpeculativeOptions,
         Field(description='an object such as {"enabled": false}, {"k": 2} or {"metrics": "detailed"}'),

@@ -16,7 +16,7 @@ from paceline.serving.openai.fields import (
     ModelField,
     SamplingFields,
     Strict,
-    only,
+    refuse_media,
     refuse_unstreamed,
     validated,
 )
@@ -30,6 +30,8 @@ class ContentPart(Strict):
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] = []
+
+    _no_media = model_validator(mode="before")(refuse_media)
 
 
 class InputItem(Strict):
@@ -113,15 +115,15 @@ class TextOptions(Strict):
     """Options of the output text."""
 
     format: TextFormat = TextFormat(type="text")
-    verbosity: Annotated[str, only("medium")] = "medium"
+    verbosity: Literal["medium"] = "medium"
 
 
 class ReasoningOptions(Strict):
     """Passed to the chat template, which may read it."""
 
     effort: str | None = None
-    summary: Annotated[str | None, only(None)] = None
-    generate_summary: Annotated[str | None, only(None)] = None
+    summary: None = None
+    generate_summary: None = None
 
 
 class ResponsesStreamOptions(Strict):
@@ -154,27 +156,21 @@ class ResponsesRequest(SamplingFields, GuidedFields):
     reasoning: Annotated[
         ReasoningOptions, Field(description="an object with an effort, and no summary (reasoning is returned in full)")
     ] = ReasoningOptions()
-    top_logprobs: Annotated[
-        int | None, only(None), Field(description="null (chat completions return log-probabilities)")
-    ] = None
+    top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
     stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
-    store: Annotated[bool, only(False), Field(description="false (responses are not stored)")] = False
+    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
     previous_response_id: Annotated[
         None, Field(description="null (responses are not stored; send the whole conversation as input)")
     ] = None
     conversation: Annotated[None, Field(description="null (conversations are not stored)")] = None
-    background: Annotated[bool, only(False), Field(description="false (background responses are not supported)")] = (
-        False
-    )
+    background: Annotated[Literal[False], Field(description="false (background responses are not supported)")] = False
     include: Annotated[list[str], Field(max_length=0, description="an empty list")] = []
     truncation: Annotated[Literal["disabled"], Field(description='"disabled" (inputs are never truncated)')] = (
         "disabled"
     )
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
-    max_tool_calls: Annotated[
-        int | None, only(None), Field(description="null (OpenAI's own tools are not supported)")
-    ] = None
+    max_tool_calls: Annotated[None, Field(description="null (OpenAI's own tools are not supported)")] = None
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
     user: Annotated[str, Field(description="a text")] = ""
     service_tier: Annotated[str, Field(description="a text")] = ""

@@ -21,6 +21,7 @@ class TokenizeRequest(Strict):
     tools: Annotated[list[Tool], Field(max_length=128, description="a list of functions")] = []
     add_special_tokens: Annotated[bool, Field(description="true or false")] = True
     add_generation_prompt: Annotated[bool, Field(description="true or false")] = True
+    continue_final_message: Annotated[bool, Field(description="true or false")] = False
     return_token_strs: Annotated[bool, Field(description="true or false")] = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
 
@@ -31,7 +32,7 @@ class TokenizeRequest(Strict):
         other = (
             {"add_special_tokens"}
             if self.prompt is None
-            else {"tools", "add_generation_prompt", "chat_template_kwargs"}
+            else {"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         )
         if given := sorted(
             other & self.model_fields_set - ({"add_special_tokens"} if not self.add_special_tokens else set())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from paceline.outputs import RequestOutput
+from paceline.outputs import RequestOutput, TokenLogprobs
 from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
@@ -27,6 +27,7 @@ class TokenPiece:
     text      that became certain with it: empty where a character is unfinished or a stop string may have begun
     logprob   natural logarithm of its probability, if asked for
     top       (id, log-probability) of the likeliest tokens at its place, if asked for
+    replaced  with log-probabilities, of a corrected token: those that were drafted in its place
     """
 
     token: int
@@ -34,6 +35,7 @@ class TokenPiece:
     origin: Origin
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Step:
     """Addition to one choice.
 
     first          whether this holds the first token of the choice
+    prompt         log-probabilities of the prompt's tokens from the second on, with the first step, if asked for
     finish_reason  OpenAI's, with the last step of a choice
     """
 
@@ -49,6 +52,7 @@ class Step:
     pieces: tuple[TokenPiece, ...]
     first: bool = False
     finish_reason: str | None = None
+    prompt: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class ChoiceText:
     parts: list[Part] = field(default_factory=list)
     pieces: list[TokenPiece] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt: tuple[TokenLogprobs, ...] | None = None
 
     def add(self, step: Step) -> None:
         """One step more."""
@@ -105,6 +110,7 @@ class ChoiceText:
         for call in step.delta.tool_calls:
             self.call(call)
         self.pieces += step.pieces
+        self.prompt = step.prompt if step.first else self.prompt
         self.finish_reason = step.finish_reason or self.finish_reason
 
     def write(self, kind: PartKind, text: str) -> None:
@@ -234,6 +240,7 @@ class ChoiceRenderer:
         self._index, self._text, self._parser = index, text, parser
         self._skip, self._by_token = skip, by_token
         self.tokens = self.reasoning_tokens = 0
+        self._prompt: tuple[TokenLogprobs, ...] | None = None
         self.called = self.ended = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
@@ -248,6 +255,7 @@ class ChoiceRenderer:
             raise output.error
         pieces: list[TokenPiece] = []
         delta, first = Delta(), not self.tokens
+        self._prompt = output.prompt_logprobs
         for place, token in enumerate(output.tokens):
             text = self._text.push(token)
             pieces.append(_piece(output, place, text))
@@ -267,10 +275,7 @@ class ChoiceRenderer:
             rest = self._text.flush()
             delta += self._parsed((self._parser.push(rest) if rest else Delta()) + self._parser.flush())
             if rest and pieces:
-                last_piece = pieces[-1]
-                pieces[-1] = TokenPiece(
-                    last_piece.token, last_piece.text + rest, last_piece.origin, last_piece.logprob, last_piece.top
-                )
+                pieces[-1] = replace(pieces[-1], text=pieces[-1].text + rest)
         step = self._step(delta, pieces, first=first, reason=reason)
         # Who was sent the last token was sent the reason with it.
         yield step, self.tokens > self._skip or not output.tokens
@@ -285,7 +290,7 @@ class ChoiceRenderer:
         finish = None if reason is None else "length" if reason == "length" else "stop"
         if finish == "stop" and self.called:
             finish = "tool_calls"
-        return Step(self._index, delta, tuple(pieces), first, finish)
+        return Step(self._index, delta, tuple(pieces), first, finish, self._prompt if first else None)
 
 
 def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
@@ -296,8 +301,8 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
         origin = "corrected"
     if output.token_logprobs is None:
         return TokenPiece(output.tokens[place], text, origin)
-    logprobs = output.token_logprobs[place]
-    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top)
+    logprobs, replaced = output.token_logprobs[place], output.replaced if origin == "corrected" else ()
+    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top, replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +314,7 @@ class AnswerPlan:
     shown          how many of them, the most probable, are shown
     stream         whether it is written as events
     spec_metrics   what it says about acceptance; only where it has one choice
+    prompt_only    whether no generated token is shown
     """
 
     prompt_tokens: int
@@ -316,6 +322,7 @@ class AnswerPlan:
     shown: int
     stream: bool
     spec_metrics: SpecMetrics
+    prompt_only: bool = False
 
 
 class Answer:
@@ -353,6 +360,8 @@ class Answer:
             self._acceptance.count(output.drafted, output.accepted)
             if output.cached_tokens is not None and output.index % self._plan.candidates == 0:
                 self._cached = (self._cached or 0) + output.cached_tokens  # other candidates find the prompt anyhow
+            if self._plan.prompt_only and output.error is None:
+                output = replace(output, tokens=(), accepted=0, drafted=0, finish_reason="length", token_logprobs=None)
             for step, is_new in self._choices[output.index].push(output):
                 self._sent[step.choice] += len(step.pieces)
                 if not self._plan.stream:

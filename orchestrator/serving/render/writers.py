@@ -28,16 +28,41 @@ def _name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+Likeliest = Sequence[tuple[int, float]]
+"""(id, log-probability) of the likeliest tokens."""
+
+Echo = tuple[str, Sequence[int]]
+"""Text and ids of a prompt."""
+
+
+def _characters(token: bytes) -> int:
+    """Return the number of characters that begin in a token."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
+
+
+def _prompt_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
+    """Return where each token of a prompt begins in its text, which may lack special tokens and a space before it."""
+    offsets, offset = [], 0
+    for token in tokens:
+        offsets.append(min(offset, len(text)))
+        shown = token.decode(errors="replace")
+        if offset or text.startswith(shown):
+            offset += _characters(token)
+        elif shown[:1] == " " and text.startswith(shown[1:]):
+            offset += len(shown) - 1
+    return offsets
+
+
 class CompletionWriter:
     """Writes the answers to one completion request.
 
-    ``prompts``: the texts that are repeated (``echo``), one for each choice; () repeats nothing.
+    ``prompts``: the texts and ids that are repeated (``echo``), for each choice; () repeats nothing.
     """
 
     by_token = False
 
     def __init__(
-        self, request: CompletionRequest, head: Mapping[str, object], bytes_of: BytesOf, *, prompts: Sequence[str]
+        self, request: CompletionRequest, head: Mapping[str, object], bytes_of: BytesOf, *, prompts: Sequence[Echo]
     ) -> None:
         self._request, self._head, self._bytes_of, self._prompts = request, dict(head), bytes_of, prompts
         self._offsets: dict[int, int] = {}
@@ -45,8 +70,8 @@ class CompletionWriter:
     def step(self, step: Step, usage: Usage) -> bytes:
         text = step.delta.content
         if step.first and self._prompts:
-            text = self._prompts[step.choice] + text
-        extras = self._extras(step.choice, step.pieces)
+            text = self._prompts[step.choice][0] + text
+        extras = self._extras(step.choice, step)
         if not text and step.finish_reason is None and not extras["logprobs"] and not _shows_tokens(self._request):
             return b""
         choice = {"index": step.choice, "text": text, "finish_reason": step.finish_reason, **extras}
@@ -61,35 +86,45 @@ class CompletionWriter:
         rendered = [
             {
                 "index": index,
-                "text": (self._prompts[index] if self._prompts else "") + choice.content,
+                "text": (self._prompts[index][0] if self._prompts else "") + choice.content,
                 "finish_reason": choice.finish_reason,
-                **self._extras(index, choice.pieces),
+                **self._extras(index, choice),
             }
             for index, choice in enumerate(choices)
         ]
         return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
 
-    def _extras(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object]:
-        return {"logprobs": self._logprobs(index, pieces), **_token_fields(self._request, pieces)}
+    def _extras(self, index: int, part: Step | ChoiceText) -> dict[str, object]:
+        fields = _token_fields(self._request, part.pieces, self._bytes_of)
+        return {"logprobs": self._logprobs(index, part), **fields}
 
-    def _logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object] | None:
-        if self._request.logprobs is None or not pieces:
+    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+        if self._request.logprobs is None or not (part.pieces or part.prompt is not None):
             return None
-        tokens = [self._bytes_of(piece.token) for piece in pieces]
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in tokens:
+        scored: list[tuple[int, float | None, Likeliest | None]] = []
+        offsets: list[int] = []
+        if part.prompt is not None:
+            text, ids = self._prompts[index]
+            scored = [(ids[0], None, None), *((one.token, one.logprob, one.top) for one in part.prompt)]
+            offsets = _prompt_offsets(text, [self._bytes_of(token) for token in ids])
+            self._offsets[index] = len(text)
+        scored += [(piece.token, piece.logprob, piece.top) for piece in part.pieces]
+        tokens = [self._bytes_of(token) for token, _, _ in scored]
+        offset = self._offsets.get(index, 0)
+        for token in tokens[len(offsets) :]:
             offsets.append(offset)
-            offset += sum(byte & 0xC0 != 0x80 for byte in token)  # characters that begin in it
+            offset += _characters(token)
         self._offsets[index] = offset
-        tops = [self._top(piece.top[: self._request.logprobs]) for piece in pieces]
+        count = self._request.logprobs
+        tops = [None if top is None else self._top(top[:count]) for _, _, top in scored]
         return {
             "tokens": list(map(_name, tokens)),
-            "token_logprobs": [piece.logprob for piece in pieces],
-            "top_logprobs": tops if self._request.logprobs else None,
+            "token_logprobs": [logprob for _, logprob, _ in scored],
+            "top_logprobs": tops if count else None,
             "text_offset": offsets,
         }
 
-    def _top(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def _top(self, likeliest: Likeliest) -> dict[str, float]:
         """By name; another token of the same name by its id, as vLLM writes it."""
         top: dict[str, float] = {}
         for token, logprob in likeliest:
@@ -129,7 +164,7 @@ class ChatWriter:
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": step.finish_reason,
-            **_token_fields(self._request, step.pieces),
+            **_token_fields(self._request, step.pieces, self._bytes_of),
         }
         return event({**self._head, "choices": [choice], **_stream_usage(self._request, usage)})
 
@@ -160,7 +195,7 @@ class ChatWriter:
                     "message": message,
                     "logprobs": self._logprobs(choice.pieces),
                     "finish_reason": choice.finish_reason,
-                    **_token_fields(self._request, choice.pieces),
+                    **_token_fields(self._request, choice.pieces, self._bytes_of),
                 }
             )
         return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
@@ -196,14 +231,21 @@ def _shows_tokens(request: Streamed) -> bool:
     return request.return_token_ids or request.return_token_origins
 
 
-def _token_fields(request: Streamed, pieces: Sequence[TokenPiece]) -> dict[str, object]:
+def _token_fields(request: Streamed, pieces: Sequence[TokenPiece], bytes_of: BytesOf) -> dict[str, object]:
     """Return the fields about single tokens, on request: vLLM's ``token_ids``, and Paceline's origins."""
     fields: dict[str, object] = {}
     if request.return_token_ids:
         fields["token_ids"] = [piece.token for piece in pieces]
     if request.return_token_origins:
-        fields["token_origins"] = [{"text": piece.text, "origin": piece.origin} for piece in pieces]
+        fields["token_origins"] = [_origin(piece, bytes_of) for piece in pieces]
     return fields
+
+
+def _origin(piece: TokenPiece, bytes_of: BytesOf) -> dict[str, object]:
+    origin: dict[str, object] = {"text": piece.text, "origin": piece.origin}
+    if piece.replaced:
+        origin["drafted"] = [token_text(bytes_of(token)) for token in piece.replaced]
+    return origin
 
 
 def _stream_usage(request: Streamed, usage: Usage) -> dict[str, object]:

@@ -1,0 +1,23 @@
+"""The tokens that a proposal had at the place of the target's own token."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.types import PAD, Proposal
+from paceline.engine.rounds import drafted_last
+
+
+def test_in_a_chain_it_is_the_one_after_those_accepted() -> None:
+    proposal = Proposal(torch.tensor([[5, 6, 7], [5, 6, PAD], [5, 6, 7]]))
+    assert drafted_last(proposal, [[5, 9], [5, 6, 9], [9]]) == [[6], [], [5]]
+
+
+def test_in_a_tree_they_are_the_children_of_the_path() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8, 5, 3]])
+    parents = (-1, -1, 0, 0, -1, 4)
+    for tree in (parents, torch.tensor([parents])):
+        proposal = Proposal(tokens, tree)
+        assert drafted_last(proposal, [[9]]) == [[5, 6, 5]]
+        assert drafted_last(proposal, [[5, 9]]) == [[7, 8, 3]]
+        assert drafted_last(proposal, [[6, 9]]) == [[]]

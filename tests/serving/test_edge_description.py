@@ -1,0 +1,240 @@
+"""The description at /openapi.json is true to what is taken, and /docs shows it; pages of other origins; gzip."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from paceline.core.errors import ConfigurationError
+from paceline.serving.api import create_app
+from paceline.serving.model_server import LocalRouter, sampling_params
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.fields import read_body
+from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serving.refused import RefusedError
+from paceline.serving.settings import ApiSettings
+from tests.serving.edge import chat_tokenizer, running, scripted
+
+DESCRIBED = create_app(LocalRouter({}), ApiSettings()).openapi()
+SCHEMAS: dict[str, Any] = DESCRIBED["components"]["schemas"]
+MODELS = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+BASES: dict[str, dict[str, Any]] = {
+    "ChatRequest": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "CompletionRequest": {"model": "m", "prompt": "x"},
+    "ResponsesRequest": {"model": "m", "input": "x"},
+    "TokenizeRequest": {"model": "m", "prompt": "x"},
+    "DetokenizeRequest": {"model": "m", "tokens": [1]},
+}
+OTHERS: dict[str, dict[str, Any]] = {  # what a field goes with
+    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "max_tokens": {"echo": True},
+    "tool_choice": {"tools": [{"type": "function", "function": {"name": "x"}}]},
+}  # fmt: skip
+CROSS = (  # what no schema of one field says
+    "json_schema goes with",
+    "one of json, regex",
+    "continuous_usage_stats needs",
+    "which is not in tools",
+    "does nothing to",
+    "give either prompt",
+    "an item of type",
+    "best_of",
+    "strict: true of",
+    "unless it has tool_calls",
+    "an empty list",
+    "logit_bias names",
+    "structured_outputs",
+    "leave out one of them",
+    "nothing that the model reads",
+)
+
+
+def values(schema: dict[str, Any], depth: int = 0) -> list[Any]:
+    """Values at the borders of a schema."""
+    if "$ref" in schema:
+        return values(SCHEMAS[schema["$ref"].rpartition("/")[2]], depth + 1)
+    if "anyOf" in schema:
+        rest = {name: value for name, value in schema.items() if name != "anyOf"}
+        return [value for one in schema["anyOf"] for value in values({**rest, **one}, depth)]
+    if "const" in schema or "enum" in schema:
+        return list(schema.get("enum", [schema.get("const")]))
+    kind, least, most = schema.get("type"), schema.get("minimum"), schema.get("maximum")
+    if kind == "array":
+        inner = [[one] for one in values(schema.get("items") or {}, depth + 1)] if depth < 4 else []
+        return [*inner, *([] if schema.get("minItems") else [[]])] if schema.get("maxItems") != 0 else [[]]
+    if kind == "object":
+        fields, needed = schema.get("properties", {}), schema.get("required", [])
+        base = {name: values(fields[name], depth + 1)[0] for name in needed}
+        more = [base | {name: one} for name in fields if depth < 4 for one in values(fields[name], depth + 1)]
+        return [base, *more]
+    if kind in ("integer", "number"):
+        above = schema.get("exclusiveMinimum")
+        first = least if least is not None else above + 1 if above is not None else 0
+        return [first, first + 1 if most is None else most]
+    plain: dict[Any, list[Any]] = {"string": ["x"], "boolean": [True, False], "null": [None]}
+    return plain.get(kind, ["x"])
+
+
+def check(model: Any, body: dict[str, Any], tokenizer: Any) -> None:
+    """Read a body as its endpoint does, up to the sampling values."""
+    request = read_body(model, json.dumps(body).encode())
+    if isinstance(request, ResponsesRequest):
+        request = request.chat()
+    if isinstance(request, ChatRequest | CompletionRequest):
+        sampling_params(request, tokenizer).check()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda one: one.__name__)
+def test_what_is_described_is_taken(model: Any) -> None:
+    fields, tokenizer = SCHEMAS[model.__name__]["properties"], chat_tokenizer()
+    base = BASES[model.__name__]
+    taken = 0
+    for name, schema in fields.items():
+        for value in values(schema):
+            others = {} if name not in OTHERS else {k: v for k, v in OTHERS[name].items() if k in fields}
+            if name == "tool_choice" and model is ResponsesRequest:
+                others = {"tools": [{"type": "function", "name": "x"}]}
+            try:
+                check(model, base | others | {name: value}, tokenizer)
+            except (RefusedError, ValueError) as error:
+                assert any(one in str(error) for one in CROSS), f"{name}={value!r}: {error}"
+            else:
+                taken += 1
+    assert taken > len(fields) / 2
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda one: one.__name__)
+def test_what_is_beyond_the_borders_is_refused(model: Any) -> None:
+    """And never by a sentence that the value fulfils."""
+    fields, tokenizer = SCHEMAS[model.__name__]["properties"], chat_tokenizer()
+    base = BASES[model.__name__]
+    for name, schema in fields.items():
+        other = [] if any(kind in json.dumps(schema) for kind in ("object", "$ref")) else [{"no": "such"}]
+        for one in schema.get("anyOf", [schema]):
+            bounds = {**schema, **one}
+            beyond = [bounds[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in bounds]
+            for value in [*beyond, *other]:
+                with pytest.raises((RefusedError, ValueError)) as refused:
+                    check(model, base | {name: value}, tokenizer)
+                assert name in str(refused.value), refused.value
+
+
+def test_no_answer_is_described_that_is_never_sent() -> None:
+    operations = [one for methods in DESCRIBED["paths"].values() for one in methods.values()]
+    assert not any("422" in one["responses"] for one in operations) and "HTTPValidationError" not in SCHEMAS
+    keyed = create_app(LocalRouter({}), ApiSettings(api_keys=("k",))).openapi()
+    assert keyed["security"] == [{"key": []}] and "security" not in DESCRIBED
+
+
+class Page(HTMLParser):
+    """Texts, targets and names of tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts, self.links, self.ids, self.tags = "", list[str](), list[str](), set[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.texts += data + "\n"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    app, _, _ = scripted(lambda _: "yes", api_keys=("k",), max_body_bytes=50_000, cors_origins=("https://a.org",))
+    with running(app) as where:
+        yield where
+
+
+def test_the_page_of_the_description_is_whole_and_needs_nothing_else(address: str) -> None:
+    answer = httpx.get(f"{address}/docs")  # without a key, as the page at /
+    page, described = Page(answer.text), httpx.get(f"{address}/openapi.json").json()
+    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
+    assert page.tags.isdisjoint({"script", "img", "link"})
+    assert all(link == "openapi.json" or link.removeprefix("#") in page.ids for link in page.links)
+    assert len(set(page.ids)) == len(page.ids)
+    for path, name in itertools.chain(
+        ((path, path) for path in described["paths"]),
+        (
+            (one, field)
+            for one, schema in described["components"]["schemas"].items()
+            for field in schema.get("properties", ())
+        ),
+    ):
+        assert name in page.texts, (path, name)
+
+
+BODY = json.dumps({"model": "m", "prompt": "x"}).encode()
+HEADERS = {"authorization": "Bearer k", "content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "says"),
+    [
+        ("gzip", gzip.compress(BODY), 200, ""),
+        ("identity", BODY, 200, ""),
+        ("gzip", gzip.compress(b" " * 49_000 + BODY), 200, ""),
+        ("gzip", gzip.compress(b" " * 50_000 + BODY), 413, "more than 50000 bytes"),
+        ("gzip", gzip.compress(b" " * (64 << 20), 1)[:40_000], 413, "more than 50000 bytes"),
+        ("gzip", BODY, 400, "the body is not gzip"),
+        ("gzip", gzip.compress(BODY)[:-4], 400, "not one whole gzip stream"),
+        ("gzip", gzip.compress(BODY) + b"more", 400, "not one whole gzip stream"),
+        ("br", BODY, 415, "the body is encoded as 'br'"),
+    ],
+)  # fmt: skip
+def test_a_compressed_body_is_read_up_to_the_limit(
+    address: str, encoding: str, body: bytes, status: int, says: str
+) -> None:
+    answer = httpx.post(f"{address}/v1/completions", content=body, headers=HEADERS | {"content-encoding": encoding})
+    assert answer.status_code == status and says in answer.text, answer.text
+
+
+def test_a_compressed_body_may_come_in_parts(address: str) -> None:
+    whole = gzip.compress(BODY)
+    parts = (whole[place : place + 7] for place in range(0, len(whole), 7))
+    answer = httpx.post(f"{address}/v1/completions", content=parts, headers=HEADERS | {"content-encoding": "gzip"})
+    assert answer.status_code == 200
+
+
+def test_pages_of_named_origins_use_the_api_and_no_others(address: str) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for origin, path, allowed in (
+        ("https://a.org", "/v1/completions", True),
+        ("https://b.org", "/v1/completions", False),
+        ("https://a.org", "/admin/models/load", False),
+    ):
+        before = httpx.options(address + path, headers={"origin": origin, **asked})
+        assert (before.headers.get("access-control-allow-origin") == origin) is allowed
+        assert (before.status_code == 200) is allowed
+    answer = httpx.post(f"{address}/v1/completions", content=BODY, headers=HEADERS | {"origin": "https://a.org"})
+    refused = httpx.post(f"{address}/v1/completions", content=BODY, headers={"origin": "https://a.org"})
+    assert refused.status_code == 401, "a page needs the key as anything else"
+    for one in (answer, refused):
+        assert one.headers["access-control-allow-origin"] == "https://a.org"
+        assert "x-request-id" in one.headers["access-control-expose-headers"]
+
+
+def test_by_default_no_other_origin_is_let_in() -> None:
+    app, _, _ = scripted(lambda _: "yes")
+    with running(app) as where:
+        asked = {"origin": "https://a.org", "access-control-request-method": "POST"}
+        assert httpx.options(f"{where}/v1/completions", headers=asked).status_code == 405
+        assert "access-control-allow-origin" not in httpx.get(f"{where}/v1/models", headers=asked).headers
+
+
+@pytest.mark.parametrize("origin", ["", "a.org", "https://a.org/", "https://a.org/path", "null"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigurationError, match="cors_origins: expected an origin"):
+        ApiSettings(cors_origins=(origin,))
