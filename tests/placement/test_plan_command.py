@@ -96,7 +96,7 @@ def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
     [
         ("{strat: 1}", "'strat' is not a key; the keys are startup_timeout_s, stall_timeout_s"),
         ("{makers: {}}", "'makers' is not a key"),
-        ("[1]", "fault_policy must be a mapping"),
+        ("[1]", "fault_policy: expected a mapping"),
         ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s must be greater than 0"),
         ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s must be less than or equal to 604800"),
         (

@@ -130,15 +130,15 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
          "messages[0].tool_calls[0].function.arguments: expected a string, got {'a': 1}; correct it"),
         ("chat/completions", {"messages": [{"role": "user", "content": 5}]},
-         "messages[0].content must be a text or a list, not 5"),
+         "messages[0].content: expected a string or a list, got 5"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ("chat/completions", {"messages": [{"role": "user"}]},
          "messages[0] is refused: a message has a content, unless it has tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {}}]},
          "tools[0].function.name is missing"),
         ("completions", COMPLETION | {"speculative": {"k": -1}},
-         "speculative.k must be greater than or equal to 0, not -1"),
-        ("completions", COMPLETION | {"n": 0}, "n must be a whole number from 1 to 128, not 0"),
+         "speculative.k: expected greater than or equal to 0, got -1"),
+        ("completions", COMPLETION | {"n": 0}, "n: expected a whole number from 1 to 128, got 0"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_where_and_what(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
