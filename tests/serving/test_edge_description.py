@@ -189,8 +189,8 @@ HEADERS = {"authorization": "Bearer k", "content-type": "application/json"}
         ("gzip", gzip.compress(b" " * 50_000 + BODY), 413, "more than 50000 bytes"),
         ("gzip", gzip.compress(b" " * (64 << 20), 1)[:40_000], 413, "more than 50000 bytes"),
         ("gzip", BODY, 400, "the body is not gzip"),
-        ("gzip", gzip.compress(BODY)[:-4], 400, "not one whole gzip stream"),
-        ("gzip", gzip.compress(BODY) + b"more", 400, "not one whole gzip stream"),
+        ("gzip", gzip.compress(BODY)[:-4], 400, "expected one whole gzip stream"),
+        ("gzip", gzip.compress(BODY) + b"more", 400, "expected one whole gzip stream"),
         ("br", BODY, 415, "the body is encoded as 'br'"),
     ],
 )  # fmt: skip
