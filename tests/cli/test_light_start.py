@@ -164,7 +164,7 @@ REFUSALS: list[tuple[list[str], str]] = [
                 "expected a draft model with it, got none in draft; omit it",
             ),
             (["--draft", "ngram", "--acceptor", "nosuch"], "got 'nosuch'"),
-            (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon of typical acceptance must be between"),
+            (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon: expected a number between 0 and 1"),
             (
                 ["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
                 "acceptor: expected 'match' for a list of drafters, none of",
@@ -193,13 +193,13 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--nosuch"], "No such option"),
         ]
     ),
-    (["generate", "--target", "nosuch", "--prompt", "x"], "nosuch is not a folder"),
+    (["generate", "--target", "nosuch", "--prompt", "x"], "nosuch: expected a folder"),
     (["generate", "--target", "FOLDER", "--prompt", "x"], "config.json"),
     (["chat", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["chat", "--target", "TARGET", "--max-new-tokens", "0"], "expected at least 1"),
     (["compile", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["compile", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
-    (["compile", "TARGET", "--sampling", "nosuch"], "give one or more of greedy"),
+    (["compile", "TARGET", "--sampling", "nosuch"], "expected one or more of greedy"),
     (
         ["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
         "draft: expected a folder or one of",
@@ -216,7 +216,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["serve", "--target", "TARGET", "--draft", "ngram:size=3"], "'size' is not an option"),
     (["serve", "--target", "TARGET", "--backend", "nosuch"], "nosuch"),
     (["serve", "--target", "TARGET", "--host", "0.0.0.0"], "makes the server reachable for others"),
-    (["serve", "--target", "nosuch"], "nosuch is not a folder"),
+    (["serve", "--target", "nosuch"], "nosuch: expected a folder"),
     (["experiment", "run", "FOLDER/experiment.yaml", "--dry-run"], "nosuch"),
     (["experiment", "run", "nosuch.yaml", "--dry-run"], "nosuch.yaml"),
     (

@@ -113,7 +113,7 @@ def test_a_tree_deeper_than_the_heads_or_wider_than_the_table_is_refused() -> No
     tall.check(heads=4, top=10)
     with pytest.raises(ConfigurationError, match="depth of at most 3, the number of heads, got 4"):
         tall.check(heads=3, top=10)
-    with pytest.raises(ConfigurationError, match="ranks below .*, got 9"):
+    with pytest.raises(ConfigurationError, match=r"ranks below .*, got 9"):
         tall.check(heads=4, top=9)
     with pytest.raises(ConfigurationError, match="rank 10"):
         tree_buffers([[0], [10]])

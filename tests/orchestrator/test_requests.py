@@ -162,7 +162,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_a_streamer_without_its_methods_is_refused() -> None:
-    with pytest.raises(SamplingError, match=r"streamer is a function without the methods put\(ids\) and end\(\)"):
+    with pytest.raises(
+        SamplingError, match=r"streamer: expected an object with put\(ids\) and end\(\), got a function"
+    ):
         generator().sample([[1]], streamer=lambda token: token)  # type: ignore[arg-type]
 
 
@@ -211,9 +213,9 @@ CONFIGURATION_ERRORS = [
     ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
     ({"acceptor": None}, "got None"),
     ({"acceptor": [1]}, "or a rule's object, got [1]"),
-    ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
+    ({"target": "models/llama"}, "target: expected a decoder, got a str; load one with AutoDecoder.from_pretrained"),
     ({"draft": "models/small/draft"}, "got 'models/small/draft'"),
-    ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
+    ({"draft": NgramDrafter}, "got the class NgramDrafter; give an instance of it"),
     ({"exact": "no"}, "exact='no': input should be a valid boolean"),
     ({"fused": 0}, "fused=0: input should be a valid boolean"),
     ({"confidence": 0.5}, "there is no option 'confidence'; the options are draft, k"),
@@ -221,19 +223,19 @@ CONFIGURATION_ERRORS = [
     ({"confidence_threshold": 2.0}, "confidence_threshold=2.0: input should be less than or equal to 1"),
     ({"synthetic_acceptance": "0.5"}, "synthetic_acceptance='0.5': input should be a valid number"),
     ({"k": -1}, "got -1"),
-    ({"draft": "prefix"}, "draft 'prefix' is neither a folder nor a drafter's name; the names are none, ngram, suffix"),
+    ({"draft": "prefix"}, "draft: expected a folder or one of none, ngram, suffix"),
     ({"draft": 3}, "write a name (ngram), a folder"),
     ({"k": "four"}, "got 'four'"),
     ({"k": (0, "two")}, "k: expected a number from 0 on, ascending numbers such as"),
     ({"k": 128}, "got 129"),
-    ({"draft": None, "acceptor": "reject"}, "acceptor needs a drafter"),
-    ({"draft": None, "acceptor": "typical"}, "acceptor needs a drafter"),
-    ({"draft": "none", "synthetic_acceptance": 0.5}, "synthetic_acceptance needs a drafter"),
-    ({"draft": None, "fused": True}, "fused needs a drafter"),
-    ({"confidence_threshold": 0.9}, "confidence_threshold is an option of draft models, and draft holds none"),
-    ({"vocabulary": "intersection"}, "vocabulary is an option of draft models"),
+    ({"draft": None, "acceptor": "reject"}, "acceptor: expected a drafter"),
+    ({"draft": None, "acceptor": "typical"}, "acceptor: expected a drafter"),
+    ({"draft": "none", "synthetic_acceptance": 0.5}, "synthetic_acceptance: expected a drafter"),
+    ({"draft": None, "fused": True}, "fused: expected a drafter"),
+    ({"confidence_threshold": 0.9}, "confidence_threshold: expected a draft model with it"),
+    ({"vocabulary": "intersection"}, "vocabulary: expected a draft model with it"),
     ({"vocabulary": "anything"}, "got 'anything'"),
-    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary is an option of draft models"),
+    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary: expected a draft model with it"),
 ]
 
 
@@ -263,7 +265,7 @@ def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
 
 
 WRONG_SCORES = [
-    (lambda _ids, _scores: None, "returned a NoneType; it must return scores [1, 10]"),
+    (lambda _ids, _scores: None, "expected scores [1, 10], got a NoneType"),
     (lambda _ids, scores: scores[:, :5], "returned a tensor of shape [1, 5]"),
     (lambda _ids, scores: scores[0], "returned a tensor of shape [10]"),
     (lambda _ids, scores: scores * float("nan"), "got NaN after 2 tokens"),
@@ -318,7 +320,7 @@ def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
 
         def propose(self, *given: object) -> None: ...
 
-    with pytest.raises(ConfigurationError, match="Old has the methods of a drafter and not its base class; derive it"):
+    with pytest.raises(ConfigurationError, match="got Old, which only has its methods; derive it"):
         SpeculativeGenerator(Old(), TableDecoder(TARGET))
 
 

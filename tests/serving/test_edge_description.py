@@ -39,21 +39,21 @@ OTHERS: dict[str, dict[str, Any]] = {  # what a field goes with
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "x"}}]},
 }  # fmt: skip
 CROSS = (  # what no schema of one field says
-    "json_schema goes with",
+    "json_schema: expected type",
     "one of json, regex",
-    "continuous_usage_stats needs",
-    "which is not in tools",
-    "does nothing to",
-    "give either prompt",
+    "continuous_usage_stats: expected",
+    "expected a function in tools",
+    "has no effect on",
+    "expected either prompt",
     "an item of type",
     "best_of",
     "strict: true of",
-    "unless it has tool_calls",
+    "unless the message has tool_calls",
     "an empty list",
-    "logit_bias names",
+    "logit_bias: expected token ids",
     "structured_outputs",
-    "leave out one of them",
-    "nothing that the model reads",
+    "omit one of them",
+    "one item that the model reads",
 )
 
 

@@ -133,7 +133,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
          "messages[0].content: expected a string or a list, got 5"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ("chat/completions", {"messages": [{"role": "user"}]},
-         "messages[0] is refused: a message has a content, unless it has tool_calls"),
+         "messages[0]: content: expected a value unless the message has tool_calls"),
         ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {}}]},
          "tools[0].function.name is missing"),
         ("completions", COMPLETION | {"speculative": {"k": -1}},
