@@ -243,7 +243,7 @@ class Round(Protocol):
         """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """Run one round, or as many as ``limits`` allows."""
+        """Run one round, or up to as many rounds as ``limits`` allows."""
 
 
 class TextProcessing(Protocol):

@@ -55,7 +55,8 @@ def lint(lowered: Lowered) -> list[LintFinding]:
         if node.op == "call_function":
             findings += _operator(node)
         if node.op == "get_attr":
-            findings.append(LintFinding("held state", f"{node.name} belongs to the module: make it an input and an output"))
+            told = f"{node.name} belongs to the module: make it an input and an output"
+            findings.append(LintFinding("held state", told))
         findings += _value(node)
     return findings
 

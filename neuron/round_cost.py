@@ -193,7 +193,7 @@ def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Wo
 
 
 def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
-    """Count the work of a step of such a round on one core."""
+    """Count the work of one step of this round on one core."""
     return _counted(step, inputs, -(-setup.target.vocab_size // setup.degree))
 
 

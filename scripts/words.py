@@ -1,20 +1,24 @@
-"""Words of every page against its budget, and the faults of language that a pattern can find in the pages.
+"""Words of every page against its budget, and the faults of language that a pattern can find in pages and in code.
 
     python scripts/words.py [--verbose]
 
 Words are counted as `wc -w` does, code and tables included. Exit status 1 if a page or all of them are over
 budget, a page has no budget, or a fault is found. Patterns of prose look at every sentence; those of summaries look
 at the cells of tables and at items of lists, which have to be understood alone, as the first line of a docstring has.
+In code they look at the first paragraphs of docstrings, E1 and E2 at the texts of errors, H1 at help texts.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from structure import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = 40_000
@@ -61,6 +65,10 @@ KINDS = (
 )
 
 
+BUILT_IN = frozenset({"AttributeError", "NotImplementedError", "TypeError", "OSError", "AssertionError"})
+"""Errors for programmers, whose text needs no remedy."""
+
+
 def pages(root: Path = ROOT) -> list[Path]:
     """Every page that counts: those of the root, and of docs/."""
     return [*(root / name for name in BUDGETS if "/" not in name), *sorted((root / "docs").rglob("*.md"))]
@@ -102,6 +110,39 @@ def faults(text: str) -> Iterator[tuple[Kind, str]]:
                 yield kind, place
 
 
+def _text(node: ast.AST) -> str:
+    """Text of a string, with `x` for every placeholder; empty if the node is not a string."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "`x`" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def code_faults(source: str) -> Iterator[tuple[Kind, int, str]]:
+    """Every fault of a module: in docstrings, in texts of errors (E1, E2), in help texts and descriptions (H1)."""
+    docstrings = [kind for kind in KINDS if kind.name.startswith("D")]
+    errors = [kind for kind in KINDS if kind.name == "E1"]
+    helps = [kind for kind in KINDS if kind.name in ("D1", "D2", "D4", "H1")]
+    without_remedy = next(kind for kind in KINDS if kind.name == "E2")
+    for node in ast.walk(ast.parse(source)):
+        texts: list[tuple[str, list[Kind]]] = []
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            texts.append((" ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()), docstrings))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error") and node.args:
+            said = max(map(_text, node.args), key=len)
+            texts.append((said, errors))
+            if " " in said and ";" not in said and not said.endswith("`x`") and ast.unparse(node.func) not in BUILT_IN:
+                yield without_remedy, node.lineno, said
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "description"):
+            texts.append((_text(node.value), helps))
+        elif isinstance(node, ast.Dict):  # a dataclass field's metadata
+            pairs = zip(node.keys, node.values, strict=True)
+            texts += [(_text(value), helps) for key, value in pairs if key is not None and _text(key) == "help"]
+        for text, kinds in texts:
+            for kind in kinds:
+                if re.search(kind.pattern, text, 0 if kind.summaries else re.IGNORECASE):
+                    yield kind, getattr(node, "lineno", 1), text
+
+
 def budget(name: str) -> int | None:
     """Most words that a page may have; None if nobody gave it a number."""
     return DECISION if name.startswith("docs/decisions/") else BUDGETS.get(name)
@@ -124,6 +165,11 @@ def main() -> int:
         for kind, place in faults(text):
             counts[kind.name] += 1
             wrong.append(f"{name}: {kind.name}: {place[:90]!r}; {kind.cure}")
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            for kind, line, place in code_faults(path.read_text(encoding="utf-8")):
+                counts[kind.name] += 1
+                wrong.append(f"{path.relative_to(ROOT).as_posix()}:{line}: {kind.name}: {place[:90]!r}; {kind.cure}")
     if total > TOTAL:
         wrong.append(f"all pages: {total} words, budget {TOTAL}; shorten one")
     if verbose:

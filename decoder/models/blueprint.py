@@ -1,4 +1,4 @@
-"""What a decoder-only transformer may be built like: the choices that families differ in, and what they call tensors.
+"""Structure of a decoder-only transformer: the choices that families differ in, and the names of their tensors.
 
 Data alone. What a family's config.json means is in `paceline.decoder.models.family`, the families themselves in
 `paceline.decoder.models.registry`, and the computation in `paceline.decoder.models.network`.
@@ -100,7 +100,7 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls the parts, without ".weight" and ".bias".
+    """Names of a checkpoint's modules, without ".weight" and ".bias".
 
     outer       "embedding", "norm", "head" and, where there are any, "positions" and "embedding norm"
     layer       the prefix of layer {i}

@@ -1,4 +1,4 @@
-"""What a decoder must know about a model: its sizes, its options and its special ids, read from a checkpoint.
+"""Configuration of a model, read from a checkpoint: its sizes, its options and its special ids.
 
 Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4 (``rope_theta``,
 ``rope_scaling``) or 5 (``rope_parameters``); of a GGUF file, its metadata in the words of config.json. What its keys
@@ -64,7 +64,7 @@ class RopeConfig:
 
 
 def check_positions(config: RopeConfig, positions: int) -> None:
-    """Raise ConfigurationError where a text of so many positions needs frequencies that follow its length."""
+    """Raise ConfigurationError if sequences of ``positions`` tokens need frequencies that depend on their length."""
     if config.longest is not None and positions > config.longest:
         raise ConfigurationError(
             f"n_positions: expected at most {config.longest} for rope type {config.type!r}, got {positions}, and a "
@@ -175,7 +175,7 @@ def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
 
 
 def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
-    """The keys that nobody here knows, in order; one that is null counts as absent.
+    """Return the keys that Paceline does not know, in order; a null value counts as absent.
 
     read  what the family reads besides `STANDARD`
 
@@ -290,7 +290,7 @@ class ModelConfig:
 
 
 def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelConfig:
-    """What a file says, in the words of the family that it names; sizes have no default.
+    """Parse the keys of a file by the names that its family uses; sizes have no default.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.

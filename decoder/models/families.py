@@ -33,7 +33,7 @@ _EXPERT_NAMES = LLAMA_NAMES.but(
 
 
 def _of_layers(config: Fields) -> tuple[bool, ...]:
-    """Of each layer: whether it is without rotation."""
+    """Return for each layer whether it has no rotation."""
     count, given = config.integer("num_hidden_layers"), config.values.get("no_rope_layers")
     if given is None:
         interval = config.integer("no_rope_layer_interval", 4)

@@ -106,7 +106,7 @@ def windows(
 
 
 def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tuple[bool, ...]:
-    """Of each layer: whether ``layer_types`` says that it slides, or, where that is missing, whether it ``slides``."""
+    """Return for each layer whether its window slides, by ``layer_types`` or, if that is missing, by ``slides``."""
     count, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
     if kinds is None:
         return tuple(slides(config, layer) for layer in range(count))
@@ -203,7 +203,7 @@ class Family:
         return Fields(values, config.where)
 
     def blueprint(self, config: Fields) -> Blueprint:
-        """What a translated file asks for.
+        """Return the blueprint that a translated file describes.
 
         Raises:
             CheckpointError: a key is missing or has a wrong value.

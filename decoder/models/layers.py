@@ -1,4 +1,4 @@
-"""What the networks of models and of heads that draft for them share: one gated MLP, biases, and parameters."""
+"""Layers that the networks of models and of their draft heads share: a gated MLP, biases, and parameters."""
 
 from __future__ import annotations
 

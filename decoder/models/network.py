@@ -128,7 +128,7 @@ class DecoderModel(nn.Module):
         return hidden if self.first is None else self.first(hidden)
 
     def _rotations(self, at: Tensor) -> list[Rotation | None]:
-        """Of positions [b, T] int32, for each layer."""
+        """Return the rotations of positions [b, T] int32, for each layer."""
         plan, count = self.plan, len(self.layers)
         if not plan.turned:
             return [None] * count
@@ -172,7 +172,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation | None
     ) -> Tensor:
-        """See `DecoderModel.layer`."""
+        """Run one layer."""
         plan, fused = self._plan, self._fused
         if fused is not None and rotation is not None and self.attention.plain:
             assert self.norm is not None
@@ -303,7 +303,7 @@ class HeadNorm(nn.Module):
             self.register_buffer("parts", torch.tensor(parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """As x."""
+        """Return the output, of the shape of x."""
         norm = partial(self._kernels.norm, eps=self.eps, kind=self.kind)
         if not self._apart:
             return norm(x, self.weight)
@@ -349,7 +349,7 @@ class Mlp(nn.Module):
         return biased(self._group.reduce(self.share(x, real)), self.down_bias)
 
     def share(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """What this rank adds to the sum, without the bias."""
+        """Return this rank's part of the sum, without the bias."""
         inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
         inner = self._kernels.activate(inner, self._activation, gated=self._gated)
         return self._kernels.linear(inner, self.down, real)
@@ -421,7 +421,7 @@ class EveryExpert(nn.ModuleList):
         super().__init__([Mlp(part, weights, inner) for inner in named])
 
     def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
-        """As `ChosenExperts`."""
+        """Compute what `ChosenExperts` does."""
         total = torch.zeros_like(x)
         for index, expert in enumerate(self):
             total = total + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
@@ -429,7 +429,8 @@ class EveryExpert(nn.ModuleList):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 / 2^n) on.
+    """Return the slope of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 /
+    2^n) on.
 
     Other numbers take every second one of twice as many, as the authors' code and BLOOM do.
     """

@@ -120,7 +120,7 @@ def _factor(config: RopeConfig) -> float:
 
 
 def _attention_scaling(config: RopeConfig) -> float:
-    """What cos and sin are multiplied with, so that attention stays as sharp over a stretched context."""
+    """Return the factor of cos and sin that keeps attention as sharp over a stretched context."""
     if config.type not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, and a named error where a disk is full, read-only or somebody else's.
+"""Write files completely or not at all, and raise a named error if a disk is full, read-only or another user's.
 
 Not here: what is written.
 """
@@ -34,7 +34,7 @@ def atomic_write(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
 
 
 def _about(error: OSError, path: Path) -> bool:
-    """Whether the error is of this file, one beside or below it, or a folder above."""
+    """Return whether the error is about this file, one in the same folder or in a subfolder, or a folder above."""
     named = error.filename
     return not isinstance(named, str) or Path(named).is_relative_to(path.parent) or path.is_relative_to(named)
 
@@ -56,7 +56,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def save_pickle(path: Path, value: object) -> None:
-    """What `torch.save` writes, whole or not at all.
+    """Write a file with `torch.save`, completely or not at all.
 
     Raises:
         StorageError: it cannot be written.

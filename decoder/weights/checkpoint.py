@@ -108,7 +108,7 @@ def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorS
 
 
 def _turned(stored: _TensorInFile, form: WeightFormat | None) -> QuantizedTensor | None:
-    """A matrix that is stored as [in, out], in 8 bits with scales beside it, as [out, in]."""
+    """Transpose an 8-bit matrix with scales that is stored as [in, out]."""
     infos = stored.source.infos()
     scale = scale_name(stored.name, infos)
     if scale is None:
@@ -252,8 +252,8 @@ _PORTION, _PORTIONS = 1 << 17, 512  # numbers that are read before a file is ope
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor of the checkpoint: the file it is in, its name there, what that file says of it, and whether its
-    numbers have 8 bits with scales beside it.
+    """Location of a tensor in the checkpoint: its file, its name there, its entry in that file, and whether it has
+    8-bit numbers with separate scales.
     """
 
     file: Path
@@ -475,7 +475,7 @@ def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
 
 
 def _configuration(path: Path) -> str:
-    """Where the configuration stands."""
+    """Return the path of the configuration."""
     return "the file's metadata" if is_gguf(path) else "config.json"
 
 

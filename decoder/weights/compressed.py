@@ -1,5 +1,5 @@
-"""What config.json says of quantised weights in a safetensors checkpoint, and which formats of compressed-tensors are
-read and written here: ``int-quantized``, ``float-quantized`` and ``pack-quantized``.
+"""Quantised weights in a safetensors checkpoint: their description in config.json, and the formats of
+compressed-tensors that Paceline reads and writes (``int-quantized``, ``float-quantized`` and ``pack-quantized``).
 
 A matrix X.weight is int8 or float8_e4m3fn [N, K], and X.weight_scale has a scale for every row, [N, 1], or one for all
 of them, [1]; config.json says so in ``quantization_config``. What compressed-tensors has no place for is written in the
@@ -73,7 +73,7 @@ _NOTHING: tuple[object, ...] = (None, {}, [])
 
 
 def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str, Any] | None:
-    """What config.json says of matrices in a format; None: the layout has no place for it.
+    """Return the description of matrices of a format for config.json; None: the layout cannot describe it.
 
     turned  whether the family stores its matrices as [in, out]
     """

@@ -35,7 +35,7 @@ FLOAT_NAMES = frozenset(_FLOATS.values())
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file says of a tensor before its data are read; the dtype as safetensors writes it (BF16)."""
+    """Entry of a tensor in a file, before its data are read; the dtype as safetensors writes it (BF16)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -201,7 +201,7 @@ def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) 
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As safetensors write it, where weights may have the type."""
+    """Name of a dtype as safetensors writes it, with a check that weights may have it."""
     return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
@@ -216,7 +216,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def load_pickle(path: Path) -> object:
-    """What a pickle of torch's holds, by the restricted unpickler, mapped where that is possible.
+    """Return the contents of a torch pickle, read with the restricted unpickler and memory-mapped if possible.
 
     Raises:
         MissingWeightsError: it is absent, truncated or damaged.
@@ -294,7 +294,7 @@ class SplitFolder:
         return cls(folder, {name: _place(folder, file) for name, file in names.items()})
 
     def infos(self) -> dict[str, TensorInfo]:
-        """See `WeightFile`; every file is opened for it."""
+        """Return the entries of all tensors; every file is opened for this."""
         tensors = ((name, self.read(name)) for name in self.files)
         return {name: TensorInfo(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors}
 

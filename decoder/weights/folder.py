@@ -1,4 +1,4 @@
-"""Which files a checkpoint's weights are in, by their names. No file of weights is opened here, only an index."""
+"""Files of a checkpoint's weights, found by their names. No weight file is opened, only an index."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class WeightFormat(Enum):
 
     @property
     def code(self) -> int:
-        """As `Format` of decoder/native/matrix.h."""
+        """Number of this format in `Format` of decoder/native/matrix.h."""
         eights = {"int8": 3, "int8_per_tensor": 3, "fp8_e4m3": 7, "fp8_e5m2": 8}
         return {**eights, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
 
@@ -48,7 +48,7 @@ class WeightFormat(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor that holds the numbers: that of a number, or bytes of blocks."""
+        """Dtype of the tensor that contains the numbers: that of a number, or bytes of blocks."""
         import torch
 
         eights = {"int8": torch.int8, "int8_per_tensor": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
@@ -64,7 +64,7 @@ class WeightFormat(Enum):
         return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many numbers, its scale left out."""
+        """Return the bytes of a row of ``columns`` numbers, without its scale."""
         return columns // GROUP * self.block_bytes if self.block_bytes else columns
 
     @classmethod

@@ -71,7 +71,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 
 def models_folder() -> Path:
-    """Where fetched models lie: in the cache, in a folder for each."""
+    """Return the folder of fetched models in the cache; each model has a subfolder."""
     return cache_root() / "models"
 
 
@@ -114,7 +114,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        """What ``owner/name`` or ``owner/name@revision`` means; None: it is no id. Nothing is looked up."""
+        """Parse ``owner/name`` or ``owner/name@revision``; None if it is not an id. Nothing is looked up."""
         match = _ID.fullmatch(text)
         if match is None or ".." in text or text.endswith((".gguf", ".json")):
             return None

@@ -96,7 +96,7 @@ class PackedFile:
         return self._floats(name, (0, self.matrices[name][0]))
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
-        """See `WeightFile`; of a packed matrix, whole rows are unpacked."""
+        """Read a range of rows; rows of a packed matrix are unpacked."""
         if name not in self.matrices:
             return self.source.read_range(name, span, dim=dim)
         if dim == 0:
@@ -104,8 +104,8 @@ class PackedFile:
         return self.read(name).narrow(1, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        """See `WeightFile`. A symmetric matrix in groups is Q4_0, or, where that is wanted, Q8_0, if its scales are
-        numbers of float16, and one of 8 bits with a scale for every row is int8, number by number.
+        """Read a quantised matrix. A symmetric one in groups becomes Q4_0, or Q8_0 on request, if its scales are
+        float16 numbers; one of 8 bits with a scale for every row becomes int8 with the same numbers.
         """
         if name not in self.matrices:
             return self.source.read_quantized(name, wanted)
@@ -118,7 +118,7 @@ class PackedFile:
         return self._blocks(matrix, form) if wanted in (None, form) else None
 
     def _integers(self, matrix: _Matrix) -> QuantizedTensor | None:
-        """Of 8 bits, with a scale for every row."""
+        """Return 8-bit integers with a scale for every row."""
         rows, columns = self.matrices[matrix.name]
         if matrix.groups > 1 or not bool((matrix.scales > 0).all()):
             return None
@@ -128,7 +128,7 @@ class PackedFile:
         return QuantizedTensor(numbers, matrix.scales[:, 0].clone(), WeightFormat.INT8, columns)
 
     def _blocks(self, matrix: _Matrix, form: WeightFormat) -> QuantizedTensor | None:
-        """As blocks of GGUF, where their scales are the same numbers."""
+        """Return blocks of GGUF; their scales must be float16 numbers."""
         rows, columns = self.matrices[matrix.name]
         half = matrix.scales.half()
         if columns // matrix.groups % GROUP or not torch.equal(half.float(), matrix.scales):
@@ -249,7 +249,7 @@ def _is_part(name: str, infos: dict[str, TensorInfo], elsewhere: dict[str, str])
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Which file of a checkpoint in several files holds what; only plain names are followed."""
+    """Return the file of each tensor of a checkpoint in several files; only plain names are followed."""
     file = path.with_name("model.safetensors.index.json")
     if path.name == "model.safetensors" or not file.is_file():
         return {}

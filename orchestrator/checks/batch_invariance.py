@@ -82,7 +82,7 @@ class Series:
 
 
 def check(target: Path | None, most: int) -> None:
-    """Check the arguments before anything is loaded.
+    """Check the settings before anything is loaded.
 
     Raises:
         ConfigurationError: ``most`` is out of range.
@@ -217,13 +217,13 @@ def _load(backend: str, amp: str, folder: Path, *, slots: int, say: Callable[[st
 
 
 def _read(decoder: SamplingDecoder, tokens: Tensor) -> None:
-    """Read the beginnings of texts, [B, PROMPT], token by token; what is behind them in the cache does not count."""
+    """Read the first tokens of sequences, [B, PROMPT], token by token; later rows of the cache do not count."""
     for place in range(PROMPT):
         _window(decoder, tokens[:, place : place + 1], place - PROMPT)
 
 
 def _window(decoder: SamplingDecoder, tokens: Tensor, ahead: int) -> Tensor:
-    """Logits of tokens [B, T], ``ahead`` rows behind the prompt. -> [B * T, V] float32, on their own"""
+    """Return the logits of tokens [B, T], ``ahead`` rows after the prompt. -> [B * T, V] float32, in new memory"""
     row = torch.full((len(tokens),), PROMPT + ahead, dtype=torch.int32)
     logits, _ = steps.window(decoder, tokens.contiguous(), row, bucket=decoder.kv_buckets[-1])
     return logits.flatten(0, 1).clone()

@@ -70,7 +70,7 @@ def run(backend: str) -> Iterator[Finding]:
 
 
 def report(backend: str, checks: list[Finding]) -> str:
-    """Return the text to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
+    """Return the report to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
     head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
     rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
     return "\n".join([head, *rows, *(f"- {one.name}: {one.seen}" for one in doctor.examine())])
@@ -208,8 +208,8 @@ class GraphTime:
 def graph_times(
     decoder: CompiledDecoder, expects: Expects | None, *, clock: Callable[[], float] = perf_counter
 ) -> list[GraphTime]:
-    """How long each graph of a decoder takes on this machine, beside what arithmetic expects of it: every one that it
-    has made is called on inputs of its shapes. What its caches hold is lost.
+    """Measure how long each graph of a decoder takes on this machine, next to the calculated time: call every compiled
+    graph on inputs of its shapes. The caches lose their contents.
     """
     found = []
     width = -(-decoder.config.vocab_size // decoder.options.layout.degree)

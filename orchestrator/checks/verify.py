@@ -201,7 +201,8 @@ _NEAR_16_BITS = 0.15
 
 @dataclass(slots=True)
 class Tally:
-    """Texts beside those they should be. ``strict``: of the same graphs, so that no near-tie may be decided otherwise.
+    """Sequences compared with the expected ones. ``strict``: both use the same graphs, so that a near-tie must not
+    differ.
 
     ``ties``: texts that part at one.
     """
@@ -261,7 +262,7 @@ class Tally:
         lossy: bool = False,
         theirs: str = "plain decoding",
     ) -> Finding:
-        """Return the finding of all comparisons. ``lossy``: the rule itself announces differences."""
+        """Return the finding of all comparisons. ``lossy``: differences are expected from the rule."""
         wrong = list(self.wrong)
         if self.ties > max(3, subject.tolerated(self.tokens)):
             wrong.append(f"{self.ties} texts part at near-ties, which is too often for these")
@@ -351,7 +352,7 @@ def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
 
 
 def _neighbours(subject: Subject, budget: Budget) -> Finding:
-    """A text is the same alone and beside others, under every rule."""
+    """Test that a sequence is the same when decoded separately and in a batch, under every rule."""
     name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
     if subject.slots == 1:
         return Finding(name, "skipped", "there is one slot; load with a larger batch_size", "nothing")
@@ -453,7 +454,9 @@ def _self_draft(subject: Subject, budget: Budget) -> Finding:
 
 
 def _read_anew(subject: Subject, budget: Budget) -> Finding:
-    """Rounds in the middle of a text against rounds behind the same text as a prompt: the same is drafted."""
+    """Compare rounds in the middle of a sequence with rounds after the same tokens as a prompt: the drafts must be
+    equal.
+    """
     name, begin = "drafter's memory", perf_counter()
     if not keeps_tokens(subject.rule) or not subject.depth:
         why = "a text must not depend on its drafts, and something must be drafted"

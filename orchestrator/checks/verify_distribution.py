@@ -100,7 +100,7 @@ def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
 def joint_distribution(
     target: CompiledDecoder, prompt: Sequence[int], sampling: Sampling
 ) -> dict[tuple[int, ...], float]:
-    """Probabilities of the first tokens behind a prompt, by reading every possible beginning anew."""
+    """Return the probabilities of the first tokens after a prompt, by reading every possible prefix again."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     with target.held_by(joint):
         for _ in range(FIRST):
@@ -123,8 +123,8 @@ def places_of(
     sampling: Sampling,
     dice: torch.Generator,
 ) -> list[Tensor]:
-    """Where each new token stands on the cumulative distribution of its prefix, likelier tokens first; a token's own
-    mass is divided by chance. ``prompts``: lengths. -> for every text [new tokens] in [0, 1]
+    """Return the place of each new token on the cumulative distribution of its prefix, likelier tokens first; a token's
+    own mass is divided at random. ``prompts``: lengths. -> for every sequence [new tokens] in [0, 1]
     """
     slots, longest = target.batch_size, max(map(len, texts))
     places: list[list[float]] = [[] for _ in texts]

@@ -1,4 +1,4 @@
-"""What is shown on a terminal: streamed text, tables, one-line errors, and the progress of long work.
+"""Terminal output: streamed text, tables, one-line errors, and the progress of long work.
 
 Progress is a bar on a terminal, lines elsewhere. Decoders report their graphs (`CompiledDecoder.on_graph`).
 """
@@ -38,12 +38,12 @@ _MARKS = ("\u2039", "\u203a")  # single angle quotation marks, rare in code
 
 
 def out() -> Console:
-    """Where results go."""
+    """Console for results (stdout)."""
     return Console(highlight=False)
 
 
 def err() -> Console:
-    """Where everything else goes."""
+    """Console for everything but results (stderr)."""
     return Console(stderr=True, highlight=False)
 
 
@@ -98,7 +98,7 @@ class TextView:
         return "".join(pieces)
 
     def legend(self) -> str:
-        """What the styles mean."""
+        """Legend of the styles."""
         if self._marks:
             return f"{_MARKS[0]}drafted and accepted{_MARKS[1]}, the rest is the target's own"
         return legend()
@@ -123,7 +123,7 @@ class TextView:
 
 
 def legend() -> str:
-    """What the styles of a `TextView` mean on a terminal."""
+    """Legend of the styles of a `TextView` on a terminal."""
     return f"[{_DRAFTED}]bold green[/]: drafted and accepted; plain: the target's own."
 
 
@@ -162,7 +162,7 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
 
 
 def acceptance_warning(statistics: Statistics) -> str | None:
-    """What has to stand beside a text that does not follow the target's distribution; None if it does."""
+    """Return the warning for text that does not follow the target's distribution, or None if it does."""
     if statistics.lossless:
         return None
     row = ACCEPTANCE_RULES.get(statistics.acceptor)
@@ -229,13 +229,13 @@ class Bar:
             self._console.print(Text(label), soft_wrap=True)
 
     def reach(self, done: int, total: int, label: str | None = None) -> None:
-        """So much is done; ``label``: of what, on a terminal."""
+        """Set the progress to ``done``; ``label``: of which work, on a terminal."""
         self._progress.update(self._task, completed=done, total=total)
         if label is not None:
             self._progress.update(self._task, label=label)
 
     def advance(self, by: int = 1) -> None:
-        """So much more is done."""
+        """Add ``count`` to the progress."""
         self._progress.advance(self._task, by)
         if self._still:
             self._progress.refresh()

@@ -102,7 +102,7 @@ def generate(
 def _json_object(
     prompt: str, continuation: Continuation, statistics: Statistics, *, warning: str | None
 ) -> dict[str, object]:
-    """What is printed as JSON. The warning comes first, where nobody misses it."""
+    """Return the JSON output. The warning comes first, so that it is not missed."""
     first = {} if warning is None else {"warning": warning}
     fields = asdict(continuation)
     if continuation.logprobs is None:
@@ -212,7 +212,7 @@ class Modes:
 
     @property
     def generator(self) -> SpeculativeGenerator:
-        """Of the mode that is in use."""
+        """Generator of the current mode."""
         return self.generators[self.current]
 
 

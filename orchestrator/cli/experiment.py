@@ -146,7 +146,7 @@ ResultFolder = Annotated[Path, typer.Argument(help="Folder that `paceline experi
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What is asked about."""
+    """Policy to simulate."""
 
     drafter: Annotated[
         tuple[str, ...],
@@ -419,7 +419,7 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOptions:
-    """Where measured times and acceptance come from."""
+    """Source of measured times and acceptance."""
 
     experiment: Annotated[
         Path | None, typer.Option(help="Folder of `paceline experiment run`, for its measured round times.")

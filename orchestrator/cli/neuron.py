@@ -81,7 +81,7 @@ class GraphOptions:
     ] = None
 
     def lines(self) -> int:
-        """As `RoundSetup.lines`.
+        """Number of batch rows, for `RoundSetup.lines`.
 
         Raises:
             ConfigurationError: there are not so many slots.

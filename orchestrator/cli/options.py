@@ -96,7 +96,7 @@ class SamplingOptions:
         return params
 
     def _structured(self) -> StructuredOutput | None:
-        """What the answer must be."""
+        """Return the structure that the output must have."""
         if self.json_schema is not None and self.regex is not None:
             raise SamplingError("--regex: expected either --json-schema or --regex, got both; give one of them")
         if self.json_schema is not None:
@@ -106,7 +106,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Where the prompt comes from."""
+    """Source of the prompt."""
 
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None
     prompt_file: Annotated[
@@ -134,7 +134,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What `generate` prints."""
+    """Output of `generate`."""
 
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False
     as_json: AsJson = False
@@ -260,7 +260,7 @@ class _Option:
         return self.parameter.name
 
     def value(self, given: Any) -> Any:
-        """What the configuration gets for what typer found."""
+        """Return the configuration's value for the value that typer parsed."""
         return given[0] if self.one_or_more and isinstance(given, list) and len(given) == 1 else given
 
 
@@ -311,7 +311,7 @@ def _is_union(kind: Any) -> bool:
 
 
 def _file_text(file: Path) -> str:
-    """What is in a file, or on stdin ('-'); the mark that some editors put before UTF-8 is no part of it.
+    """Return the text of a file, or of stdin ('-'), without a byte order mark.
 
     Raises:
         PromptError: it cannot be read, or is no text.

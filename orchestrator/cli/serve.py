@@ -1,4 +1,4 @@
-"""`paceline serve`, `plan` and `models`: models behind OpenAI's API, on which cores, and what is in memory.
+"""`paceline serve`, `plan` and `models`: serve models over OpenAI's API, assign cores, and list loaded models.
 
 On this machine's loopback by default.
 """
@@ -45,7 +45,7 @@ API_KEY = "PACELINE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the server runs, and who may use it."""
+    """Address of the server and its access rules."""
 
     instance: InstanceName = None
     host: Annotated[str, typer.Option(help="Address to listen on; any other than loopback needs an API key.")] = (
@@ -119,7 +119,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class OneModel:
-    """A model to serve without a file; how it is loaded and drafted for are options beside these."""
+    """A model to serve without a file; separate options say how it is loaded and drafted for."""
 
     target: Annotated[
         Path | None,
@@ -324,7 +324,7 @@ def _act(action: str, body: Mapping[str, object], *, url: str, api_key: str | No
 
 
 def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, object] | None = None) -> Any:
-    """What the service answers.
+    """Return the response of the service.
 
     Raises:
         WorkerError: nobody answers, or the service refuses.

@@ -50,7 +50,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeadOptions:
-    """Which Medusa heads are trained."""
+    """Sizes of the Medusa heads to train."""
 
     heads: int = field(
         default=4, metadata={"help": "Number of heads, that is of tokens to predict after the target's own."}
@@ -298,7 +298,7 @@ def medusa_tree(
     tree: TreeOptions,
     loader: LoadOptions,
 ) -> None:
-    """Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.
+    """Build the best tree of a given size for the accuracy of heads, measured on the target's own greedy output.
 
     Half of the texts are for the search. The other half is decoded with the tree, to see whether the expectation
     holds. The last line of stdout is a JSON object with both.

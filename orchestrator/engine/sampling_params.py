@@ -379,7 +379,7 @@ def _check_bias(bias: Mapping[int, float]) -> None:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor. Nobody has one who has not imported PyTorch."""
+    """Return whether a value is a tensor, without importing PyTorch: before that import there are none."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -106,7 +106,7 @@ class TargetEntry(_Strict):
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return self.name or Path(self.path).name or self.path
 
 
@@ -137,7 +137,7 @@ class DrafterEntry(_Strict):
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return self.name or "+".join(str(spec) for spec in parse_draft(self.draft)) or "none"
 
     @property
@@ -152,7 +152,7 @@ class DrafterEntry(_Strict):
 
 
 class SamplingEntry(_Strict):
-    """How the texts are sampled: keys of `SamplingParams`, in a file beside the temperature."""
+    """Sampling of an experiment: keys of `SamplingParams`, next to the temperature in a file."""
 
     temperature: float = Field(default=0.0, ge=0)
     params: Annotated[Mapping[str, Any], AfterValidator(_checked_sampling)] = Field(default_factory=dict)
@@ -192,7 +192,7 @@ class PromptSet(_Strict):
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return self.name or Path(self.path).stem
 
 
@@ -347,7 +347,7 @@ class Cell:
     prompts: PromptSet
 
     def names(self) -> dict[str, object]:
-        """What tells it from the others, for tables and rows."""
+        """Fields that distinguish this cell from others, for tables and rows."""
         return {
             "target": self.target.label,
             "drafter": self.drafter.label,

@@ -1,4 +1,4 @@
-"""What acceptance means: every figure of acceptance is defined here, once, with its denominator.
+"""Definitions of acceptance: every statistic of acceptance is defined in this module, once, with its denominator.
 
 All are counted from *drafts*: verifications of one request in which something was drafted, each known by how many
 tokens were drafted (for a tree: its depth) and how many of them were accepted. `docs/experiments.md` has the same
@@ -29,7 +29,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of the drafts of one request, or of many: figures are of all drafts together, not means of means.
+    """Outcome of the drafts of one request, or of many: statistics are over all drafts together, not means of means.
 
     drafts      in the order of the rounds
     num_rounds  verifications, those without a draft included
@@ -42,7 +42,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, outputs: Iterable[RequestOutput]) -> Acceptance:
-        """Of the outputs of one request, in order, its first one included."""
+        """Return the acceptance of one request from its outputs in order, the first one included."""
         drafts: list[Draft] = []
         rounds = tokens = 0
         for number, output in enumerate(outputs):
@@ -56,7 +56,7 @@ class Acceptance:
 
     @classmethod
     def pooled(cls, parts: Sequence[Acceptance]) -> Acceptance:
-        """Of several requests together."""
+        """Return the acceptance of several requests together."""
         drafts = tuple(draft for part in parts for draft in part.drafts)
         return cls(drafts, sum(part.num_rounds for part in parts), sum(part.new_tokens for part in parts))
 
@@ -145,7 +145,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What happened at one position of all drafts.
+    """Outcome at one position of all drafts.
 
     accepted  drafts whose token at this position was accepted
     drafted   drafts that had a token at this position

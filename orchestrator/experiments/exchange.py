@@ -176,7 +176,7 @@ def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:
 
 
 def _tokenizers(experiment: Path) -> dict[str, Decodes]:
-    """Of the targets of an experiment, by their labels."""
+    """Return the tokenizers of an experiment's targets, by their labels."""
     config = read_config(experiment)
     return {target.label: load_tokenizer(Path(target.path)) for target in config.targets}
 

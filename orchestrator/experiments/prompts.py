@@ -103,7 +103,7 @@ def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Pr
 
 
 def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
-    """Those that the set asks for: by category, so many of each, so many in all, spread over the file."""
+    """Return the prompts that the set selects, by category and number, spread over the file."""
     if chosen.categories is not None:
         known = {row.category for row in raw}
         if unknown := [name for name in chosen.categories if name not in known]:
@@ -230,7 +230,7 @@ def _user(text: str) -> tuple[Message, ...]:
 def _warnings(
     raw: Sequence[RawPrompt], rows: Sequence[Prompt], tokenizer: Tokenizer, *, chat: bool, size: int
 ) -> Iterator[str]:
-    """What makes acceptance on these prompts suspicious, or says less than it seems to."""
+    """Yield warnings about prompts on which acceptance is suspicious or less meaningful than it seems."""
     if later := sum(row.later_turns > 0 for row in raw):
         yield f"{later} of {len(raw)} prompts have further turns, which are left out"
     texts = [message["content"] for row in raw for message in row.messages]

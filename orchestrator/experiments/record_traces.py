@@ -99,7 +99,7 @@ def _groups(plan: ExperimentPlan) -> Iterator[tuple[str, list[PlannedCell]]]:
 
 
 def _keyed(one: PlannedCell, cell: Cell, plan: ExperimentPlan) -> PlannedCell:
-    """A planned cell that is another one now. What is about times alone is no part of its key."""
+    """Return the planned cell with another key, from which settings that concern only times are removed."""
     config = plan.config.model_copy(update={"repeats": 1, "baseline": True})
     models = tuple(plan.fingerprints[path] for path in model_paths(cell))
     return replace(one, cell=cell, key=cell_key(cell, config, prompts=one.prompts.content, models=models))
@@ -203,7 +203,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What is recorded of a text, beside the text: the proposals of its drafter at every position.
+    """Recorded data of a sequence: its tokens and the proposals of its drafter at every position.
 
     confidences  as in `RecordedDrafter`, empty for drafters that have none
     """
@@ -250,7 +250,7 @@ def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequen
 def record_along(
     drafter: Drafter, decoder: CompiledDecoder, prompts: Sequence[Prompted], *, texts: Sequence[TraceText]
 ) -> list[_Recorded]:
-    """What a drafter that reads nothing but tokens proposes along texts that are known: the target does not run.
+    """Record the proposals of a drafter that reads only tokens along known sequences: the target does not run.
 
     decoder  the target, for how many slots it has and how long its caches are
     texts    of the prompts
@@ -389,7 +389,7 @@ class _Recording:
         commit.first_row[idle] = 0
 
     def _ask(self, commit: Commit) -> None:
-        """Note what is proposed behind every text."""
+        """Record the proposals after every sequence."""
         limits = [0] * self._slots
         for slot, text in self._open():
             limits[slot] = _room(self._drafter, text.length, self._kv_buckets)
@@ -415,7 +415,7 @@ def _proposed(
 
 
 def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
-    """How deep it may propose behind a text of this length, whatever its limit of new tokens.
+    """Return the largest depth that can be proposed after a sequence of this length, whatever its limit of new tokens.
 
     The borders of smaller caches do not count: beside a longer text in the batch they do not hold either.
     """
@@ -440,7 +440,7 @@ def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
 def recorded_drafter(
     name: str, drafter: Drafter, rows: Sequence[_Recorded], *, draft: str, prefixes: bool, key: str = ""
 ) -> RecordedDrafter:
-    """What a trace keeps of a drafter. ``key``: as in `RecordedDrafter`."""
+    """Return the part of a drafter that a trace stores. ``key``: as in `RecordedDrafter`."""
     shape = drafter.draft_shape
     reports = isinstance(drafter, ModelDrafter)
     return RecordedDrafter(

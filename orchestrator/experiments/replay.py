@@ -44,7 +44,7 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a policy would have done.
+    """Simulated outcome of a policy.
 
     statistics  as of a call of ``sample``, without times
     requests    acceptance of every text
@@ -271,7 +271,7 @@ class ReplayDrafter(Drafter):
         self._begun: dict[tuple[int, ...], int] = {}
 
     def shortened(self, length: int) -> ReplayDrafter:
-        """See `paceline.core.protocols.Shortens`. The two share their texts.
+        """Return a shorter drafter, which shares this one's sequences.
 
         Raises:
             ConfigurationError: shorter drafts of it are not known.

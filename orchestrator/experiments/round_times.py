@@ -41,8 +41,8 @@ class RoundTimes:
     prefill: float = 0.0
 
     def seconds(self, drafter: str, k: int, batch_size: int) -> float:
-        """Of a round. Between measured depths or batch sizes, on the line from one to the next; beyond them, on the
-        line of the last two. A single measured depth and plain decoding, which is depth 0, make a line too.
+        """Return the seconds of a round. Between measured depths or batch sizes, interpolate; beyond them, extrapolate
+        the last two. A single measured depth and plain decoding, which is depth 0, make a line too.
 
         Raises:
             ConfigurationError: nothing was measured for this drafter, or a single depth or batch size that is another.
@@ -114,7 +114,8 @@ class ExperimentTimes:
     parts: tuple[TimedRounds, ...]
 
     def of(self, trace: Trace) -> RoundTimes:
-        """Of the target and the sampling of a trace; where that was not timed, of all samplings of the target together.
+        """Return the times of a trace's target and sampling; if those were not timed, of all samplings of the target
+        together.
 
         Raises:
             ConfigurationError: the target was not timed.
@@ -124,7 +125,7 @@ class ExperimentTimes:
         return _mean([one for one in own if one.sampling == sampling] or own)
 
     def alone(self) -> RoundTimes:
-        """Of the only target, all its samplings together.
+        """Return the times of the only target, all its samplings together.
 
         Raises:
             ConfigurationError: there are several.
@@ -166,7 +167,7 @@ def measured(config: ExperimentConfig, results: Sequence[CellResult]) -> Experim
 
 
 def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterator[tuple[str, str, RoundTimes]]:
-    """Of every cell its target, its sampling, and its own times."""
+    """Return for every cell its target, its sampling, and its own times."""
     for result in results:
         names = result.names
         if result.error is not None or names["acceptor"] != "match" or result.totals["draft_lengths"]:
@@ -186,8 +187,8 @@ def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterat
 
 
 def policy_name(entry: DrafterEntry, config: ExperimentConfig) -> str:
-    """What a question to a trace calls a drafter of an experiment: a recorded one by its name there, one that looks at
-    the text alone as drafts are written, a list ``a+b``, a choice ``choice:a+b``.
+    """Return the name by which a trace query selects a drafter of an experiment: a recorded one by its name there, a
+    text drafter as drafts are written, a list ``a+b``, a choice ``choice:a+b``.
     """
     specs = parse_draft(entry.draft)
     if not specs:
@@ -215,7 +216,7 @@ def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str
 
 
 def save_times(times: ExperimentTimes) -> str:
-    """As JSON."""
+    """Return the times as JSON."""
     parts = [
         {
             "target": one.target,

@@ -70,7 +70,7 @@ class PlannedCell:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """What will be done. ``warnings``: about prompts, each once."""
+    """Cells to run. ``warnings``: about prompts, each once."""
 
     config: ExperimentConfig
     cells: tuple[PlannedCell, ...]
@@ -82,7 +82,7 @@ class ExperimentPlan:
         return tuple(dict.fromkeys(every))
 
     def of_other_programs(self) -> str:
-        """Which finished cells other versions or commits than this one have made, counted; "" if none."""
+        """Return how many finished cells other versions or commits have made, per version; "" if none."""
         now = _program(provenance())
         others = Counter(one.finished_by for one in self.cells if one.finished_by not in (None, now))
         if not others:
@@ -279,7 +279,7 @@ def provenance() -> dict[str, object]:
 
 
 def _program(source: Mapping[str, object]) -> str:
-    """Of a provenance, what says by which program figures were made: figures of two programs may differ for that."""
+    """Return the part of a provenance that names the program: results of two programs may differ."""
     return ", ".join(f"{name} {source[key]}" for key, name in _PROGRAM.items() if source.get(key))
 
 

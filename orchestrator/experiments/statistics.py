@@ -115,7 +115,7 @@ def _sign_flips(deltas: np.ndarray, dice: np.random.Generator) -> float:
 
 
 def _figure(rows: Sequence[Row], name: str) -> float:
-    """Of a unit: seconds are those of the group, the same in all its rows."""
+    """Return a statistic of a unit: seconds are those of the group, the same in all its rows."""
     if name == "tokens_per_second":
         return float(sum(row["new_tokens"] for row in rows) / rows[0]["seconds"])
     return float(rows[0][name])

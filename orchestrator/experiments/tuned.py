@@ -47,7 +47,7 @@ def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, 
 
 
 def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_size: int) -> ExperimentConfig:
-    """An experiment of the best policy alone, beside plain decoding, with the target, sampling and prompts of a trace.
+    """Return an experiment of the best policy and plain decoding, with the target, sampling and prompts of a trace.
 
     Raises:
         TraceError: the trace is not of this experiment: of another target or other prompts, or their files are others
@@ -84,7 +84,7 @@ def _prompt_set(config: ExperimentConfig, trace: Trace, target: TargetEntry) -> 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A run of the best policy: tokens per second as predicted for it, measured, and of plain decoding beside it."""
+    """Run of the best policy: tokens per second as predicted, as measured, and of plain decoding."""
 
     predicted: float
     measured: float

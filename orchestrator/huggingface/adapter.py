@@ -80,17 +80,17 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """Where logits are: on the host, whatever device the decoder runs on."""
+        """Device of the logits: the host, whatever device the decoder runs on."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """Dtype of the logits."""
         return torch.float32
 
     @property
     def statistics(self) -> Statistics | None:
-        """Of the last call that ran on our engine; None if none did."""
+        """Statistics of the last call that ran on Paceline's engine; None if none did."""
         return None if self._last is None else self._last.statistics
 
     def forward(
@@ -144,7 +144,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **keywords: Any
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """As `GenerationMixin.generate`.
+        """Generate sequences, as `GenerationMixin.generate` does.
 
         Raises:
             ConfigurationError: an option that changes how a decoder would have to run, such as ``custom_generate``.
@@ -159,7 +159,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return result
 
     def load_custom_generate(self, *_: object, **__: object) -> Any:
-        """Refused: it would run code of somebody else's repository.
+        """Reject code of a repository, which is never executed.
 
         Raises:
             ConfigurationError: always.
@@ -185,7 +185,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _validate_generation_mode(
         self, generation_mode: object, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
-        """The checks of `transformers` without those of an assistant's configuration: a decoder is no model of its."""
+        """Run the checks of `transformers` without those of an assistant's configuration, since a decoder is not one of
+        its models.
+        """
         own_arguments = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
         super()._validate_generation_mode(generation_mode, generation_config, own_arguments)
 
@@ -223,7 +225,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         streamer: Streamer | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Greedy decoding and sampling: on the engine if a generator is behind this, else in the loop."""
+        """Decode greedily or by sampling: on the engine if the adapter has a generator, else in the loop of
+        `transformers`.
+        """
         if self.generator is not None:
             call = engine_call.PreparedCall(
                 input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria, generation_config,

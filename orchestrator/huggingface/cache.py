@@ -1,4 +1,4 @@
-"""What a decoder's slots hold, behind the cache interface of `transformers`: row b of a batch is slot b.
+"""Contents of a decoder's slots as a cache of `transformers`: row b of a batch is slot b.
 
 Padding is not stored. A row's real tokens lie one behind the other in its slot, so that their positions are the ones
 that `transformers` derives from an attention mask. Not here: the model around it (`paceline.huggingface.adapter`).
@@ -32,7 +32,7 @@ class SlotCache(Cache):
 
     @classmethod
     def after(cls, decoder: CompiledDecoder, real: Tensor) -> SlotCache:
-        """What slot b holds after a generation that nothing else followed. real [R, columns] bool"""
+        """Contents of the slots after a generation that no other has followed. real [R, columns] bool"""
         cache = cls(decoder)
         with decoder.held_by(cache):
             cache.mask = real
@@ -75,7 +75,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """It is attention's: what is in it has a length."""
+        """True: a cache of attention, whose contents have a length."""
         return [False]
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class SlotCache(Cache):
         self._move((indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have every row ``repeats`` times, one behind the other."""
+        """Repeat every row ``repeats`` times, each copy next to its original."""
         self._move([row for row in range(len(self.mask)) for _ in range(repeats)])
 
     def _move(self, source: Sequence[int]) -> None:

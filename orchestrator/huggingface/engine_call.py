@@ -53,7 +53,7 @@ _WARPERS = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """What a decoding method of `transformers` is given.
+    """Arguments of a decoding method of `transformers`.
 
     input_ids   [R, S] int64, rows repeated for ``num_return_sequences``
     mask        [R, S] int64, 0 for padding, or None; longer where the texts begin in a cache
@@ -68,7 +68,7 @@ class PreparedCall:
 
     @property
     def real(self) -> Tensor:
-        """Which ids are no padding. [R, S] bool"""
+        """Mask of the ids that are not padding. [R, S] bool"""
         return torch.ones_like(self.input_ids, dtype=torch.bool) if self.mask is None else self.mask != 0
 
     @property

@@ -235,12 +235,14 @@ class _Gzip:
         try:
             body = self._stream.decompress(data, self._left + 1)
         except zlib.error as error:
-            raise RefusedError(400, f"the body is not gzip, as its Content-Encoding says ({error})") from error
+            raise RefusedError(
+                400, f"the body: expected gzip, as Content-Encoding says, got {error}; correct one"
+            ) from error
         self._left -= len(body)
         if self._left < 0:
             return None
         if last and (not self._stream.eof or self._stream.unused_data):
-            raise RefusedError(400, "the body is not one whole gzip stream, as its Content-Encoding says")
+            raise RefusedError(400, "the body: expected one whole gzip stream, got another; send it again")
         return body
 
 

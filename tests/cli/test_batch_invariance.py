@@ -105,7 +105,7 @@ def test_a_series_that_raises_is_reported_and_has_failed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "nowhere"], "nowhere is not a folder"),
+        (["--target", "nowhere"], "nowhere: expected a folder"),
         (["--rows", "0"], "give 1 to 64 rows"),
         (["--backend", "cuda"], "got 'cuda'"),
     ],
@@ -117,7 +117,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(options: list[s
 
 def test_its_options_are_refused_without_it(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["selftest", "--target", str(tmp_path)])
-    assert done.exit_code == 2 and "--target is for --batch-invariance alone" in done.stderr
+    assert done.exit_code == 2 and "--target: expected --batch-invariance with it" in done.stderr
 
 
 def test_the_other_selftest_has_json_too() -> None:

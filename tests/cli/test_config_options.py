@@ -77,10 +77,10 @@ def test_drafts_are_written_as_everywhere() -> None:
         (["--width", "0"], "error: width must be at least 1"),
         (["--width", "x"], "integer"),
         ([], "Missing option '--width'"),
-        (["--width", "1", "--draft", "medusa"], "error: the drafter 'medusa' needs a folder"),
-        (["--width", "1", "--k", "many"], "error: k='many' is no draft length"),
+        (["--width", "1", "--draft", "medusa"], "error: draft: expected a folder for the drafter 'medusa'"),
+        (["--width", "1", "--k", "many"], "error: k: expected a number"),
         (["--width", "1", "--draft", "ngram", "--confidence-threshold", "2"], "error: confidence_threshold=2.0: "),
-        (["--width", "1", "--acceptor", "typical"], "error: acceptor needs a drafter"),
+        (["--width", "1", "--acceptor", "typical"], "error: acceptor: expected a drafter"),
         (["--width", "1", "--growth", "chain"], "No such option: --growth"),
     ],
 )

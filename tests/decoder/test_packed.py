@@ -174,8 +174,8 @@ def test_damaged_ones_are_refused(tmp_path: Path) -> None:
     made, _ = save(tmp_path, "asymmetric")
     whole = load_file(made / "model.safetensors")
     for change, error, words in (
-        ({PACKED + "_shape": None}, MissingWeightsError, "up_proj.weight_shape is missing"),
-        ({PACKED + "_scale": None}, MissingWeightsError, "up_proj.weight_scale is missing"),
+        ({PACKED + "_shape": None}, MissingWeightsError, "up_proj.weight_shape, got none"),
+        ({PACKED + "_scale": None}, MissingWeightsError, "up_proj.weight_scale, got none"),
         ({PACKED + "_packed": torch.zeros(64, 3, dtype=torch.int32)}, CheckpointError, "expected 64 x 32 numbers"),
         (
             {PACKED + "_zero_point": torch.zeros(8, 3, dtype=torch.int32)},

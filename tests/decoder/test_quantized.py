@@ -135,7 +135,7 @@ def test_graphs_for_accelerators_scale_the_sums_of_int8_and_refuse_blocks() -> N
     torch.testing.assert_close(
         TraceableKernels().linear(x, packed), TorchKernels().linear(x, packed), rtol=2e-2, atol=1e-1
     )
-    with pytest.raises(ConfigurationError, match=r"hold no q4_0 blocks; load the model with quantization='int8'"):
+    with pytest.raises(ConfigurationError, match=r"do not support q4_0 blocks; use quantization='int8'"):
         TraceableKernels().linear(x, PackedMatrix(quantize(original, WeightFormat.Q4_0)))
 
 

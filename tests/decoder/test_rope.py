@@ -117,7 +117,7 @@ def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, 
     for part in (
         f"{config.type!r}",
         "and a compiled decoder has one table of frequencies; load",
-        f"n_positions={longest + 1}",
+        f"got {longest + 1}",
         f"n_positions={longest} or less",
     ):
         assert part in str(caught.value)
@@ -147,7 +147,7 @@ def test_impossible_sizes(head_dim: int, positions: int) -> None:
 
 
 def test_unknown_type_and_wrong_number_of_factors() -> None:
-    with pytest.raises(UnknownArchitectureError, match=r"'su' is not supported; .* longrope"):
+    with pytest.raises(UnknownArchitectureError, match="longrope, got 'su'"):
         rope_tables(RopeConfig("su"), HEAD, 4)
     with pytest.raises(UnknownArchitectureError, match=r"short_factor: expected 8 entries .*, got 1"):
         rope_tables(RopeConfig("longrope", short_factor=(1.0,)), HEAD, 4)

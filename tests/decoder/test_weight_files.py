@@ -60,7 +60,7 @@ def test_files_that_are_something_else(
 def test_no_weights(tmp_path: Path, state: State) -> None:
     refused(tmp_path, MissingWeightsError, "model.safetensors, model.safetensors.index.json, pytorch_model.bin")
     config = ModelConfig.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="nowhere is not a folder"):
+    with pytest.raises(CheckpointError, match="nowhere: expected a folder"):
         load_weights(tmp_path / "nowhere", config, torch.float32)
 
 

@@ -150,5 +150,5 @@ def test_quantised_tensors(tmp_path: Path, state: State, form: str) -> None:
 
 
 def test_unsuitable_dtype(tmp_path: Path, state: State) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.int8; choose one of torch\.float32"):
+    with pytest.raises(ConfigurationError, match=r"expected one of torch\.float32.*, got torch\.int8"):
         load(tmp_path, torch.int8)

@@ -157,7 +157,7 @@ def test_only_the_end_of_a_long_text_is_encoded_anew(tokenizer: PreTrainedTokeni
 
 def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
     draft, target = decoder(FINE), decoder(COARSE)
-    with pytest.raises(PairingError, match=r"target's tokenizer, and it was loaded from no folder"):
+    with pytest.raises(PairingError, match=r"target's tokenizer for 'retokenize', got none"):
         SpeculativeGenerator(draft, target, vocabulary="retokenize")
     target.folder = draft.folder = tmp_path
     with pytest.raises(PairingError, match=r"expected the target's tokenizer.*expected a tokenizer"):
@@ -170,7 +170,7 @@ def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
     made = SpeculativeGenerator(draft, target, vocabulary="retokenize")
     prompts = [COARSE.encode(CORPUS[0])]
     assert torch.equal(made.sample(prompts, max_new_tokens=9), target.sample(prompts, max_new_tokens=9))
-    with pytest.raises(PairingError, match=r"draft's tokenizer, a Tokenizer, cannot encode"):
+    with pytest.raises(PairingError, match=r"got Tokenizer as the draft's"):
         SpeculativeGenerator(
             draft,
             target,

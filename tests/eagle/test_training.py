@@ -179,7 +179,7 @@ def test_a_run_that_diverges_is_no_result(workshop: Workshop, tmp_path: Path) ->
     network.fc.weight.data.fill_(torch.nan)
     options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
     trainer = EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
-    with pytest.raises(ConfigurationError, match="step 0 is nan: the run has diverged"):
+    with pytest.raises(ConfigurationError, match="diverged: the loss of step 0 is nan"):
         trainer.run(lambda *_: None)
 
 

@@ -35,7 +35,7 @@ def test_a_single_batch_size_says_nothing_about_another() -> None:
     for drafter, k in (("it", 4), ("none", 0)):
         with pytest.raises(ConfigurationError, match=r"only at batch size 1.*batch_sizes: \[1, 4\]"):
             times.seconds(drafter, k, 4)
-    with pytest.raises(ConfigurationError, match="no round of 'other' was timed; there are times of it, none"):
+    with pytest.raises(ConfigurationError, match=r"expected one of it, none, .* got 'other'"):
         times.seconds("other", 1, 1)
 
 
@@ -76,7 +76,7 @@ def test_targets_and_samplings_are_kept_apart(tmp_path: Path) -> None:
     for target, temperature, seconds in (("a", 0.0, 1.5), ("a", 1.0, 3.0), ("a", 0.7, 2.25), ("b", 0.0, 7.0)):
         assert times.of(trace(target, temperature)).seconds("ngram", 4, 2) == seconds
         assert times.of(trace(target, temperature)).prefill == 0.25
-    with pytest.raises(ConfigurationError, match="rounds of c were not timed; there are times of a, b"):
+    with pytest.raises(ConfigurationError, match=r"expected one of a, b, .* got c"):
         times.of(trace("c", 0.0))
     with pytest.raises(ConfigurationError, match="several targets"):
         times.alone()

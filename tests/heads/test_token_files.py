@@ -54,8 +54,8 @@ def test_a_file_without_a_header_is_read_only_as_what_the_user_says(tmp_path: Pa
     for dtype, size, said in (
         ("uint32", 96, "ids of 16 bits for a vocabulary of 96, got 32"),
         ("uint16", LLAMA3, "ids of 32 bits for a vocabulary of 128256, got 16"),
-        ("uint32", LLAMA3, "below the vocabulary size 128256, got 524295 ids"),
-        ("int8", 96, "the data type 'int8' of token ids is unknown; use one of uint16, uint32"),
+        ("uint32", LLAMA3, "below the vocabulary size 128256, got 524295"),
+        ("int8", 96, "dtype: expected one of uint16, uint32 for token ids, got 'int8'"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             read_tokens(path, size, dtype=dtype)
@@ -67,8 +67,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for raw, said in (
         (whole[:-1], "a whole number of 16-bit ids"),
-        (whole[:8] + b"\x02" + whole[9:], "a header of token ids that is not understood .version 2"),
-        (whole[:10] + b"\x04" + whole[11:], "not understood .version 1, 4 bytes an id, 96 ids"),
+        (whole[:8] + b"\x02" + whole[9:], "a known header of token ids, got version 2"),
+        (whole[:10] + b"\x04" + whole[11:], "got version 1, 4 bytes per id and 96 ids"),
         (whole + b"\x61\x00", "below the vocabulary size 96, got 97"),
         (whole[:-2] + b"\x60\x00", "below the vocabulary size 96, got 96"),
     ):

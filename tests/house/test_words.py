@@ -23,6 +23,24 @@ FOUND = {
     "E2": "- error: k must be 1 or more",
     "H1": "| `--k` | Of all texts |",
 }
+CODE = {
+    "D1": 'def f() -> None:\n    """What the option sets."""',
+    "D2": 'class A:\n    """Of the running process."""',
+    "D3": 'def f() -> None:\n    """See `paceline.core`."""',
+    "D4": 'def f() -> None:\n    """It worked."""',
+    "D5": '"""A module that nobody reads."""',
+    "D6": '"""Tokens behind the last one."""',
+    "D7": '"""Run so many rounds."""',
+    "D8": '"""This is no draft length."""',
+    "E1": 'raise ConfigurationError(f"k={k} says otherwise; give 1")',
+    "E2": 'raise ConfigurationError(f"k must be at least 1, not {k!r} or so")',
+    "H1": 'typer.Option(help="Of all texts.")',
+}
+KEPT_CODE = '''"""Model of the test, that is no longer needed."""
+option = typer.Option(help="Seed of sampling.")
+raise ConfigurationError(f"k: expected at least 1, got {k}; raise it")
+raise PlanError(f"{where}: {error}") from error
+'''
 KEPT = """# What runs
 
 Who can write there can run code. There is no plan behind a proxy, or the rest is no longer needed.
@@ -62,3 +80,10 @@ def test_a_page_without_a_budget_or_over_it_is_named(
     assert script.main() == 1
     said = capsys.readouterr().out
     assert "README.md: " in said and "budget 10" in said and "docs/scale.md: " in said
+
+
+def test_every_kind_is_found_in_code_and_plain_code_is_left_alone(script: ModuleType) -> None:
+    assert {kind.name for kind in script.KINDS} == CODE.keys()
+    for name, source in CODE.items():
+        assert name in {kind.name for kind, _, _ in script.code_faults(source)}, name
+    assert list(script.code_faults(KEPT_CODE)) == []

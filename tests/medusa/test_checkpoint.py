@@ -281,7 +281,7 @@ def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -
     path.unlink()
     (tmp_path / "medusa_lm_head.pt").unlink()
     save_file({"blocks.0.layers.0.weight": torch.ones(6, 6)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"blocks.0.layers.0.weight is a name of vLLM's own layout"):
+    with pytest.raises(CheckpointError, match=r"blocks.0.layers.0.weight belongs to vLLM's layout"):
         checkpoint.load(tmp_path, vocab_size=9)
 
 

@@ -176,7 +176,7 @@ def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
 
 
 def test_what_has_no_figures_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"engines of trn2\.48xlarge have no figures"):
+    with pytest.raises(ConfigurationError, match=r"engine speeds of trn2\.48xlarge are unknown"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("trn2.48xlarge"))
     with pytest.raises(ConfigurationError, match="got 16"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=16), instance("inf2.48xlarge"))

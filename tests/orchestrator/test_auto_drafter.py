@@ -122,12 +122,12 @@ def test_heads_are_loaded_from_their_folders(workshop: Workshop, heads: dict[str
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("ngarm", "neither a folder nor a drafter's name; the names are none, ngram, suffix"),
-        ("ngram:size=3", "the draft ngram:size=3 has no option 'size'; it takes "),
+        ("ngarm", "expected a folder or one of none, ngram, suffix"),
+        ("ngram:size=3", "the draft ngram:size=3: 'size' is not an option; use one of "),
         ("ngram:prefer=last", "prefer='last': input should be 'recent' or 'first'"),
         ("suffix:min_match=two", "min_match='two': input should be a valid integer"),
-        (NgramDrafter, "draft is the class NgramDrafter; give an object of it"),
-        (object(), "draft is a object; give a drafter's name"),
+        (NgramDrafter, "got the class NgramDrafter; give an instance of it"),
+        (object(), "draft: expected a drafter's name"),
         ([(NgramDrafter(3), 2)], "has its own k"),
     ],
 )

@@ -71,14 +71,14 @@ def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
         (":k=3", "draft: expected a drafter's name or a folder, got"),
         (3, "draft: expected a drafter's name or a folder, got"),
         ([True], "draft: expected a drafter's name or a folder, got"),
-        ({"k": 3}, "needs `type` .a name. or `path`"),
-        ({"type": "ngarm"}, "draft type 'ngarm' is unknown; use one of none, ngram, suffix"),
+        ({"k": 3}, "expected `type` .a name. or `path`"),
+        ({"type": "ngarm"}, "expected one of none, ngram, suffix.*, got 'ngarm'"),
         ({"type": "function"}, "as the type, got 'function'"),
         ("medusa", "write medusa:path=DIR, or ./medusa"),
         ("ngram:path=a", "no folder for the drafter 'ngram'"),
-        ("a:k=0", "k=0 of the draft a must be a whole number of at least 1"),
-        ("a:k=two", "k='two' of the draft a"),
-        ("a:k=true", "k=True of the draft a"),
+        ("a:k=0", "k: expected a whole number of at least 1 for draft a, got 0"),
+        ("a:k=two", "for draft a, got 'two'"),
+        ("a:k=true", "for draft a, got True"),
         ("a:k=2,k=3", "draft: expected k once, got it twice in"),
         ([("a:k=2", 3)], "draft: expected k once, got it twice in"),
         ("[1", "draft: expected JSON after the first bracket, got"),
@@ -121,27 +121,30 @@ def test_acceptance_rules() -> None:
     assert parse_rule("typical:epsilon=0.1") == parse_rule({"type": "typical", "epsilon": 0.1}) == typical
     assert parse_rule(len) == RuleSpec(value=len)
     for wrong in ("typ", 3, None, int):
-        with pytest.raises(ConfigurationError, match="use one of match, reject, typical"):
+        with pytest.raises(ConfigurationError, match="expected one of match, reject, typical"):
             SpeculativeConfig(draft="ngram", acceptor=wrong)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"graph": 1}, "there is no option 'graph'; the options are draft, k, acceptor, exact, fused"),
-        ({"exact": 1}, "exact=1: .*boolean .Run every round"),
-        ({"fused": "yes"}, "fused='yes': .*boolean"),
-        ({"draft": "ngram", "confidence_threshold": 1.5}, "confidence_threshold=1.5: .*less than or equal to 1"),
-        ({"draft": "ngram", "confidence_threshold": True}, "confidence_threshold=True: "),
-        ({"draft": "ngram", "confidence_threshold": float("nan")}, "confidence_threshold=nan: "),
-        ({"draft": "ngram", "synthetic_acceptance": -0.1}, "synthetic_acceptance=-0.1: "),
+        ({"graph": 1}, "graph: not an option; use one of draft, k, acceptor, exact, fused"),
+        ({"exact": 1}, "exact: expected .*boolean, got 1; .*Use one graph width"),
+        ({"fused": "yes"}, "fused: expected .*boolean, got 'yes'"),
+        (
+            {"draft": "ngram", "confidence_threshold": 1.5},
+            "confidence_threshold: expected less than or equal to 1, got 1.5",
+        ),
+        ({"draft": "ngram", "confidence_threshold": True}, "confidence_threshold: expected .*, got True"),
+        ({"draft": "ngram", "confidence_threshold": float("nan")}, "confidence_threshold: expected .*, got nan"),
+        ({"draft": "ngram", "synthetic_acceptance": -0.1}, "synthetic_acceptance: expected .*, got -0.1"),
         ({"draft": "ngram", "vocabulary": "other"}, "vocabulary: expected 'same'"),
         ({"draft": "ngram", "acceptor": "reject", "synthetic_acceptance": 0.5}, "no acceptor with it, got 'reject'"),
-        ({"acceptor": "typical"}, "acceptor needs a drafter, and draft is None"),
-        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance needs a drafter"),
-        ({"fused": True}, "fused needs a drafter"),
-        ({"confidence_threshold": 0.5}, "confidence_threshold needs a drafter"),
-        ({"draft": "none", "vocabulary": "intersection"}, "vocabulary needs a drafter"),
+        ({"acceptor": "typical"}, "acceptor: expected a drafter with it, got draft=None"),
+        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance: expected a drafter"),
+        ({"fused": True}, "fused: expected a drafter"),
+        ({"confidence_threshold": 0.5}, "confidence_threshold: expected a drafter"),
+        ({"draft": "none", "vocabulary": "intersection"}, "vocabulary: expected a drafter"),
     ],
 )
 def test_keys_that_are_unknown_or_contradict_each_other_are_refused(options: dict, message: str) -> None:

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "merges of others": ({"merges": ["x yy"]}, "tokens in the vocabulary, got 'x yy'"),
     "no merges": ({"merges": None}, "'tokenizer.ggml.merges' is missing"),
     "no scores": ({"model": "llama", "merges": None}, "'tokenizer.ggml.scores' is missing or too short"),
-    "eos outside": ({"eos_token_id": 9999}, "eos_token_id = 9999 is outside the vocabulary"),
+    "eos outside": ({"eos_token_id": 9999}, "eos_token_id: expected an id of the vocabulary .*, got 9999"),
 }
 
 

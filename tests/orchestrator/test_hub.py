@@ -184,10 +184,10 @@ def test_a_revision_is_one_of_its_own_and_an_interrupted_download_goes_on(hub: H
 
 def test_what_the_hub_does_not_have_is_refused_by_name(hub: Hub) -> None:
     for name, message in (
-        ("tiny/nothing", "tiny/nothing is no folder here, and the Hugging Face hub has no model called so"),
-        ("tiny/draft@nowhere", "tiny/draft has no revision 'nowhere'"),
+        ("tiny/nothing", "tiny/nothing: expected a folder or a model on the Hugging Face hub"),
+        ("tiny/draft@nowhere", "tiny/draft: revision 'nowhere' does not exist"),
         ("closed/model", "closed/model is not for everyone: accept its terms"),
-        ("tiny/empty", "tiny/empty holds no weights that can be loaded"),
+        ("tiny/empty", "tiny/empty: expected safetensors or pytorch_model.bin"),
     ):
         with pytest.raises(FetchError, match=message):
             AutoDecoder.from_pretrained(name, backend="eager")

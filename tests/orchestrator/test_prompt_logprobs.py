@@ -59,5 +59,5 @@ def test_they_are_those_of_one_forward_pass(
 
 
 def test_the_number_is_checked() -> None:
-    with pytest.raises(SamplingError, match="prompt_logprobs must be within 0 and 20, not 21"):
+    with pytest.raises(SamplingError, match="prompt_logprobs: expected a number from 0 to 20, got 21"):
         SamplingParams(prompt_logprobs=21)

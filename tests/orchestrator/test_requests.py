@@ -78,49 +78,49 @@ SAMPLING_ERRORS = [
     ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
     ({"temperature": -1.0}, "temperature: expected a finite number of at least 0, got -1.0; 0 is greedy"),
     ({"temperature": float("nan")}, "temperature: expected a finite number of at least 0, got"),
-    ({"do_sample": "false"}, "do_sample must be True or False, not str 'false'"),
-    ({"output_scores": 1}, "output_scores must be True or False, not int 1"),
-    ({"repetition_penalty": float("nan")}, "repetition_penalty must be positive, not nan"),
-    ({"repetition_penalty": float("inf")}, "repetition_penalty must be positive, not inf"),
+    ({"do_sample": "false"}, "do_sample: expected True or False, got str 'false'"),
+    ({"output_scores": 1}, "output_scores: expected True or False, got int 1"),
+    ({"repetition_penalty": float("nan")}, "repetition_penalty: expected a positive number, got nan"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a positive number, got inf"),
     ({"temperature": float("nan"), "do_sample": True}, "temperature: expected a finite number of at least 0, got"),
-    ({"temperature": 10**400, "do_sample": True}, "temperature must be a number"),
-    ({"repetition_penalty": 10**400}, "repetition_penalty must be a number"),
+    ({"temperature": 10**400, "do_sample": True}, "temperature: expected a number"),
+    ({"repetition_penalty": 10**400}, "repetition_penalty: expected a number"),
     ({"top_k": -2}, "top_k"),
     ({"top_p": 0.0}, "top_p"),
     ({"min_p": 2.0}, "min_p"),
     ({"seed": 1 << 64}, "seed: expected an integer of at most 64 bits"),
-    ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
+    ({"seed": [1, 2]}, "seed: expected 1 entries, got 2"),
     ({"stop_strings": "x"}, "expected a tokenizer"),
     (
         {"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])},
         "stop_strings: expected strings that are not empty, got an",
     ),
     ({"stop_strings": "", "tokenizer": Pieces([b"x"])}, "stop_strings: expected strings that are not empty, got an"),
-    ({"eos_token_id": -1}, f"eos_token_id names id -1, outside the vocabulary of {V}"),
-    ({"eos_token_id": [1, 10**6]}, "eos_token_id names id 1000000, outside the vocabulary"),
+    ({"eos_token_id": -1}, f"eos_token_id: expected ids of the vocabulary of {V}, got -1"),
+    ({"eos_token_id": [1, 10**6]}, "got 1000000; give ids"),
     ({"repetition_penalty": 0.0}, "repetition_penalty: expected a positive number, got"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: expected a positive number, got"),
-    ({"sequence_length": "9"}, "sequence_length must be an integer or None, not str '9'"),
-    ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer or None, not float 2.0"),
-    ({"max_new_tokens": True}, "max_new_tokens must be an integer or None, not bool True"),
-    ({"top_k": 1.5}, "top_k must be an integer"),
-    ({"no_repeat_ngram_size": "2"}, "no_repeat_ngram_size must be an integer"),
-    ({"temperature": None}, "temperature must be a number, not NoneType"),
-    ({"temperature": "hot"}, "temperature must be a number, not str 'hot'"),
-    ({"top_p": [0.9]}, "top_p must be a number or None, not list [0.9]"),
-    ({"min_p": "0"}, "min_p must be a number"),
-    ({"repetition_penalty": "1"}, "repetition_penalty must be a number"),
-    ({"seed": "1"}, "seed must be an integer or a list of integers or None, not str '1'"),
-    ({"seed": [1.5]}, "seed must be an integer or a list"),
-    ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of integers or None, not str 'end'"),
-    ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
-    ({"eos_token_id": torch.tensor([1])}, "not a tensor of shape [1]"),
-    ({"use_speculation": None}, "use_speculation must be True or False or a list of truth values, not NoneType None"),
-    ({"use_speculation": [1]}, "use_speculation must be True or False or a list of truth values, not list [1]"),
-    ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings or None, not list [3]"),
+    ({"sequence_length": "9"}, "sequence_length: expected an integer or None, got str '9'"),
+    ({"max_new_tokens": 2.0}, "max_new_tokens: expected an integer or None, got float 2.0"),
+    ({"max_new_tokens": True}, "max_new_tokens: expected an integer or None, got bool True"),
+    ({"top_k": 1.5}, "top_k: expected an integer"),
+    ({"no_repeat_ngram_size": "2"}, "no_repeat_ngram_size: expected an integer"),
+    ({"temperature": None}, "temperature: expected a number, got NoneType"),
+    ({"temperature": "hot"}, "temperature: expected a number, got str 'hot'"),
+    ({"top_p": [0.9]}, "top_p: expected a number or None, got list [0.9]"),
+    ({"min_p": "0"}, "min_p: expected a number"),
+    ({"repetition_penalty": "1"}, "repetition_penalty: expected a number"),
+    ({"seed": "1"}, "seed: expected an integer or a list of integers or None, got str '1'"),
+    ({"seed": [1.5]}, "seed: expected an integer or a list"),
+    ({"eos_token_id": "end"}, "eos_token_id: expected an integer or a list of integers or None, got str 'end'"),
+    ({"eos_token_id": [1, None]}, "eos_token_id: expected an integer or a list"),
+    ({"eos_token_id": torch.tensor([1])}, "got a tensor of shape [1]"),
+    ({"use_speculation": None}, "use_speculation: expected True or False or a list of truth values, got NoneType None"),
+    ({"use_speculation": [1]}, "use_speculation: expected True or False or a list of truth values, got list [1]"),
+    ({"stop_strings": [3]}, "stop_strings: expected a string or a list of strings or None, got list [3]"),
     ({"stop_strings": "x", "tokenizer": "gpt2"}, "expected a tokenizer"),
-    ({"stopping_criteria_list": len}, "stopping_criteria_list must be a list of callables"),
-    ({"logits_processor": [3]}, "logits_processor must be a list of callables or None, not list [3]"),
+    ({"stopping_criteria_list": len}, "stopping_criteria_list: expected a list of callables"),
+    ({"logits_processor": [3]}, "logits_processor: expected a list of callables or None, got list [3]"),
 ]
 
 
@@ -162,7 +162,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_a_streamer_without_its_methods_is_refused() -> None:
-    with pytest.raises(SamplingError, match=r"streamer is a function without the methods put\(ids\) and end\(\)"):
+    with pytest.raises(
+        SamplingError, match=r"streamer: expected an object with put\(ids\) and end\(\), got a function"
+    ):
         generator().sample([[1]], streamer=lambda token: token)  # type: ignore[arg-type]
 
 
@@ -211,9 +213,9 @@ CONFIGURATION_ERRORS = [
     ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
     ({"acceptor": None}, "got None"),
     ({"acceptor": [1]}, "or a rule's object, got [1]"),
-    ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
+    ({"target": "models/llama"}, "target: expected a decoder, got a str; load one with AutoDecoder.from_pretrained"),
     ({"draft": "models/small/draft"}, "got 'models/small/draft'"),
-    ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
+    ({"draft": NgramDrafter}, "got the class NgramDrafter; give an instance of it"),
     ({"exact": "no"}, "exact='no': input should be a valid boolean"),
     ({"fused": 0}, "fused=0: input should be a valid boolean"),
     ({"confidence": 0.5}, "there is no option 'confidence'; the options are draft, k"),
@@ -221,19 +223,19 @@ CONFIGURATION_ERRORS = [
     ({"confidence_threshold": 2.0}, "confidence_threshold=2.0: input should be less than or equal to 1"),
     ({"synthetic_acceptance": "0.5"}, "synthetic_acceptance='0.5': input should be a valid number"),
     ({"k": -1}, "got -1"),
-    ({"draft": "prefix"}, "draft 'prefix' is neither a folder nor a drafter's name; the names are none, ngram, suffix"),
+    ({"draft": "prefix"}, "draft: expected a folder or one of none, ngram, suffix"),
     ({"draft": 3}, "write a name (ngram), a folder"),
     ({"k": "four"}, "got 'four'"),
     ({"k": (0, "two")}, "k: expected a number from 0 on, ascending numbers such as"),
     ({"k": 128}, "got 129"),
-    ({"draft": None, "acceptor": "reject"}, "acceptor needs a drafter"),
-    ({"draft": None, "acceptor": "typical"}, "acceptor needs a drafter"),
-    ({"draft": "none", "synthetic_acceptance": 0.5}, "synthetic_acceptance needs a drafter"),
-    ({"draft": None, "fused": True}, "fused needs a drafter"),
-    ({"confidence_threshold": 0.9}, "confidence_threshold is an option of draft models, and draft holds none"),
-    ({"vocabulary": "intersection"}, "vocabulary is an option of draft models"),
+    ({"draft": None, "acceptor": "reject"}, "acceptor: expected a drafter"),
+    ({"draft": None, "acceptor": "typical"}, "acceptor: expected a drafter"),
+    ({"draft": "none", "synthetic_acceptance": 0.5}, "synthetic_acceptance: expected a drafter"),
+    ({"draft": None, "fused": True}, "fused: expected a drafter"),
+    ({"confidence_threshold": 0.9}, "confidence_threshold: expected a draft model with it"),
+    ({"vocabulary": "intersection"}, "vocabulary: expected a draft model with it"),
     ({"vocabulary": "anything"}, "got 'anything'"),
-    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary is an option of draft models"),
+    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary: expected a draft model with it"),
 ]
 
 
@@ -257,13 +259,13 @@ def test_impossible_generators_are_refused(options: dict[str, object], message: 
 def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"FunctionDrafter takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens",
+        match=r"expected a function from ids to ids, got a str|draft tokens per round, got (-\d|1.5)",
     ):
         make()
 
 
 WRONG_SCORES = [
-    (lambda _ids, _scores: None, "returned a NoneType; it must return scores [1, 10]"),
+    (lambda _ids, _scores: None, "expected scores [1, 10], got a NoneType"),
     (lambda _ids, scores: scores[:, :5], "returned a tensor of shape [1, 5]"),
     (lambda _ids, scores: scores[0], "returned a tensor of shape [10]"),
     (lambda _ids, scores: scores * float("nan"), "got NaN after 2 tokens"),
@@ -294,7 +296,7 @@ def test_a_processor_may_force_a_token_by_infinity(setting: dict[str, object]) -
 
 def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> None:
     one = generator()
-    with pytest.raises(SamplingError, match="pad_token_id must be an integer or None, not str 'pad'"):
+    with pytest.raises(SamplingError, match="pad_token_id: expected an integer or None, got str 'pad'"):
         one.sample([[1, 2]], pad_token_id="pad")  # type: ignore[arg-type]
     assert one.target.body.forwards == 0  # type: ignore[attr-defined]
 
@@ -318,7 +320,7 @@ def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
 
         def propose(self, *given: object) -> None: ...
 
-    with pytest.raises(ConfigurationError, match="Old has the methods of a drafter and not its base class; derive it"):
+    with pytest.raises(ConfigurationError, match="got Old, which only has its methods; derive it"):
         SpeculativeGenerator(Old(), TableDecoder(TARGET))
 
 

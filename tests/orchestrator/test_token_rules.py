@@ -82,17 +82,17 @@ def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"presence_penalty": 3}, "presence_penalty must be within -2 and 2, not 3"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be within"),
-        ({"logprobs": 21}, "logprobs must be within 0 and 20, not 21"),
-        ({"logprobs": True}, "logprobs must be an integer or None"),
-        ({"n": 0}, "n must be within 1"),
-        ({"min_tokens": -1}, "min_tokens must be at least 0"),
+        ({"presence_penalty": 3}, "presence_penalty: expected a number from -2 to 2, got 3"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: expected a number from"),
+        ({"logprobs": 21}, "logprobs: expected a number from 0 to 20, got 21"),
+        ({"logprobs": True}, "logprobs: expected an integer or None"),
+        ({"n": 0}, "n: expected a number from 1"),
+        ({"min_tokens": -1}, "min_tokens: expected a number of at least 0"),
         ({"logit_bias": {3: 101}}, "logit_bias: expected values from"),
-        ({"logit_bias": {"3": 1}}, "logit_bias must be a mapping of ids to numbers"),
-        ({"logit_bias": {V: 1}}, f"logit_bias names id {V}, outside the vocabulary"),
-        ({"structured_outputs": {"type": "object"}}, "structured_outputs must be a StructuredOutput"),
-        ({"prediction": 3}, "prediction must be a string or a list of integers"),
+        ({"logit_bias": {"3": 1}}, "logit_bias: expected a mapping of ids to numbers"),
+        ({"logit_bias": {V: 1}}, f"logit_bias: expected ids of the vocabulary of {V}, got {V}"),
+        ({"structured_outputs": {"type": "object"}}, "structured_outputs: expected a StructuredOutput"),
+        ({"prediction": 3}, "prediction: expected a string or a list of integers"),
     ],
 )
 def test_what_cannot_be_asked_is_named_before_any_work(asked: dict[str, object], said: str) -> None:

@@ -97,7 +97,7 @@ def test_a_draft_has_a_degree_of_its_own_even_one_that_does_not_divide_it(home: 
         ({"draft": "draft", "vocabulary": "other"}, "got 'other'"),
         ({"draft": "draft", "fused": "yes"}, "fused='yes'"),
         ({"draft": "draft", "exact": 1}, "exact=1"),
-        ({"acceptor": "reject"}, "acceptor needs a drafter"),
+        ({"acceptor": "reject"}, "acceptor: expected a drafter"),
         ({"synthetic_acceptance": 0.5, "draft": "ngram"}, "synthetic_acceptance"),
     ],
     ids=str,

@@ -86,8 +86,8 @@ def test_as_few_as_possible_leave(home: Path) -> None:
     [
         ({"pinned": True, "load": "on_demand"}, "never unloaded"),
         ({"pinned": True, "idle_ttl_s": 3}, "never unloaded"),
-        ({"load": "later"}, "load must be 'eager' or 'on_demand'"),
-        ({"idle_ttl_s": 0}, "idle_ttl_s must be greater than 0"),
+        ({"load": "later"}, "load: expected 'eager' or 'on_demand'"),
+        ({"idle_ttl_s": 0}, "idle_ttl_s: expected greater than 0"),
         ({"autoscaling": {"max_replicas": 2}, "replicas": 2}, "give one of them"),
         ({"autoscaling": {"max_replicas": 2}, "load": "on_demand"}, "min_replicas to 1 or to 0"),
         ({"autoscaling": {"max_replicas": 2}, "idle_ttl_s": 3}, "expected autoscaling.min_replicas: 0"),

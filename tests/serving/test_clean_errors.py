@@ -63,7 +63,7 @@ def test_neither_is_an_allocator_that_does_not_answer(monkeypatch: pytest.Monkey
         raise GetTimeoutError(RAYS)
 
     monkeypatch.setattr(core_allocator, "allocator", fails)
-    with pytest.raises(WorkerError, match=r"no answer in 3 seconds \(GetTimeoutError\)") as told:
+    with pytest.raises(WorkerError, match=r"did not respond in 3 seconds \(GetTimeoutError\)") as told:
         core_allocator.call_allocator("taken", timeout=3)
     assert "4711" not in str(told.value)
 

@@ -39,21 +39,21 @@ OTHERS: dict[str, dict[str, Any]] = {  # what a field goes with
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "x"}}]},
 }  # fmt: skip
 CROSS = (  # what no schema of one field says
-    "json_schema goes with",
+    "json_schema: expected type",
     "one of json, regex",
-    "continuous_usage_stats needs",
-    "which is not in tools",
-    "does nothing to",
-    "give either prompt",
+    "continuous_usage_stats: expected",
+    "expected a function in tools",
+    "has no effect on",
+    "expected either prompt",
     "an item of type",
     "best_of",
     "strict: true of",
-    "unless it has tool_calls",
+    "unless the message has tool_calls",
     "an empty list",
-    "logit_bias names",
+    "logit_bias: expected token ids",
     "structured_outputs",
-    "leave out one of them",
-    "nothing that the model reads",
+    "omit one of them",
+    "one item that the model reads",
 )
 
 
@@ -189,8 +189,8 @@ HEADERS = {"authorization": "Bearer k", "content-type": "application/json"}
         ("gzip", gzip.compress(b" " * 50_000 + BODY), 413, "more than 50000 bytes"),
         ("gzip", gzip.compress(b" " * (64 << 20), 1)[:40_000], 413, "more than 50000 bytes"),
         ("gzip", BODY, 400, "the body is not gzip"),
-        ("gzip", gzip.compress(BODY)[:-4], 400, "not one whole gzip stream"),
-        ("gzip", gzip.compress(BODY) + b"more", 400, "not one whole gzip stream"),
+        ("gzip", gzip.compress(BODY)[:-4], 400, "expected one whole gzip stream"),
+        ("gzip", gzip.compress(BODY) + b"more", 400, "expected one whole gzip stream"),
         ("br", BODY, 415, "the body is encoded as 'br'"),
     ],
 )  # fmt: skip

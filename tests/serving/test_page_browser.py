@@ -267,7 +267,7 @@ def test_an_error_is_shown_in_its_words(browser: Browser, served: tuple[str, Scr
     engine.full = True
     with opened(browser, address, errors=("429",)) as page:
         ask(page, "x")
-        assert "4 requests wait already" in page.locator(".message.assistant .error").inner_text()
+        assert "4 requests wait" in page.locator(".message.assistant .error").inner_text()
 
 
 def test_the_page_fits_a_phone(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:

@@ -171,7 +171,7 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
     for wrong, says, which in (
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: expected at least 1", "max_tokens"),
         ({"prompt": "x" * 200}, "expected a prompt shorter than", "prompt"),
         ({"prompt": [500]}, "of the vocabulary", "prompt"),
         ({"prompt": "x", "temperature": -1}, "temperature: expected", "temperature"),

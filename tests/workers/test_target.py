@@ -80,7 +80,7 @@ def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop
     keys = {"draft": "ngram", "k": [0, 2, 4], "acceptor": "typical:epsilon=0.2", "exact": False}
     config = WorkerConfig.from_settings(settings(workshop.checkpoint(), **keys)).speculative
     assert (config.k, config.exact, config.acceptor.name) == ((0, 2, 4), False, "typical")
-    with pytest.raises(ConfigurationError, match="acceptor needs a drafter"):
+    with pytest.raises(ConfigurationError, match="acceptor: expected a drafter"):
         WorkerConfig.from_settings(settings(workshop.checkpoint(), acceptor="reject"))
 
 

@@ -35,7 +35,7 @@ class TextPart(Strict):
 
 
 class FunctionCall(Strict):
-    """What the model called. ``arguments``: a JSON object, as a text."""
+    """Function call of the model. ``arguments``: a JSON object, as a string."""
 
     name: str
     arguments: str
@@ -101,7 +101,7 @@ class Tool(Strict):
 
 
 class FunctionName(Strict):
-    """Of ``tool_choice``."""
+    """The `function` object inside ``tool_choice``."""
 
     name: str
 
@@ -211,7 +211,7 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of an answer; None: as many as the model has positions for."""
+        """Maximum number of output tokens; None: the model's positions."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -221,7 +221,7 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many alternatives of each token get a log-probability beside its own; None: not even that."""
+        """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -241,5 +241,5 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """What the text must be."""
+        """Structure that the output must have."""
         return one_structure(self.response_format, self.structured_outputs)

@@ -91,7 +91,7 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many alternatives of each token get a log-probability beside its own; None: not even that."""
+        """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return self.logprobs
 
     @property
@@ -101,5 +101,5 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """What the text must be."""
+        """Structure that the output must have."""
         return one_structure(self.response_format, self.structured_outputs)

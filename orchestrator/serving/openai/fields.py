@@ -1,4 +1,4 @@
-"""What the requests of all endpoints have in common, and how a body becomes one.
+"""Fields that the requests of all endpoints share, and the parser of request bodies.
 
 What a field means is OpenAI's, or vLLM's where OpenAI has none. An unknown field is refused by name; a null is a
 missing field. Ranges of sampling values are checked by `SamplingParams`, in one place for every way into the engine. A
@@ -72,7 +72,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Of a streamed answer. ``include_obfuscation`` is ignored: nothing is padded."""
+    """Options of a streamed response. ``include_obfuscation`` is ignored: nothing is padded."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -235,7 +235,7 @@ ResponseFormatType = Literal["text", "json_object", "json_schema"]
 
 
 def one_structure(response_format: ResponseFormat, structured: StructuredOutputs | None) -> StructuredOutputs | None:
-    """What a text must be, by OpenAI's field or by vLLM's.
+    """Return the structure of the output, given by OpenAI's field or by vLLM's.
 
     Raises:
         RefusedError: both say something.
@@ -247,7 +247,7 @@ def one_structure(response_format: ResponseFormat, structured: StructuredOutputs
 
 
 class JsonSchema(Strict):
-    """Of ``response_format``."""
+    """The `json_schema` object inside ``response_format``."""
 
     name: str = ""
     description: str = ""
@@ -256,7 +256,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Which texts are possible: all, JSON objects, or what a schema allows."""
+    """Allowed outputs: any, JSON objects, or those that a schema allows."""
 
     type: ResponseFormatType
     json_schema: JsonSchema | None = None
@@ -305,7 +305,7 @@ def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
 
 
 def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> RefusedError:
-    """What is wrong first, by the field of the request that it is in, and by the place in that field."""
+    """Return the first error of a body, with the request's field and the place in that field."""
     errors = error.errors(include_url=False, include_context=True)
     first = errors[0]
     if first["type"] == "json_invalid":

@@ -69,7 +69,7 @@ class InputItem(Strict):
         return "".join(part.text for part in self.content or [])
 
     def message(self) -> dict[str, Any] | None:
-        """As a message of a chat; None: nothing the model reads."""
+        """Return the item as a chat message; None: the model reads nothing of it."""
         if self.type == "message":
             return {"role": self.role, "content": self.text}
         if self.type == "function_call":
@@ -102,7 +102,7 @@ class NamedFunction(Strict):
 
 
 class TextFormat(Strict):
-    """Which texts are possible."""
+    """Allowed outputs."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -112,7 +112,7 @@ class TextFormat(Strict):
 
 
 class ResponseTextConfig(Strict):
-    """Of the answer's text."""
+    """Options of the output text."""
 
     format: TextFormat = TextFormat(type="text")
     verbosity: Literal["medium"] = "medium"
@@ -127,7 +127,7 @@ class ReasoningOptions(Strict):
 
 
 class ResponsesStreamOptions(Strict):
-    """Of a streamed answer. ``include_obfuscation`` is ignored; the last event has the usage, wanted or not."""
+    """Options of a streamed response. ``include_obfuscation`` is ignored; the last event always has the usage."""
 
     include_obfuscation: bool = False
     include_usage: bool = True

@@ -1,1 +1,1 @@
-"""What a model says beside plain text, found in its text: reasoning and tool calls. Values only."""
+"""Parsers of a model's text into plain text, reasoning and tool calls. Values only."""

@@ -1,4 +1,4 @@
-"""What a piece of an answer says: text for the reader, reasoning, and calls of tools.
+"""Contents of a piece of a response: text for the reader, reasoning, and tool calls.
 
 Parsers are fed a growing text and hand out what is certain. What they have handed out depends on the text alone, not on
 how it was cut into pieces; an answer can so be resumed at any token.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What a call gained.
+    """Addition to a tool call.
 
     index      of the call in the answer
     name       of the function, with the first delta of the call; None later
@@ -27,7 +27,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an answer gained."""
+    """Addition to a response."""
 
     content: str = ""
     reasoning: str = ""

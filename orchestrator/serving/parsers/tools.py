@@ -27,7 +27,7 @@ class _JsonValue:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def end(self, text: str) -> int | None:
-        """The place behind the value's last character in more text; None: it goes on."""
+        """Return the position after the value's last character in more text; None: it continues."""
         for place, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -98,7 +98,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def _grown(call: _JsonCall, text: str, index: int) -> Delta:
-    """What a call gains by more text."""
+    """Return the addition to a call from more text."""
     before = call.name
     arguments = call.push(text)
     if not arguments:
@@ -107,7 +107,9 @@ def _grown(call: _JsonCall, text: str, index: int) -> Delta:
 
 
 def _ended(call: _JsonCall, index: int) -> Delta | None:
-    """What a call gains by its end: nothing if it was handed out, or all of it at once; None: it is no call."""
+    """Return the addition to a call at its end: nothing if it was returned already, else all of it; None: it is not a
+    call.
+    """
     if call.name is not None:
         return Delta()
     rest = call.rest()
@@ -149,7 +151,7 @@ class MistralParser(StateParser):
         return Delta(piece if piece.strip() or not self.calls else "")
 
     def _head(self) -> Delta:
-        """Behind the marker: a list, or a name."""
+        """Parse the text after the marker: a list, or a name."""
         begun = self._held.lstrip()
         if not begun:
             return Delta()
@@ -270,7 +272,7 @@ class Qwen3CoderParser(StateParser):
         return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
 
     def _behind(self) -> Delta:
-        """Behind a call: its outer tag may be closed."""
+        """Parse the text after a call, where its outer tag may be closed."""
         begun = self._held.lstrip()
         if begun.startswith(_CLOSE):
             self._held, self._state = begun[len(_CLOSE) :], self._text
@@ -280,7 +282,7 @@ class Qwen3CoderParser(StateParser):
 
 
 def _json(value: str, schema: Mapping[str, Any]) -> str:
-    """A value as JSON: the text itself where the schema takes texts or says nothing, or where it is no JSON."""
+    """Return a value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
     kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "$ref"} else ())
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)
     for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
@@ -349,7 +351,9 @@ class HermesParser:
 
 
 class LlamaJsonParser:
-    """The whole answer is {"name": ..., "parameters": {...}}, several behind each other or parted by ";": Llama 3."""
+    """Parser of Llama 3's format: the whole response is {"name": ..., "parameters": {...}}, several after each other or
+    separated by ";".
+    """
 
     ended = False
 
@@ -473,7 +477,7 @@ class NamedCallParser:
 
 
 class OneCallParser:
-    """What another parser finds, up to the end of the first call."""
+    """Parser that ends another parser after the first call."""
 
     def __init__(self, parser: CallParser) -> None:
         self._parser = parser

@@ -40,7 +40,7 @@ class TokenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one choice gained.
+    """Addition to one choice.
 
     first          whether this holds the first token of the choice
     prompt         log-probabilities of the prompt's tokens from the second on, with the first step, if asked for
@@ -69,7 +69,7 @@ class Usage:
     reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """As in completions and chat completions."""
+        """Return the object of completions and chat completions."""
         usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -121,7 +121,7 @@ class ChoiceText:
             self.parts[-1].text += text
 
     def call(self, call: ToolCallDelta) -> None:
-        """What a call gained."""
+        """Return the addition of a tool call."""
         if call.name is not None:
             self.parts.append(OutputItem("function_call", name=call.name))
         self.tool_calls[call.index].text += call.arguments
@@ -154,7 +154,7 @@ class AnswerWriter(Protocol):
         """The events of a step; empty where it shows nothing. ``usage``: up to here."""
 
     def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
-        """The events behind the last step."""
+        """Return the events after the last step."""
 
     def body(
         self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
@@ -301,7 +301,7 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What is fixed about an answer before its first token.
+    """Settings of a response that are fixed before its first token.
 
     prompt_tokens  of all prompts together
     choices        texts that are generated for each prompt
@@ -344,7 +344,7 @@ class Answer:
         return tuple(choice.ended for choice in self._choices)
 
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """What the rounds of one or several requests add; empty where nothing is streamed."""
+        """Add the outputs of rounds of one or several requests; return chunks, empty if nothing is streamed."""
         events = []
         for output in outputs:
             if self._choices[output.index].ended:
@@ -398,7 +398,7 @@ class TokenAnswer:
         return tuple(self._ended)
 
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """The outputs, one behind the other. Raises RequestError: a round ended the request with it."""
+        """Add outputs in order. Raises RequestError: a round ended the request with it."""
         written = []
         for output in outputs:
             if output.error is not None:
@@ -416,7 +416,7 @@ class TokenAnswer:
 
 
 def read_outputs(data: bytes) -> Iterator[RequestOutput]:
-    """What a `TokenAnswer` wrote."""
+    """Return the contents that a `TokenAnswer` wrote."""
     file = io.BytesIO(data)
     while file.tell() < len(data):
         yield pickle.load(file)

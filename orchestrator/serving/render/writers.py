@@ -232,7 +232,7 @@ def _shows_tokens(request: Streamed) -> bool:
 
 
 def _token_fields(request: Streamed, pieces: Sequence[TokenPiece], bytes_of: BytesOf) -> dict[str, object]:
-    """What is said about single tokens, where it is asked for: vLLM's ``token_ids``, and our own origins."""
+    """Return the fields about single tokens, on request: vLLM's ``token_ids``, and Paceline's origins."""
     fields: dict[str, object] = {}
     if request.return_token_ids:
         fields["token_ids"] = [piece.token for piece in pieces]
@@ -441,5 +441,5 @@ def _output_text(text: str) -> _Item:
 
 
 def _status(finish_reason: str | None) -> str:
-    """Of an answer, and of its last item."""
+    """Status of a response, and of its last item."""
     return "incomplete" if finish_reason == "length" else "completed"
