@@ -215,7 +215,7 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def detected_variation(samples: int, cells: int) -> float:
-    """The smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in so many samples.
+    """The smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in ``samples`` samples.
 
     A deviation of total variation d has a noncentrality of at least 4 n d^2: it moves a mass d from some cells, of mass
     P, to the others, and by Cauchy's inequality the sum of squares over expectations is at least n d^2 / (P (1 - P)).
@@ -229,7 +229,7 @@ def detected_variation(samples: int, cells: int) -> float:
 
 
 def _beyond(x: float, degrees: int) -> float:
-    """Probability of more than x under chi-square with so many degrees of freedom."""
+    """Probability of more than x under chi-square with ``degrees`` degrees of freedom."""
     if degrees < 1:
         return 1.0
     half = torch.tensor([degrees / 2, x / 2], dtype=torch.float64)
@@ -246,7 +246,7 @@ def _noncentral_beyond(x: float, degrees: int, noncentrality: float) -> float:
 
 
 def _bisected(below: Callable[[float], bool], high: float) -> float:
-    """Where a monotone condition ends to hold, from 0 on."""
+    """Return the end of the range from 0 on in which a monotone condition holds."""
     low: float = 0.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -28,7 +28,7 @@ class Budget:
         self._seconds, self._end = seconds, float("inf")
 
     def left(self, done: int, least: int) -> bool:
-        """Whether to go on, after so many of at least so many."""
+        """Return whether to go on after ``done`` calls of at least ``least``."""
         if done < least:
             return True
         if self._end == float("inf"):
@@ -82,11 +82,11 @@ class Subject:
         return self.target.body.kernels.batch_invariant
 
     def room(self, prompt: Sequence[int]) -> int:
-        """New tokens that fit behind a prompt."""
+        """Number of new tokens that fit after a prompt."""
         return self.target.n_positions - len(prompt)
 
     def group(self, number: int, count: int) -> list[list[int]]:
-        """So many prompts, others for every number."""
+        """Return ``count`` prompts, others for every number."""
         return [list(self.prompts[(number + row) % len(self.prompts)]) for row in range(count)]
 
     def tolerated(self, count: int) -> int:
@@ -103,7 +103,7 @@ class Subject:
         return CallResult(rows, result.finish_reasons, result.statistics)
 
     def gap(self, prefix: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> float:
-        """How far apart two tokens are behind a prefix, in what the choice compares: logits over temperature, plus
+        """Distance of two tokens after a prefix, in what the choice compares: logits over temperature, plus
         noise where texts are sampled; infinite where one of them is cut.
         """
         with self.target.held_by(prefix):

@@ -300,7 +300,7 @@ def tune(
 
 
 def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
-    """Run an experiment of one cell beside plain decoding. ``folder``: of the experiment that was asked about."""
+    """Run an experiment of one cell and plain decoding. ``folder``: of the experiment that was asked about."""
     from paceline.experiments import runner, store
 
     with console.bar(console.err(), "verify", 1) as shown:

@@ -1,4 +1,4 @@
-"""Drafters beside plain decoding and beside other engines, a row of figures each: `paceline bench` and benchmarks/.
+"""Drafters compared with plain decoding and other engines, a row of figures each: `paceline bench` and benchmarks/.
 
 The cells of an experiment over one set of prompts; each cell is timed in turns with plain decoding
 (`paceline.experiments.measure`). Other engines decode every prompt once, afterwards. Nothing here passes or fails.
@@ -40,7 +40,7 @@ def _name(cell: Cell) -> str:
 
 
 def run_engine(engine: Engine, prompts: Prompts, plain: Sequence[Row]) -> list[Row]:
-    """Rows of another engine, beside those of plain decoding."""
+    """Return the rows of another engine, compared with those of plain decoding."""
     engine(list(prompts.rows[0].ids))
     rows: list[Row] = []
     for prompt, other in zip(prompts.rows, plain, strict=True):

@@ -37,7 +37,7 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who drafts, and how much.
+    """Drafters, and how many tokens they draft.
 
     drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first that has a
               proposal drafts; none: plain decoding
@@ -126,11 +126,11 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
     spec = _text_spec(name)
     if spec is None or spec.name is None:
         trace.drafter(name)  # says which there are
-        raise ConfigurationError(f"{name!r} was not recorded")
+        raise ConfigurationError(f"drafter: expected a recorded one or a text drafter, got {name!r}; record it")
     row = DRAFTERS[spec.name]
     k = spec.k if spec.k is not None else policy.k
     if k is None:
-        raise ConfigurationError(f"say how many tokens {name} drafts: --k 4, or {name}:k=4")
+        raise ConfigurationError(f"k: expected the draft length of {name}, got none; give --k 4, or {name}:k=4")
     drafter: Drafter = resolve(row.path)(k, **check_options(row, dict(spec.options), f"the draft {name}"))
     return drafter
 
@@ -266,7 +266,7 @@ class Regret:
 
     @property
     def best(self) -> str:
-        """The fixed drafter with the fewest rounds, which nobody knows beforehand."""
+        """The fixed drafter with the fewest rounds, which is known only afterwards."""
         return min(self.fixed, key=lambda name: self.fixed[name].acceptance.num_rounds)
 
     @property
@@ -544,14 +544,14 @@ def _candidate(answer: PolicyResult) -> SpeedEstimate:
 
 
 def ranked(batch_size: int, candidates: Sequence[tuple[SpeedEstimate, float]]) -> LoadPlan:
-    """Candidates with the relative errors of their speed, beside the fastest plain decoding.
+    """Return candidates with the relative errors of their speed, compared with the fastest plain decoding.
 
     Raises:
         ConfigurationError: there is no plain decoding among them.
     """
     plain = [one for one, _ in candidates if one.plain]
     if not plain:
-        raise ConfigurationError("plain decoding is not among what was timed, and nothing can be compared with it")
+        raise ConfigurationError("expected a timing of plain decoding, got none; time it, too")
     base = max(one.tokens_per_second for one in plain)
     rated = []
     for one, error in candidates:

@@ -1,4 +1,4 @@
-"""The best answer to a question: run beside plain decoding, and written as a models file for `paceline serve`."""
+"""Run of the best answer to a question, compared with plain decoding, and its models file for `paceline serve`."""
 
 from __future__ import annotations
 
