@@ -159,9 +159,8 @@ class Request:
         for index, prompt in enumerate(rows):
             length = params.max_length(len(prompt), limits.n_positions)
             stopping = Stopping(length, end_ids, stop_strings, params.tokenizer, criteria)
-            speculation = params.use_speculation
-            if not isinstance(speculation, bool):
-                speculation = speculation[index]
+            asked = params.use_speculation
+            speculation = asked if isinstance(asked, bool) else asked[index]
             for copy in range(params.n):
                 sampling = params.sampling_of(index, copy)
                 if limits.sampling_refusal is not None and sampling.temperature > 0:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from paceline.outputs import RequestOutput, TokenLogprobs
+from paceline.core.types import TokenLogprobs
+from paceline.outputs import RequestOutput
 from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
