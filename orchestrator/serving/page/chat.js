@@ -13,7 +13,8 @@ let chats = [], chat, running = null;
 
 export function startChat(given) {
   page = given;
-  chats = kept(STORE, []);
+  const found = kept(STORE, []);
+  chats = Array.isArray(found) ? found : [];
   open(chats[0] || newChat());
   $("new-chat").addEventListener("click", () => { open(newChat()); $("input").focus(); });
   $("composer").addEventListener("submit", event => { event.preventDefault(); send(); });
