@@ -38,10 +38,10 @@ from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.placement.host.core_locks import held
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
-from paceline.placement.remote.server import LocalProcess, ProcessSpec
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.process import LocalProcess, ProcessSpec
+from paceline.placement.remote.reconnect import DrafterEndpoint
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = 20

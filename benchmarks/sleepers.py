@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.protocols import Drafter, Reading, Verifier
 from paceline.core.types import PAD, Commit, DraftShape, PrefillResult, Proposal, RoundLimits, SamplingTensors
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.remote.protocol import Handshake
+from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.server import UnpooledDrafters
 
 V, K = 1000, 4

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from paceline.placement.planning.model_specs import ModelSpec, read_models
     from paceline.placement.planning.plan import Placement, Plan
     from paceline.placement.planning.planner import plan
-    from paceline.placement.remote.drafter import RemoteDrafter
-    from paceline.placement.remote.protocol import Address
-    from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
-    from paceline.placement.remote.server import LocalProcess, ProcessSpec
+    from paceline.placement.remote.channel import Address
+    from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+    from paceline.placement.remote.process import LocalProcess, ProcessSpec
+    from paceline.placement.remote.reconnect import DrafterEndpoint
     from paceline.serving.deployment import Deployment, launch
 
 __all__ = [
@@ -48,10 +48,10 @@ _MODULES = {
     "placement.planning.model_specs": ("ModelSpec", "read_models"),
     "placement.planning.plan": ("Placement", "Plan"),
     "placement.planning.planner": ("plan",),
-    "placement.remote.drafter": ("RemoteDrafter",),
-    "placement.remote.protocol": ("Address",),
-    "placement.remote.reconnect": ("DraftTimeouts", "DrafterContract", "DrafterEndpoint"),
-    "placement.remote.server": ("LocalProcess", "ProcessSpec"),
+    "placement.remote.channel": ("Address",),
+    "placement.remote.drafter": ("DraftTimeouts", "DrafterContract", "RemoteDrafter"),
+    "placement.remote.process": ("LocalProcess", "ProcessSpec"),
+    "placement.remote.reconnect": ("DrafterEndpoint",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

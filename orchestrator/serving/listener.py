@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement.host import environment
-from paceline.placement.remote import protocol
+from paceline.placement.remote import channel
 
 _BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
 _KEEP_ALIVE_S = 60.0  # for an idle connection: longer than clients keep theirs, which else find it closed
@@ -46,7 +46,7 @@ class ListeningSocket:
         self._socket = _bound(host, port)
         self.handover = str(environment.scratch() / "sockets" / f"http-{secrets.token_hex(4)}")
         try:
-            self._gives = protocol.listen(protocol.Address(path=self.handover))
+            self._gives = channel.listen(channel.Address(path=self.handover))
         except BaseException:
             self._socket.close()
             raise

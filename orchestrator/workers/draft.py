@@ -26,7 +26,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.remote.protocol import Handshake
+from paceline.placement.remote.messages import Handshake
 from paceline.workers.config import WorkerConfig
 
 

@@ -25,7 +25,7 @@ from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process, run_apart
-from paceline.placement.remote.protocol import BACKLOG, Address, bind
+from paceline.placement.remote.channel import BACKLOG, Address, bind
 from paceline.placement.remote.server import DrafterPool, DraftServer
 
 log = logging.getLogger("paceline")

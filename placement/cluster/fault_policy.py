@@ -14,7 +14,8 @@ from types import MappingProxyType
 from paceline.placement.cluster.roles import MAKERS
 from paceline.placement.planning.model_specs import read_fault_policy_entry
 from paceline.placement.planning.yaml_file import FORBID_EXTRA, Flag, Seconds, validate
-from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S, DraftTimeouts
+from paceline.placement.remote.drafter import DraftTimeouts
+from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.core.errors import PlanError
 from paceline.placement.host import environment, processes
 from paceline.placement.host.processes import Process
-from paceline.placement.remote.protocol import Address
+from paceline.placement.remote.channel import Address
 
 NAMESPACE = "paceline"
 """Ray namespace of all actors of this package."""

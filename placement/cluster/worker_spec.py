@@ -18,8 +18,8 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 from paceline.placement.planning.planner import cpus_of
-from paceline.placement.remote.protocol import Address
-from paceline.placement.remote.reconnect import DrafterContract, DraftTimeouts
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts
 
 _NAME_LETTERS = 16  # of a draft's name in the name of its socket; the whole path may have about a hundred bytes
 

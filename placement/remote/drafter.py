@@ -1,14 +1,15 @@
 """`RemoteDrafter`: a drafter in another process; its crashes, delays and invalid replies do no harm.
 
 The engine uses it as an ordinary drafter: each round sends one message and gets one back. If anything fails, the round
-continues without a proposal, so its tokens are those of plain decoding. The process is restarted in a separate thread,
-so that no round waits for it (`reconnect`), reads the sequences again, and is then used again. See also: the other end
-and its process (`server`), the messages (`protocol`).
+continues without a proposal, so its tokens are those of plain decoding. The process is restarted in the background,
+reads the sequences again, and is then used again. See also: processes (`process`, `cluster.actors`), reconnecting
+(`reconnect`), the other end (`server`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,9 +18,10 @@ from paceline.core.drafter_statistics import DrafterHealth, Fault, HealthCounter
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
-from paceline.placement.remote import protocol
-from paceline.placement.remote.protocol import Channel
-from paceline.placement.remote.reconnect import Backoff, DrafterContract, DrafterEndpoint, DraftTimeouts, Reconnector
+from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Seconds
+from paceline.placement.remote import messages
+from paceline.placement.remote.channel import Channel, ReplyWarmer
+from paceline.placement.remote.reconnect import Backoff, DrafterEndpoint, Reconnector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 class _Exchange:
     """One request at a time, on the current channel. Every method may raise ChannelError: the other side is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int, num_draft_tokens: int) -> None:
+        self._warmer = ReplyWarmer(slots, num_draft_tokens)
         self._channel: Channel | None = None
         self._number = 0
         self._overdue_since: float | None = None  # set if the last request was not answered in time
-        self._end = 0.0  # until when its reply may take
+        self._sent_at = self._timeout = 0.0
         self._replied_at: float | None = None  # None: something else was sent after the last reply
+        self._frame = bytearray()  # of the last reply
 
     def use(self, channel: Channel | None) -> bool:
         """Continue with this channel; return whether it is a new one, which owes no reply."""
@@ -57,7 +61,7 @@ class _Exchange:
         """Microseconds since the last reply; 0 if something else was sent after it."""
         if self._replied_at is None:
             return 0
-        return min(round(1e6 * (monotonic() - self._replied_at)), protocol.MAX_PAUSE_US)
+        return min(round(1e6 * (monotonic() - self._replied_at)), messages.MAX_PAUSE_US)
 
     def interrupt(self) -> None:
         """Discard the idle time measured since the last reply."""
@@ -68,19 +72,26 @@ class _Exchange:
         self._number += 1
         return self._number
 
-    def send(self, message: protocol.AddRequest | protocol.ProposeRequest, timeout: float = 0.0) -> None:
-        """Send a message, whose reply, if there is one, may take ``timeout`` seconds."""
-        assert self._channel is not None, "nothing is sent without a connection"
-        self._channel.send(protocol.encode(message))
-        self._end, self._replied_at = monotonic() + timeout, None
+    def tell(self, message: messages.AddRequest, timeout: float) -> None:
+        """Send a message without a reply, within ``timeout`` seconds."""
+        self._send(message, timeout)
 
-    def reply(self) -> protocol.ProposeReply | protocol.ErrorReply | None:
-        """Return the reply to the last request; None if it does not arrive in time, and then it is overdue."""
+    def ask(self, request: messages.ProposeRequest, timeout: float) -> None:
+        """Send a request whose reply may take ``timeout`` seconds, and wait until it is nearly due."""
+        self._send(request, timeout)
+        self._sent_at, self._timeout, self._replied_at = monotonic(), timeout, None
         assert self._channel is not None
-        while (message := self._channel.receive(self._end - monotonic())) is not None:
-            reply = protocol.decode_reply(message)
-            if reply.number == self._number and not isinstance(reply, protocol.HandshakeReply):
-                self._replied_at = monotonic()
+        self._warmer.wait(self._channel, timeout)
+
+    def reply(self) -> messages.ProposeReply | messages.ErrorReply | None:
+        """Return the reply to the last request; None if it does not arrive in time, and then it is overdue."""
+        self._warmer.rehearse()
+        assert self._channel is not None
+        end = self._sent_at + self._timeout
+        while (frame := self._channel.receive(max(0.0, end - monotonic()))) is not None:
+            reply = messages.decode_reply(frame)
+            if reply.number == self._number and not isinstance(reply, messages.HandshakeReply):
+                self._frame = frame
                 return reply
         self._overdue_since = monotonic()
         return None
@@ -88,10 +99,19 @@ class _Exchange:
     def catch_up(self) -> bool:
         """Read the messages that have arrived; return whether the overdue reply is among them."""
         assert self._channel is not None
-        while self.overdue and (message := self._channel.receive(0)) is not None:
-            if protocol.decode_reply(message).number == self._number:
+        while self.overdue and (frame := self._channel.receive(0)) is not None:
+            if messages.decode_reply(frame).number == self._number:
                 self._overdue_since = None
         return self._overdue_since is None
+
+    def proposal(self, reply: messages.ProposeReply) -> Proposal:
+        """Return the last reply, which was found valid, as tensors."""
+        self._replied_at = monotonic()
+        return self._warmer.proposal(self._frame, reply, seconds=self._replied_at - self._sent_at)
+
+    def _send(self, message: messages.Request, timeout: float) -> None:
+        assert self._channel is not None, "nothing is sent without a connection"
+        self._channel.send(messages.encode(message), timeout)
 
 
 _ALL = 1 << 20
@@ -262,6 +282,47 @@ class SequenceTracker:
                 sequence += rows.tokens[slot][: rows.counts[slot]]
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterContract:
+    """Parameters that target and drafter agree on.
+
+    num_draft_tokens  N, drafted tokens per round
+    slots             B, batch size of the target
+    vocab_size        V, vocabulary size of the target
+    max_positions     positions the drafter follows; None: all
+    target            the target's name, for messages
+    """
+
+    num_draft_tokens: int
+    slots: int
+    vocab_size: int
+    max_positions: int | None = None
+    target: str = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTimeouts:
+    """Timeouts and retries of a target for its drafter.
+
+    reply_timeout_s   seconds a reply may take; a round waits no longer
+    resync_timeout_s  additional seconds if sequences have to be read again (also in the first round of a request)
+    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one
+                      that listens, and does not respond to a target
+    max_failures      consecutive faults after which the process is restarted
+    backoff_s         seconds without requests after a fault; doubled after each further one, up to
+    max_backoff_s     this maximum
+    """
+
+    reply_timeout_s: Seconds = 1.0
+    resync_timeout_s: Seconds = 10.0
+    hang_timeout_s: Seconds = 10.0
+    max_failures: Count = 4
+    backoff_s: Seconds = 0.05
+    max_backoff_s: Seconds = 30.0
+
+    __pydantic_config__ = FORBID_EXTRA
+
+
 class RemoteDrafter(Drafter):
     """Drafter whose proposals come from a process at the other end of a socket. Call ``close`` when done."""
 
@@ -272,10 +333,17 @@ class RemoteDrafter(Drafter):
         self.max_positions = contract.max_positions
         self._contract, self._timeouts = contract, timeouts or DraftTimeouts()
         self._tracker = SequenceTracker(contract.max_positions)
-        self._exchange = _Exchange()
+        self._exchange = _Exchange(contract.slots, contract.num_draft_tokens)
         self._counters = HealthCounters()
         self._backoff = Backoff(self._timeouts.backoff_s, self._timeouts.max_backoff_s)
-        self._connection = Reconnector(endpoint, contract, self._timeouts)
+        handshake = messages.Handshake(0, contract.target, contract.slots, contract.vocab_size)
+        self._connection = Reconnector(
+            endpoint,
+            handshake,
+            num_draft_tokens=contract.num_draft_tokens,
+            max_backoff_s=self._timeouts.max_backoff_s,
+            hang_timeout_s=self._timeouts.hang_timeout_s,
+        )
         self._connection.begin(restart=False)
 
     # ---- the drafter
@@ -286,9 +354,9 @@ class RemoteDrafter(Drafter):
         self._exchange.interrupt()
         if not self._usable() or (self.max_positions is not None and len(prompt) >= self.max_positions):
             return
-        message = protocol.AddRequest(self._exchange.next_number(), slot, tuple(prompt))
+        message = messages.AddRequest(self._exchange.next_number(), slot, tuple(prompt))
         try:
-            self._exchange.send(message)
+            self._exchange.tell(message, self._timeouts.reply_timeout_s)
             self._tracker.mark_read(slot)
         except ChannelError as error:
             self._fail("lost", str(error))
@@ -313,18 +381,18 @@ class RemoteDrafter(Drafter):
         timeout = self._timeouts.reply_timeout_s
         if texts or self._tracker.prompt_pending:
             timeout += self._timeouts.resync_timeout_s
-        request = protocol.ProposeRequest(
+        request = messages.ProposeRequest(
             self._exchange.next_number(),
             tuple(texts),
             len(rows.tokens),
             len(rows.tokens[0]),
-            protocol.pack_words(numbers),
+            messages.pack_words(numbers),
             limits.max_rows,
-            None if self._tracker.sampling_known else protocol.SamplingWords.of(sampling),
+            None if self._tracker.sampling_known else messages.SamplingWords.of(sampling),
             self._exchange.pause_us,
         )
         try:
-            self._exchange.send(request, timeout)
+            self._exchange.ask(request, timeout)
             self._counters.count("asked")
             self._counters.count("rereads", len(texts))
             self._tracker.sent(rows)
@@ -333,15 +401,16 @@ class RemoteDrafter(Drafter):
             return self._fail("lost", str(error))
         if reply is None:
             return self._fail("late", f"no reply within {timeout} seconds")
-        if isinstance(reply, protocol.ErrorReply):
+        if isinstance(reply, messages.ErrorReply):
             return self._fail("failed", reply.reason)
         if reason := self._why_invalid(reply):
             return self._fail("invalid", reason)
+        proposal = self._exchange.proposal(reply)
         self._tracker.acked()
         self._backoff.reset()
         self._counters.count("answered")
         self._counters.count("ahead", reply.ahead)
-        return Proposal(protocol.words_tensor(reply.tokens).view(reply.slots, reply.num_draft_tokens))
+        return proposal
 
     @property
     def health(self) -> DrafterHealth:
@@ -393,12 +462,12 @@ class RemoteDrafter(Drafter):
             self._tracker.acked_late()
         return arrived
 
-    def _why_invalid(self, reply: protocol.ProposeReply) -> str:
+    def _why_invalid(self, reply: messages.ProposeReply) -> str:
         """Return what is wrong with a proposal; "" if it can be verified."""
         contract, shape = self._contract, (reply.slots, reply.num_draft_tokens)
         if shape != (contract.slots, contract.num_draft_tokens):
             return f"a proposal of shape {list(shape)}, not {[contract.slots, contract.num_draft_tokens]}"
-        tokens = protocol.unpack_words(reply.tokens)
+        tokens = messages.unpack_words(reply.tokens)
         if max(tokens, default=0) >= contract.vocab_size or min(tokens, default=0) < PAD:
             return f"ids outside the vocabulary of {contract.vocab_size}"
         return ""

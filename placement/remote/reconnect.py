@@ -11,9 +11,8 @@ from typing import Protocol
 from paceline.core.drafter_statistics import State
 from paceline.core.errors import ChannelError
 from paceline.placement.host.processes import Process
-from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Seconds
-from paceline.placement.remote import protocol
-from paceline.placement.remote.protocol import Address, Channel, SilentError, connect
+from paceline.placement.remote import messages
+from paceline.placement.remote.channel import Address, Channel, SilentError, connect
 
 STARTUP_TIMEOUT_S = 600.0
 """Default time in seconds until a drafter's process must respond; before that it loads and compiles."""
@@ -23,47 +22,6 @@ _CALL_S = 2.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0  # between calls
 _FIRST_RESTART_S = 0.2  # between restarts of a process that dies before it can be called
 _MAX_DOUBLINGS = 64  # a float cannot hold the powers that weeks of faults would reach
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterContract:
-    """Parameters that target and drafter agree on.
-
-    num_draft_tokens  N, drafted tokens per round
-    slots             B, batch size of the target
-    vocab_size        V, vocabulary size of the target
-    max_positions     positions the drafter follows; None: all
-    target            the target's name, for messages
-    """
-
-    num_draft_tokens: int
-    slots: int
-    vocab_size: int
-    max_positions: int | None = None
-    target: str = "target"
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTimeouts:
-    """Timeouts and retries of a target for its drafter.
-
-    reply_timeout_s   seconds a reply may take; a round waits no longer
-    resync_timeout_s  additional seconds if sequences have to be read again (also in the first round of a request)
-    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted; also one
-                      that listens, and does not respond to a target
-    max_failures      consecutive faults after which the process is restarted
-    backoff_s         seconds without requests after a fault; doubled after each further one, up to
-    max_backoff_s     this maximum
-    """
-
-    reply_timeout_s: Seconds = 1.0
-    resync_timeout_s: Seconds = 10.0
-    hang_timeout_s: Seconds = 10.0
-    max_failures: Count = 4
-    backoff_s: Seconds = 0.05
-    max_backoff_s: Seconds = 30.0
-
-    __pydantic_config__ = FORBID_EXTRA
 
 
 class ProcessSupervisor(Protocol):
@@ -137,10 +95,15 @@ class Reconnector:
     def __init__(
         self,
         endpoint: DrafterEndpoint,
-        contract: DrafterContract,
-        timeouts: DraftTimeouts,
+        handshake: messages.Handshake,
+        *,
+        num_draft_tokens: int,
+        max_backoff_s: float,
+        hang_timeout_s: float,
     ) -> None:
-        self._endpoint, self._contract, self._timeouts = endpoint, contract, timeouts
+        self._endpoint, self._handshake = endpoint, handshake
+        self._num_draft_tokens, self._max_backoff_s = num_draft_tokens, max_backoff_s
+        self._hang_timeout_s = hang_timeout_s
         self._lock = threading.Lock()
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -201,19 +164,18 @@ class Reconnector:
                 return
             except _RefusedError as error:
                 self.last_error = str(error)
-                pause = min(2 * pause, self._timeouts.max_backoff_s)
-                deadline = monotonic() + self._endpoint.startup_timeout_s
+                pause, deadline = min(2 * pause, self._max_backoff_s), monotonic() + self._endpoint.startup_timeout_s
                 silent_since = None
             except Exception as error:  # any error: if this thread ended, no thread would reconnect
                 self.last_error = str(error) if isinstance(error, ChannelError) else repr(error)
                 pause = min(1.5 * pause, _MAX_PAUSE_S)
                 silent_since = (silent_since or begin) if isinstance(error, SilentError) else None
-                hangs = silent_since is not None and monotonic() - silent_since > self._timeouts.hang_timeout_s
+                hangs = silent_since is not None and monotonic() - silent_since > self._hang_timeout_s
                 if hangs or monotonic() > deadline:  # it listens without responding, or never became reachable
                     self._supervise(lambda supervisor: supervisor.replace(None))
                     deadline, silent_since = monotonic() + self._endpoint.startup_timeout_s, None
                 elif monotonic() > restart_at and self._supervise(lambda supervisor: supervisor.ensure()):
-                    restart_pause = min(2 * restart_pause, self._timeouts.max_backoff_s)  # it died before a call
+                    restart_pause = min(2 * restart_pause, self._max_backoff_s)  # it died before it could be called
                     restart_at = monotonic() + restart_pause
             self._stop.wait(pause)
 
@@ -242,28 +204,26 @@ class Reconnector:
 
     def _call(self, deadline: float) -> Channel:
         """Return a connection to a drafter that accepted this target before the deadline."""
-        contract, stall_s = self._contract, self._timeouts.reply_timeout_s
-        channel = connect(self._endpoint.address, self._endpoint.secret, seconds=_CALL_S, stall_s=stall_s)
+        channel = connect(self._endpoint.address, self._endpoint.secret, seconds=_CALL_S)
         try:
-            handshake = protocol.Handshake(0, contract.target, contract.slots, contract.vocab_size)
-            channel.send(protocol.encode(handshake))
-            while (message := channel.receive(_POLL_S)) is None:
+            channel.send(messages.encode(self._handshake), _CALL_S)
+            while (frame := channel.receive(_POLL_S)) is None:
                 if self._stop.is_set() or monotonic() > deadline:
                     raise ChannelError("the drafter did not answer the handshake; see its log")
-            reply = protocol.decode_reply(message)
-            if isinstance(reply, protocol.ErrorReply):
+            reply = messages.decode_reply(frame)
+            if isinstance(reply, messages.ErrorReply):
                 raise _RefusedError(reply.reason)
-            if not isinstance(reply, protocol.HandshakeReply):
+            if not isinstance(reply, messages.HandshakeReply):
                 raise ChannelError(
                     "expected a handshake from the drafter, got another message; run the same version on both sides"
                 )
-            if reply.num_draft_tokens != contract.num_draft_tokens:
+            if reply.num_draft_tokens != self._num_draft_tokens:
                 raise _RefusedError(
-                    f"k: expected {contract.num_draft_tokens} draft tokens per round, got {reply.num_draft_tokens} "
+                    f"k: expected {self._num_draft_tokens} draft tokens per round, got {reply.num_draft_tokens} "
                     "from the drafter; restart it with the same k"
                 )
         except ChannelError:
             channel.close()
             raise
-        self._process = replace(reply.process, pid=channel.peer or reply.process.pid)
+        self._process = replace(reply.process, pid=channel.peer() or reply.process.pid)
         return channel

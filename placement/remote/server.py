@@ -1,11 +1,8 @@
-"""Drafter server in a separate process, for one target or several, and that process without Ray.
+"""Drafter server in a separate process, for one target or several.
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are fair:
-the target that has used the least time is next, so that a busy one cannot starve the others. See also: how a target
-handles a failure (`drafter`), and the process on Ray (`cluster.actors`).
-
-    with LocalProcess(spec) as process:
-        draft = RemoteDrafter(contract, DrafterEndpoint(spec.address, spec.secret, process))
+the target that has used the least time is next, so that a busy one cannot starve the others. See also: how the process
+is started (`process`, `cluster.actors`), and how a target handles its failure (`drafter`).
 """
 
 from __future__ import annotations
@@ -14,77 +11,81 @@ import logging
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
 from time import perf_counter, sleep
-from typing import Any, Protocol, cast
-
-import msgspec
+from typing import Protocol
 
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Proposal, SamplingTensors
-from paceline.placement.cluster.roles import MAKERS, maker
-from paceline.placement.host import environment, processes
-from paceline.placement.host.core_locks import CoreLocks
-from paceline.placement.host.processes import Process
+from paceline.placement.host import processes
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.remote import protocol
-from paceline.placement.remote.protocol import Address, Channel, listen
-
-log = logging.getLogger("paceline")
-
-_RETRY_S = 0.2  # between attempts to accept
-_MAX_STRANGERS = 16  # connections that have not authenticated themselves, each with a thread for some seconds
-_EXIT_S = 5.0
+from paceline.placement.remote import messages
+from paceline.placement.remote.channel import Channel, RequestWarmer
 
 
-class _TargetSession:
-    """Connected target.
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    """Drafter that a target got at its handshake.
 
-    time_used  total time of its messages, on the server's clock
-    drafter    granted at its handshake
     lookahead  the same drafter, if it drafts asynchronously
     """
 
-    def __init__(self, channel: Channel) -> None:
+    drafter: Drafter
+    lookahead: LookaheadDrafter | None
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> _Grant:
+        """Return the grant of a drafter; its type is checked once, since every round depends on it."""
+        lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
+        return cls(drafter, lookahead)
+
+
+class _TargetSession:
+    """Connected target. ``time_used``: total time of its messages, on the server's clock."""
+
+    def __init__(self, channel: Channel, time_used: float) -> None:
         self.channel = channel
-        self.time_used = 0.0
-        self.drafter: Drafter | None = None
-        self.lookahead: LookaheadDrafter | None = None
+        self.time_used = time_used
+        self.grant: _Grant | None = None
+        self.inbox: deque[bytearray] = deque()
+        self.warmer = RequestWarmer(self._encoded)
         self._sampling: SamplingTensors | None = None
         self._used_slots: int | None = None  # of `RoundLimits`; unchanged as long as the sampling is
         self._error = ""  # failure of a message without a reply; reported in the next reply
 
-    def grant(self, drafter: Drafter) -> None:
-        """Set the drafter of this target."""
-        self.drafter = drafter
-        self.lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
+    @property
+    def works_ahead(self) -> bool:
+        """Whether its drafter has work to do before the target's next request."""
+        lookahead = None if self.grant is None else self.grant.lookahead
+        return lookahead is not None and not lookahead.idle
 
-    def add_request(self, request: protocol.AddRequest) -> None:
+    def charge(self, seconds: float) -> None:
+        """Add seconds spent on this target."""
+        self.time_used += seconds
+
+    def add_request(self, request: messages.AddRequest) -> None:
         """Read a prompt. No reply is due; the next reply reports a failure."""
-        drafter = self._granted()
+        drafter = self._granted().drafter
         try:
             drafter.add_request(request.slot, request.prompt)
         except Exception as error:  # a drafter may raise anything; the target decides how to handle it
             self._error = repr(error)
 
-    def propose(self, request: protocol.ProposeRequest) -> protocol.Reply:
-        """Return the reply to a round: a proposal, or the reason for none."""
-        drafter = self._granted()
+    def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
+        """Return the encoded reply to a round: a proposal, or the reason for none. ``frame``: as received."""
+        grant = self._granted()
         error, self._error = self._error, ""
         if error:
-            return protocol.ErrorReply(request.number, error)
+            return messages.encode(messages.ErrorReply(request.number, error))
         try:
             for slot, text in request.texts:
-                drafter.add_request(slot, text)
+                grant.drafter.add_request(slot, text)
             if request.sampling is not None:
                 self._sampling = request.sampling.tensors()
                 self._used_slots = _used_slots(self._sampling)
@@ -93,38 +94,44 @@ class _TargetSession:
                     "expected the sampling parameters in the first round of a connection, got none; run the same "
                     "version on both sides"
                 )
-            if request.pause_us and self.lookahead is not None:
-                self.lookahead.paused(request.pause_us / 1e6)
-            commit = request.commit()
-            drafter.update(commit)
-            proposal = drafter.propose(commit, self._sampling, request.limits(self._used_slots))
-            return self._reply(request.number, proposal)
+            buffer, commit, limits = self.warmer.commit(request)
+            if request.pause_us and grant.lookahead is not None:
+                grant.lookahead.paused(request.pause_us / 1e6)
+            grant.drafter.update(commit)
+            limits = replace(limits, used_slots=self._used_slots)
+            proposal = grant.drafter.propose(commit, self._sampling, limits)
+            reply = self._encoded(request.number, proposal)
+            self.warmer.prepared(buffer, proposal, None if request.texts else frame)
+            return reply
         except Exception as failure:  # as above
-            return protocol.ErrorReply(request.number, repr(failure))
+            self.warmer.failed()
+            return messages.encode(messages.ErrorReply(request.number, repr(failure)))
 
     def work_ahead(self) -> None:
         """Do one unit of asynchronous drafting work."""
-        assert self.lookahead is not None
+        lookahead = self._granted().lookahead
+        assert lookahead is not None
         try:
-            self.lookahead.work()
+            lookahead.work()
         except Exception as error:  # as above
             self._error = repr(error)
 
-    def _reply(self, number: int, proposal: Proposal) -> protocol.ProposeReply:
-        drafter, rows = self._granted(), _undrawn_rows(proposal)
-        if len(drafter.draft_lengths) > 1:  # proposals are padded when they are sent
-            width = drafter.draft_shape.num_draft_tokens
+    def _encoded(self, number: int, proposal: Proposal) -> bytes:
+        """Encode a proposal as the reply to the request of that number."""
+        grant, rows = self._granted(), _undrawn_rows(proposal)
+        if len(grant.drafter.draft_lengths) > 1:  # proposals are padded when they are sent
+            width = grant.drafter.draft_shape.num_draft_tokens
             rows = [row + [PAD] * (width - len(row)) for row in rows]
-        tokens = protocol.pack_words([*chain.from_iterable(rows)])
-        ahead = self.lookahead is not None and self.lookahead.hit
-        return protocol.ProposeReply(number, len(rows), len(rows[0]), tokens, ahead)
+        tokens = messages.pack_words([*chain.from_iterable(rows)])
+        ahead = grant.lookahead is not None and grant.lookahead.hit
+        return messages.encode(messages.ProposeReply(number, len(rows), len(rows[0]), tokens, ahead))
 
-    def _granted(self) -> Drafter:
-        if self.drafter is None:
+    def _granted(self) -> _Grant:
+        if self.grant is None:
             raise ChannelError(
                 "expected a handshake from the target first, got a request; run the same version on both sides"
             )
-        return self.drafter
+        return self.grant
 
 
 def _used_slots(sampling: SamplingTensors) -> int:
@@ -141,16 +148,24 @@ def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
             "drafter: expected chains that are not sampled from a drafter in another process, got others; use "
             "another drafter"
         )
-    rows: list[list[int]] = proposal.tokens.tolist()
+    rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `channel`
     if not isinstance(rows[0][0], int):
         raise ValueError("drafter: expected integers as draft tokens, got others; correct the drafter")
     return rows
 
 
+log = logging.getLogger("paceline")
+
+_RETRY_S = 0.2  # between attempts to accept
+_SEND_S = 5.0  # for a target to read a reply
+_MAX_STRANGERS = 16  # connections that have not authenticated themselves, each with a thread for 5 seconds at most
+_MAX_INBOX = 64  # messages of one target that may wait; more violate the protocol
+
+
 class DrafterPool(Protocol):
     """Source of drafters for targets. Calls alternate with all other work, so they must be fast."""
 
-    def acquire(self, handshake: protocol.Handshake) -> Drafter:
+    def acquire(self, handshake: messages.Handshake) -> Drafter:
         """Return a drafter for a connecting target; any error is sent as the reason why there is none."""
 
     def release(self, drafter: Drafter) -> None:
@@ -161,7 +176,7 @@ class DrafterPool(Protocol):
 class UnpooledDrafters:
     """Drafters that are created when a target connects, and dropped when it disconnects."""
 
-    acquire: Callable[[protocol.Handshake], Drafter]
+    acquire: Callable[[messages.Handshake], Drafter]
 
     def release(self, drafter: Drafter) -> None:
         """Drop the drafter (`DrafterPool.release`)."""
@@ -228,18 +243,70 @@ class Acceptor:
             threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
 
     def _authenticate(self, connection: socket.socket) -> None:
-        channel = None
         try:
             channel = Channel(connection)
             channel.authenticate(self._secret, server=True)
         except (ChannelError, OSError):
-            (channel or connection).close()
+            connection.close()
             return
         finally:
             self._strangers.release()
         self._arrived.append(channel)
         if not self.wake():
             channel.close()
+
+
+class Turns:
+    """Order in which the targets' messages are served."""
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        self._ready: list[_TargetSession] = []  # those with waiting messages
+        self._lookahead: list[_TargetSession] = []  # those whose drafters draft asynchronously
+
+    def session(self, channel: Channel) -> _TargetSession:
+        """Return a session for a new target; it starts with as much used time as the others."""
+        return _TargetSession(channel, self._clock)
+
+    def granted(self, session: _TargetSession) -> None:
+        """Register a session that has got a drafter."""
+        if session.grant is not None and session.grant.lookahead is not None:
+            self._lookahead.append(session)
+
+    def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
+        """Add messages of a target."""
+        if not session.inbox:  # idle time is not saved up
+            session.time_used = max(session.time_used, self._clock)
+            self._ready.append(session)
+        session.inbox += frames
+
+    def next(self) -> _TargetSession | None:
+        """Return the target whose message is next, and begin its turn; None if no message waits."""
+        if not self._ready:
+            return None
+        session = self._ready[0] if len(self._ready) == 1 else min(self._ready, key=_time_used)
+        self._clock = session.time_used
+        return session
+
+    def served(self, session: _TargetSession) -> None:
+        """Record that one of its messages was served."""
+        if not session.inbox:
+            self._ready.remove(session)
+
+    def next_lookahead(self) -> _TargetSession | None:
+        """Return the target with asynchronous drafting work; None if there is none."""
+        return min((s for s in self._lookahead if s.works_ahead), key=_time_used, default=None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work to do even if no message arrives."""
+        return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
+
+    def remove(self, session: _TargetSession) -> None:
+        """Remove a disconnected target."""
+        for sessions in self._lookahead, self._ready:
+            if session in sessions:
+                sessions.remove(session)
 
 
 class DraftServer:
@@ -249,8 +316,8 @@ class DraftServer:
         self._pool = pool
         self._acceptor = Acceptor(listener, secret)
         self._sessions: dict[int, _TargetSession] = {}  # by the number of its socket
-        self._ready: list[_TargetSession] = []  # those whose messages wait
-        self._clock = 0.0  # time used by the target served last
+        self._turns = Turns()
+        self._replied: _TargetSession | None = None  # had the last reply, and is not prepared for its next round
         self._stopped = False
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
         self._poll.register(self._acceptor, select.POLLIN)
@@ -263,186 +330,101 @@ class DraftServer:
     def run(self) -> None:
         """Serve until `stop`; then close every connection."""
         self._acceptor.start()
+        busy = False
         try:
             while not self._stopped:
-                self._turn()
+                busy = self._turn(busy=busy)
         finally:
             self._acceptor.close()
             for session in list(self._sessions.values()):
                 self._drop(session)
 
-    def _turn(self) -> None:
-        """Serve one message, of the target that has used the least time; without one, draft asynchronously."""
-        ahead = [one for one in self._sessions.values() if one.lookahead is not None and not one.lookahead.idle]
-        ready = []
-        for number, _ in self._poll.poll(0 if ahead else None):
-            if (session := self._sessions.get(number)) is None:
-                for channel in self._acceptor.take():
-                    self._sessions[channel.fileno()] = _TargetSession(channel)
-                    self._poll.register(channel, select.POLLIN)
+    def _turn(self, *, busy: bool) -> bool:
+        """Read what has arrived and serve one message; without one, draft asynchronously. Return whether the next turn
+        has work even if nothing arrives.
+        """
+        for number, _ in self._poll.poll(0) if busy else self._wait():
+            session = self._sessions.get(number)
+            if session is not None:
+                self._read(session)
                 continue
-            if session not in self._ready:  # idle time is not saved up
-                session.time_used = max(session.time_used, self._clock)
-            ready.append(session)
-        self._ready = ready
-        if not ready and not ahead:
-            return
-        session = min(ready or ahead, key=_time_used)
-        begin = perf_counter()
-        if ready:
-            self._clock = session.time_used
+            for channel in self._acceptor.take():
+                arrived = self._sessions[channel.fileno()] = self._turns.session(channel)
+                self._poll.register(channel, select.POLLIN)
+                self._read(arrived)  # its first message may have come together with its authentication
+        if (session := self._turns.next()) is not None:
             self._serve(session)
-        else:
+        elif (session := self._turns.next_lookahead()) is not None:
+            begin = perf_counter()
             session.work_ahead()
-        session.time_used += perf_counter() - begin
+            session.charge(perf_counter() - begin)
+        # The target that has its reply may have to continue on this CPU: little is done before the next wait.
+        return self._turns.busy
 
-    def _serve(self, session: _TargetSession) -> None:
-        """Serve a message of a target; drop a target that is gone, or violates the protocol."""
+    def _wait(self) -> list[tuple[int, int]]:
+        """Wait for messages. Shortly before the target with the last reply is due, prepare its next round."""
+        session, self._replied = self._replied, None
+        if session is None:
+            return self._poll.poll(None)
+        return session.warmer.wait(self._poll.poll, only_target=len(self._sessions) == 1)
+
+    def _read(self, session: _TargetSession) -> None:
         try:
-            match protocol.decode_request(session.channel.read()):
-                case protocol.ProposeRequest() as request:
-                    session.channel.send(protocol.encode(session.propose(request)))
-                case protocol.AddRequest() as request:
-                    session.add_request(request)
-                case protocol.Handshake() as handshake:
-                    session.channel.send(protocol.encode(self._accept(session, handshake)))
+            frames = session.channel.arrived()
         except ChannelError:
             self._drop(session)
+            return
+        if frames:
+            self._turns.arrived(session, frames)
+            if len(session.inbox) > _MAX_INBOX:
+                self._drop(session)
 
-    def _accept(self, session: _TargetSession, handshake: protocol.Handshake) -> protocol.Reply:
+    def _serve(self, session: _TargetSession) -> None:
+        begin = perf_counter()
+        frame = session.inbox.popleft()
+        try:
+            match messages.decode_request(frame):
+                case messages.ProposeRequest() as request:
+                    session.channel.send(session.propose(request, frame), _SEND_S)
+                    session.warmer.replied(request.pause_us / 1e6)
+                    self._replied = session
+                case messages.AddRequest() as request:
+                    session.add_request(request)
+                case messages.Handshake() as handshake:
+                    session.channel.send(messages.encode(self._accept(session, handshake)), _SEND_S)
+            self._turns.served(session)
+        except ChannelError:
+            self._drop(session)
+        session.charge(perf_counter() - begin)
+
+    def _accept(self, session: _TargetSession, handshake: messages.Handshake) -> messages.Reply:
         """Return the reply to a handshake: the granted drafter's properties, or the reason for none."""
         number = handshake.number
-        if session.drafter is not None:
+        if session.grant is not None:
             raise ChannelError("expected one handshake from a target, got another; run the same version on both sides")
         try:
             drafter = self._pool.acquire(handshake)
         except Exception as error:  # a drafter may be anything
-            return protocol.ErrorReply(number, repr(error))
+            return messages.ErrorReply(number, repr(error))
         if drafter.reads is not None or not drafter.draft_shape.is_chain:
             self._pool.release(drafter)
-            return protocol.ErrorReply(
+            return messages.ErrorReply(
                 number, "a drafter in another process must propose chains, and read no features; run it with its target"
             )
-        session.grant(drafter)
+        session.grant = _Grant.of(drafter)
+        self._turns.granted(session)
         process = processes.running(os.getpid())
-        return protocol.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
+        return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
 
     def _drop(self, session: _TargetSession) -> None:
         number = session.channel.fileno()
         self._poll.unregister(number)
         del self._sessions[number]
+        self._turns.remove(session)
         session.channel.close()
-        if session.drafter is not None:
-            self._pool.release(session.drafter)
+        if session.grant is not None:
+            self._pool.release(session.grant.drafter)
 
 
 def _time_used(session: _TargetSession) -> float:
     return session.time_used
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """Process to start: it calls ``maker`` with ``settings``; ``env`` is the plan's."""
-
-    address: Address
-    secret: bytes = field(repr=False)
-    settings: dict[str, Any]
-    maker: str = MAKERS["draft"]
-    cores: CoreRange | None = None
-    env: tuple[tuple[str, str], ...] = ()
-
-    def to_json(self) -> bytes:
-        """Return one line of JSON; sent through a pipe, so that the secret is not visible in the process list."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, line: bytes) -> ProcessSpec:
-        """Read the output of `to_json`."""
-        return msgspec.json.decode(line, type=cls)
-
-
-class LocalProcess:
-    """Supervises one drafter process. It ends with its parent: it watches the pipe that started it."""
-
-    def __init__(self, spec: ProcessSpec) -> None:
-        self._spec = spec
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
-        self.ensure()
-
-    @property
-    def pid(self) -> int:
-        """PID of the running draft process."""
-        assert self._process is not None
-        return self._process.pid
-
-    def replace(self, process: Process | None) -> bool:
-        """Kill the process if it is still the given one (None: the current one), and start a new one."""
-        with self._lock:
-            if self._closed or (self._runs and process is not None and process.pid != self.pid):
-                return False
-            self._start()
-            return True
-
-    def ensure(self) -> bool:
-        """Start a process if none is running."""
-        with self._lock:
-            if self._closed or self._runs:
-                return False
-            self._start()
-            return True
-
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._closed = True
-            self._end()
-
-    @property
-    def _runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _start(self) -> None:
-        self._end()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
-            stdin=subprocess.PIPE,
-            env=environment.for_child(self._spec.env),
-        )
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once, which its client will notice
-            self._process.stdin.write(self._spec.to_json() + b"\n")
-            self._process.stdin.flush()
-
-    def _end(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()  # a suspended process receives no other signal
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def __enter__(self) -> LocalProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def main() -> None:
-    """Check the environment, lock the cores, make the drafter, and serve until the parent has ended."""
-    spec = ProcessSpec.from_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_follow_parent, daemon=True, name="paceline-parent").start()
-    environment.check(spec.env)
-    if spec.cores is not None:
-        CoreLocks(spec.cores).acquire()
-    pool = cast(DrafterPool, maker(spec.maker)(spec.settings))
-    DraftServer(listen(spec.address), spec.secret, pool).run()
-
-
-def _follow_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)  # the main thread may be inside a model; there is nothing to save

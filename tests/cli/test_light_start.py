@@ -51,7 +51,7 @@ def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
     [
         "paceline",
         "paceline.core.protocols",
-        "paceline.placement.remote.protocol",
+        "paceline.placement.remote.messages",
         "paceline.placement.cluster.core_allocator",
         "paceline.serving.ray_app",
         "paceline.serving.serve_lifecycle",

@@ -29,9 +29,9 @@ from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa import checkpoint
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.tree import Choices
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address, listen
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop

@@ -20,7 +20,8 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.placement.host.processes import Process
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.remote.protocol import Address, Handshake, listen
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.workers.draft import SecondChoices
 from tests.fakes import TableDecoder, near, table

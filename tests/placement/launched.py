@@ -15,7 +15,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host.core_locks import held
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.remote.reconnect import DraftTimeouts
+from paceline.placement.remote.drafter import DraftTimeouts
 from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]

@@ -14,7 +14,7 @@ from paceline.core.errors import ChannelError, ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import actors
 from paceline.placement.cluster.worker_spec import Location, WorkerSpec, worker_specs
-from paceline.placement.remote.protocol import Address, connect
+from paceline.placement.remote.channel import Address, connect
 from tests.placement.wishes import model
 
 

@@ -11,7 +11,7 @@ from paceline.core.errors import WorkerError
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.environment import private
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.remote.protocol import Address, listen
+from paceline.placement.remote.channel import Address, listen
 
 
 def test_every_level_that_is_made_is_ours_alone(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks, held
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
-from paceline.placement.remote.server import LocalProcess, ProcessSpec
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.process import LocalProcess, ProcessSpec
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -141,7 +141,7 @@ def test_a_model_in_a_process_of_its_own(
 def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
     spec = order(workshop, tmp_path, ahead=False, slots=1)
     program = (
-        "import sys, time; from paceline.placement.remote.server import LocalProcess, ProcessSpec; "
+        "import sys, time; from paceline.placement.remote.process import LocalProcess, ProcessSpec; "
         "p = LocalProcess(ProcessSpec.from_json(sys.argv[1].encode())); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, spec.to_json().decode()])

@@ -12,10 +12,11 @@ import pytest
 
 from paceline.core.protocols import Drafter
 from paceline.placement.host.processes import Process
-from paceline.placement.remote import protocol
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address, Handshake, listen
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
+from paceline.placement.remote import channel
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.messages import Handshake
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
@@ -105,7 +106,7 @@ def test_a_process_that_stops_before_it_is_called_is_replaced_before_the_patienc
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It listens, so its model is loaded; one that does not yet has as long as a start may take."""
-    monkeypatch.setattr(protocol, "_AUTHENTICATION_S", 0.3)
+    monkeypatch.setattr(channel, "_AUTHENTICATION_S", 0.3)
     silent, loading = Asked(), Asked()
     stack.enter_context(closing(listen(Address(path=str(tmp_path / "s")))))
     late = called(stack, Address(path=str(tmp_path / "t")), loading, startup_timeout_s=600)

@@ -17,9 +17,9 @@ from paceline.core.drafter_statistics import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.draft.suffix import SuffixDrafter
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address, listen
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint, DraftTimeouts
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, working_ahead

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ChannelError
-from paceline.placement.remote import protocol, server
-from paceline.placement.remote.protocol import Address, Channel, connect
+from paceline.placement.remote import channel as channel_module
+from paceline.placement.remote import messages, server
+from paceline.placement.remote.channel import Address, Channel, connect
 from tests.placement.faulty import SECRET
 from tests.placement.test_wire import connected, slow
 
@@ -22,7 +23,7 @@ def test_strangers_are_few_and_take_nobodys_place(
 ) -> None:
     """Each has a thread until it has authenticated itself, so there may be so many; who comes later is told at once."""
     monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
-    monkeypatch.setattr(protocol, "_AUTHENTICATION_S", 0.5)
+    monkeypatch.setattr(channel_module, "_AUTHENTICATION_S", 0.5)
     address = Address(path=str(tmp_path / "s"))
     with slow(address):
         before = threading.active_count()
@@ -38,13 +39,13 @@ def test_strangers_are_few_and_take_nobodys_place(
                 break
             except ChannelError:
                 assert time.monotonic() < end
-        assert isinstance(reply, protocol.HandshakeReply)
+        assert isinstance(reply, messages.HandshakeReply)
 
 
 def test_a_machine_that_is_gone_is_noticed(stack: ExitStack) -> None:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    side = stack.enter_context(socket.create_connection(listener.getsockname()))
-    stack.enter_context(closing(Channel(side.dup())))
+    side = socket.create_connection(listener.getsockname())
+    stack.enter_context(closing(Channel(side)))
     assert side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     idle, interval, count = (
         side.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")

@@ -24,7 +24,7 @@ from benchmarks.service_processes import processes
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.placement.remote.reconnect import DraftTimeouts
+from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving.listener import ListeningSocket
 from paceline.serving.ray_app import application
 from tests.decoder.tiny import VOCABULARY

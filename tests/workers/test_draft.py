@@ -19,9 +19,10 @@ from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.options import LoadOptions
 from paceline.draft.model import ModelDrafter
 from paceline.placement.lookahead import LookaheadDrafter
-from paceline.placement.remote.drafter import RemoteDrafter
-from paceline.placement.remote.protocol import Address, Handshake, listen
-from paceline.placement.remote.reconnect import DrafterContract, DrafterEndpoint
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
+from paceline.placement.remote.messages import Handshake
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.workers.draft import DraftPool, make_drafters
 from tests.decoder.tiny import VOCABULARY, Workshop, save_pair

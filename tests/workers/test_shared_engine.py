@@ -19,7 +19,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
-from paceline.placement.remote.protocol import Handshake
+from paceline.placement.remote.messages import Handshake
 from paceline.workers.draft import make_drafters
 from paceline.workers.shared_engine import SharedEngine
 from paceline.workers.target import make_target
