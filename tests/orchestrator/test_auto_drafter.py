@@ -167,8 +167,8 @@ def test_rules() -> None:
     assert make_rule(SpeculativeConfig(draft="ngram", synthetic_acceptance=0.25)) == SyntheticAcceptance(0.25)
     assert make_rule(SpeculativeConfig(draft="ngram", acceptor=Typical(alpha=0.2))) == Typical(alpha=0.2)
     for rule, message in (
-        ("typical:size=2", "no option 'size'; it takes epsilon, alpha"),
-        ("typical:alpha=x", "alpha='x'"),
+        ("typical:size=2", "'size' is not an option; use one of epsilon, alpha"),
+        ("typical:alpha=x", "alpha: expected .*, got 'x'"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             make_rule(SpeculativeConfig(draft="ngram", acceptor=rule))

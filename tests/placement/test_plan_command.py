@@ -121,7 +121,7 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         ([CHAT, CHAT], "name: expected different names, got"),
         ([DRAFT], "expected another model of the file, got 'chat'"),
         ([CHAT, DRAFT, DRAFT.replace("chat-draft", "b")], "'chat': expected one draft"),
-        ([CHAT, DRAFT.replace(": 2,", ": 2, batch_size: 3,")], "batch_size=3"),
+        ([CHAT, DRAFT.replace(": 2,", ": 2, batch_size: 3,")], "got 3; set both"),
         ([CHAT, DRAFT.replace(": 2,", ": 2, replicas: 2,")], "one for each of the 1 of its targets"),
         (["{name: a, config: big, tpdegree: 8}"], "'tpdegree' is not a key"),
         (["{name: a, config: big, path: big}"], "one of them"),
