@@ -156,7 +156,7 @@ def _parse_mapping(entry: Mapping[object, object]) -> DraftSpec:
 
 
 def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
-    """The checked value: a name that there is, a path where one is needed, k a number."""
+    """Return the checked value: an existing name, a path if one is needed, k as a number."""
     path: object = source if kind == "path" else options.pop("path", None)
     name = source if kind == "type" else None
     if name == CHOICE:

@@ -187,7 +187,7 @@ class GenerationResult:
     def collect(
         cls, requests: Sequence[Request], outputs: Iterable[RequestOutput], *, pad_token_id: int, statistics: Statistics
     ) -> GenerationResult:
-        """Put the outputs of all requests together; ``statistics`` are complete when they are at an end.
+        """Combine the outputs of all requests; ``statistics`` are complete once all have finished.
 
         Raises:
             RequestError: a request ended with it.

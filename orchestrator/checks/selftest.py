@@ -42,8 +42,8 @@ class NoiseStep(nn.Module):
     """The integers that the noise is made of, and the noise."""
 
     def forward(self, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """seeds [B, 4], positions [B, T] int32
-        -> upper and lower limbs of random words [B, T, V] int32, uniform numbers [B, T], noise [B, T, V].
+        """Compute noise: seeds [B, 4], positions [B, T] int32 -> upper and lower halves of 32-bit random values [B, T,
+        V] int32, uniform numbers [B, T], noise [B, T, V].
         """
         ids = torch.arange(VOCABULARY, dtype=torch.int32, device=seeds.device)
         high, low = noise.words(noise.row_keys(seeds, positions, noise.TARGET), ids)

@@ -1,4 +1,4 @@
-"""The report of an experiment: one HTML page that needs nothing from anywhere, and the same as Markdown.
+"""Report of an experiment: one self-contained HTML page, and the same as Markdown.
 
 Pictures are SVG texts and need matplotlib (the extra ``plots``). Rows are written as Parquet and JSON lines too. Not
 here: the figures themselves (`definitions.py`).

@@ -149,7 +149,7 @@ class CoreAllocator:
         return ranges
 
     def release(self, actors: Sequence[str]) -> None:
-        """Free the cores of these workers, which have ended."""
+        """Free the cores of workers that have ended."""
         names = [_name_of(actor) for actor in actors]
         self._running.difference_update(names)
         for name in names:

@@ -122,7 +122,7 @@ class LocalProcess:
 
 
 def main() -> None:
-    """Check the environment, lock the cores, make the drafter, and serve until the parent has ended."""
+    """Check the environment, lock the cores, create the drafter, and serve until the parent exits."""
     spec = ProcessSpec.from_json(sys.stdin.buffer.readline())
     threading.Thread(target=_follow_parent, daemon=True, name="paceline-parent").start()
     environment.check(spec.env)

@@ -210,18 +210,18 @@ def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad:
 
 
 CONFIGURATION_ERRORS = [
-    ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
+    ({"acceptor": "hope"}, "acceptor: expected one of match, reject"),
     ({"acceptor": None}, "got None"),
     ({"acceptor": [1]}, "or a rule's object, got [1]"),
     ({"target": "models/llama"}, "target: expected a decoder, got a str; load one with AutoDecoder.from_pretrained"),
     ({"draft": "models/small/draft"}, "got 'models/small/draft'"),
     ({"draft": NgramDrafter}, "got the class NgramDrafter; give an instance of it"),
-    ({"exact": "no"}, "exact='no': input should be a valid boolean"),
-    ({"fused": 0}, "fused=0: input should be a valid boolean"),
-    ({"confidence": 0.5}, "there is no option 'confidence'; the options are draft, k"),
-    ({"confidence_threshold": "0.5"}, "confidence_threshold='0.5': input should be a valid number"),
-    ({"confidence_threshold": 2.0}, "confidence_threshold=2.0: input should be less than or equal to 1"),
-    ({"synthetic_acceptance": "0.5"}, "synthetic_acceptance='0.5': input should be a valid number"),
+    ({"exact": "no"}, "exact: expected a valid boolean, got 'no'"),
+    ({"fused": 0}, "fused: expected a valid boolean, got 0"),
+    ({"confidence": 0.5}, "confidence: not an option; use one of draft, k"),
+    ({"confidence_threshold": "0.5"}, "confidence_threshold: expected a valid number, got '0.5'"),
+    ({"confidence_threshold": 2.0}, "confidence_threshold: expected less than or equal to 1, got 2.0"),
+    ({"synthetic_acceptance": "0.5"}, "synthetic_acceptance: expected a valid number, got '0.5'"),
     ({"k": -1}, "got -1"),
     ({"draft": "prefix"}, "draft: expected a folder or one of none, ngram, suffix"),
     ({"draft": 3}, "write a name (ngram), a folder"),
@@ -266,8 +266,8 @@ def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
 
 WRONG_SCORES = [
     (lambda _ids, _scores: None, "expected scores [1, 10], got a NoneType"),
-    (lambda _ids, scores: scores[:, :5], "returned a tensor of shape [1, 5]"),
-    (lambda _ids, scores: scores[0], "returned a tensor of shape [10]"),
+    (lambda _ids, scores: scores[:, :5], "got a tensor of shape [1, 5]"),
+    (lambda _ids, scores: scores[0], "got a tensor of shape [10]"),
     (lambda _ids, scores: scores * float("nan"), "got NaN after 2 tokens"),
 ]
 

@@ -173,7 +173,7 @@ def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest
         ([], "expected either a models file or --target DIR for a single"),
         (["--target", "x", "models.yaml"], "one of them"),
         (["--target", "MODEL", "--host", "0.0.0.0"], "makes the server reachable for others"),
-        (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "spec_metrics='all'"),
+        (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "got 'all'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_starts(

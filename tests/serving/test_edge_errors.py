@@ -130,15 +130,16 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
          "messages[0].tool_calls[0].function.arguments: expected a string, got {'a': 1}; correct it"),
         ("chat/completions", {"messages": [{"role": "user", "content": 5}]},
-         "messages[0].content: expected a string or a list, got 5"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+         "messages[0].content: expected a string or a list, got 5; correct it"),
+        ("chat/completions", {"messages": [{"content": "x"}]},
+         "messages[0].role: expected a value, got nothing; add it"),
         ("chat/completions", {"messages": [{"role": "user"}]},
-         "messages[0]: content: expected a value unless the message has tool_calls"),
+         "messages[0]: content: expected a value unless the message has tool_calls, got none; add it"),
         ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {}}]},
-         "tools[0].function.name is missing"),
+         "tools[0].function.name: expected a value, got nothing; add it"),
         ("completions", COMPLETION | {"speculative": {"k": -1}},
-         "speculative.k: expected greater than or equal to 0, got -1"),
-        ("completions", COMPLETION | {"n": 0}, "n: expected a whole number from 1 to 128, got 0"),
+         "speculative.k: expected greater than or equal to 0, got -1; correct it"),
+        ("completions", COMPLETION | {"n": 0}, "n: expected a whole number from 1 to 128, got 0; correct it"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_where_and_what(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
@@ -167,7 +168,7 @@ FORMAT = {"response_format": {"type": "json_object"}}
          "expected none with a tool_choice"),
         ("v1/completions", COMPLETION | {"stop": ""}, "none of them empty"),
         ("v1/completions", COMPLETION | {"stop": [""]}, "stop"),
-        ("tokenize", COMPLETION | {"tools": [TOOL]}, "tools does nothing"),
+        ("tokenize", COMPLETION | {"tools": [TOOL]}, "tools: has no effect"),
     ],
 )  # fmt: skip
 def test_no_field_is_dropped_without_a_word(client: httpx.Client, path: str, body: object, says: str) -> None:

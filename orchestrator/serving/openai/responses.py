@@ -119,7 +119,7 @@ class ResponseTextConfig(Strict):
 
 
 class ReasoningOptions(Strict):
-    """Passed to the chat template, which may read it."""
+    """Options that are passed to the chat template, which may read them."""
 
     effort: str | None = None
     summary: None = None

@@ -170,7 +170,7 @@ def event(content: Mapping[str, object], name: str | None = None) -> bytes:
 
 
 def _encode(content: Mapping[str, object]) -> bytes:
-    """JSON, as UTF-8."""
+    """Return the object as JSON, in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
