@@ -61,7 +61,7 @@ LONG = (
     "tests/neuron/test_install.py",
     "tests/neuron/test_loading.py",
 )
-"""The other files that take long, the longest first. The first compiles what many others wait for."""
+"""The other files that take long, the longest first."""
 
 _PLACES = {file: place for place, file in enumerate((*RAY, *LONG))}
 _LONG_S = 20.0
