@@ -140,6 +140,35 @@ def test_markup_of_an_answer_is_inert(browser: Browser, served: tuple[str, Scrip
         assert page.evaluate("navigator.clipboard.readText()") == HOSTILE
 
 
+MARKDOWN = {
+    "a *b* **c _d_** ~~e~~ `f*g*`": "<p>a <em>b</em> <strong>c <em>d</em></strong> <del>e</del> <code>f*g*</code></p>",
+    "snake_case_name, 2 * 3 * 4, **open": "<p>snake_case_name, 2 * 3 * 4, **open</p>",
+    "\\*plain\\* a\nb": "<p>*plain* a<br>b</p>",
+    "# One\ntwo\n\n---\n### Three": "<h1>One</h1><p>two</p><hr><h3>Three</h3>",
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "3. a\n\n4. b\n   - c\n   - d\n\nend": (
+        '<ol start="3"><li>a</li><li><p>b</p><ul><li>c</li><li>d</li></ul></li></ol><p>end</p>'
+    ),
+    "| a | b |\n|---|:-:|\n| 1 | `2` |\n": (
+        "<table><tr><th> a </th><th> b </th></tr><tr><td> 1 </td><td> <code>2</code> </td></tr></table>"
+    ),
+}
+
+
+def test_markdown_becomes_elements(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
+    script = """async sources => {
+      const { renderMarkdown } = await import("./page/markdown.js");
+      return sources.map(source => {
+        const made = document.createElement("div");
+        renderMarkdown(made, source, (parent, start, end) => parent.append(source.slice(start, end)));
+        return made.innerHTML;
+      });
+    }"""
+    with opened(browser, served[0]) as page:
+        found = page.evaluate(script, list(MARKDOWN))
+        assert dict(zip(MARKDOWN, found, strict=True)) == MARKDOWN
+
+
 def test_stop_regenerate_and_edit(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     with opened(browser, address) as page:
