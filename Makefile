@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -42,7 +42,7 @@ WORKERS ?= 3
 PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 test: setup
-	$(PYTEST) -m "not full and not aiperf and not page"
+	$(PYTEST) -m "not full and not aiperf and not page and not clients"
 
 # The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
 test-full: setup
@@ -72,6 +72,19 @@ $(PAGE_PACKAGES)/.stamp:
 
 test-page: setup $(PAGE_PACKAGES)/.stamp
 	PYTHONPATH=$(abspath $(PAGE_PACKAGES)) $(BIN)/python -m pytest -m page tests/serving/test_page_browser.py
+# Clients of the server from the package index, and guidellm, against it, in an environment of their own.
+CLIENTS ?= "transformers==4.57.*" guidellm==0.8.1 openai llama-index-llms-openai-like llm
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
+
+$(CLIENTS_VENV)/.stamp:
+	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(CLIENTS_BIN)/python -m pip --disable-pip-version-check --quiet install $(CLIENTS)
+	@touch $@
+
+test-clients: setup $(CLIENTS_VENV)/.stamp
+	PATH="$$PATH:$(abspath $(CLIENTS_BIN))" $(BIN)/python -m pytest -m clients tests/serving/test_clients.py
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?

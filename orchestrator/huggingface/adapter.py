@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import wraps
 from typing import Any
 
 import torch
@@ -190,6 +191,15 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         """
         own_arguments = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
         super()._validate_generation_mode(generation_mode, generation_config, own_arguments)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # its signature says what `generate` takes
+    def prepare_inputs_for_generation(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        """As there, without what `transformers` 4.57 adds: the columns of tokens, and embeddings that are None."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **keywords)
+        inputs.pop("cache_position", None)
+        if inputs.get("inputs_embeds") is None:
+            inputs.pop("inputs_embeds", None)
+        return inputs
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
