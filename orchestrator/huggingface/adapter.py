@@ -194,7 +194,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # its signature says what `generate` takes
     def prepare_inputs_for_generation(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """Return the inputs of a step without those that `transformers` 4.57 adds: `cache_position`, empty embeddings."""
+        """Return a step's inputs without those that `transformers` 4.57 adds: `cache_position`, empty embeddings."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **keywords)
         inputs.pop("cache_position", None)
         if inputs.get("inputs_embeds") is None:
