@@ -12,6 +12,7 @@ from typing import Literal
 
 from paceline.core.errors import PacelineError
 from paceline.neuron import noise_record, sdk
+from paceline.neuron.chips import ENDS
 from paceline.placement.planning import instances
 
 Level = Literal["good", "note", "bad"]
@@ -84,6 +85,8 @@ def _sdk() -> Iterator[Seen]:
         degrees = ", ".join(map(str, found.capability.degrees))
         seen = f"SDK 2.{found.minor} for {found.chip.value}, logical cores of {found.logical}"
         yield ("backend 'neuron'", "good", f"{seen}, the runtime takes tp {degrees}")
+        if "neuron-native" in found.capability.backends:
+            yield ("support of 'neuron'", "note", ENDS)
         refusal = noise_record.refusal(found)
         level: Level = "good" if refusal is None else "note"
         yield ("sampling on 'neuron'", level, refusal or "the check of the noise has passed here")
