@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "cost": (
         "neuron",
-        "Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed.",
+        "Estimate a round of speculation, or a plain step, on Neuron chips by arithmetic, without weights or a chip.",
     ),
     "export-hlo": (
         "neuron",

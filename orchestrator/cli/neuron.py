@@ -108,7 +108,7 @@ def cost_of_round(
     graph: GraphOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a round of speculation, or a plain step, on Neuron chips by arithmetic. It needs no weights, no chip."""
+    """Estimate a round of speculation, or a plain step, on Neuron chips by arithmetic, without weights or a chip."""
     with console.refusals():
         (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
         from paceline.neuron.round_cost import round_cost, to_json
