@@ -51,12 +51,12 @@ class LoadOptions:
     batch_size: int | Sequence[int] = _option(
         1,
         "Requests decoded at the same time. Where idle slots are computed (all backends but native), rounds of the "
-        "first 1, 2, 4, ... slots have graphs of their own; an ascending list says of how many.",
+        "first 1, 2, 4, ... slots (Neuron: a quarter of them) have graphs of their own; an ascending list says which.",
     )
     n_positions: int | Sequence[int] | None = _option(
         None,
-        "Longest text, prompt included; default: the model's own. The cache length has buckets 128, 256, ... up to it; "
-        "an ascending list says which.",
+        "Longest text, prompt included; default: the model's own. The cache length has buckets 128, 256, ... up to it "
+        "(Neuron: a quarter of it, and it); an ascending list says which.",
     )
     context_length_estimate: Sequence[int] | int | None = _option(
         None, "Length of a prefill graph, or several. Default: 64 and 256."
@@ -198,14 +198,15 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
     Raises:
         ConfigurationError: longer sequences are requested than that.
     """
-    batches = _powers(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
+    steps = _quarter if BACKENDS[load.backend].slow else _powers
+    batches = steps(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
     last = load.longest(trained)
     if last > trained:
         raise ConfigurationError(
             f"n_positions={last} is more than the {trained} positions the model was trained on "
             "(max_position_embeddings); ask for fewer"
         )
-    kv_buckets = _powers(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
+    kv_buckets = steps(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
     chunks = tuple(sorted({min(chunk, last) for chunk in load.chunks}))
     whole = replace(load, batch_size=batches, n_positions=kv_buckets, context_length_estimate=chunks)
     return DecoderOptions(whole, kv_buckets, chunks, layout, batches)
@@ -217,6 +218,12 @@ def _ascending(name: str, one_or_more: object) -> None:
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {one_or_more!r}")
+
+
+def _quarter(last: int, first: int = 128) -> tuple[int, ...]:
+    """Return a quarter of ``last``, a multiple of ``first``, if it is that much, and ``last``."""
+    part = last // 4 // first * first
+    return (part, last) if part else (last,)
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:
