@@ -51,12 +51,13 @@ class LoadOptions:
     batch_size: int | Sequence[int] = _option(
         1,
         "Number of requests decoded at the same time. Backends that compute idle slots (all but native) have "
-        "separate graphs for the first 1, 2, 4, ... slots; an ascending list sets these numbers.",
+        "separate graphs for the first 1, 2, 4, ... slots (Neuron: a quarter of them); an ascending list sets these "
+        "numbers.",
     )
     n_positions: int | Sequence[int] | None = _option(
         None,
         "Maximum number of tokens of a sequence, prompt included. Default: the model's. The cache length has "
-        "buckets 128, 256, ... up to it; an ascending list sets them.",
+        "buckets 128, 256, ... up to it (Neuron: a quarter of it, and it); an ascending list sets them.",
     )
     context_length_estimate: Sequence[int] | int | None = _option(
         None, "Number of tokens of a prefill graph, or several. Default: 64 and 256."
@@ -206,14 +207,15 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
     Raises:
         ConfigurationError: longer sequences are requested than that.
     """
-    batches = _powers(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
+    steps = _quarter if BACKENDS[load.backend].slow else _powers
+    batches = steps(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
     last = load.longest(trained)
     if last > trained:
         raise ConfigurationError(
             f"n_positions: expected at most {trained}, which the model was trained on (max_position_embeddings), "
             f"got {last}; lower it"
         )
-    kv_buckets = _powers(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
+    kv_buckets = steps(last) if isinstance(load.n_positions, int | None) else tuple(load.n_positions)
     chunks = tuple(sorted({min(chunk, last) for chunk in load.chunks}))
     whole = replace(load, batch_size=batches, n_positions=kv_buckets, context_length_estimate=chunks)
     return DecoderOptions(whole, kv_buckets, chunks, layout, batches)
@@ -227,6 +229,12 @@ def _ascending(name: str, one_or_more: object) -> None:
         raise ConfigurationError(
             f"{name}: expected a positive number or an ascending list of them, got {one_or_more!r}; correct it"
         )
+
+
+def _quarter(last: int, first: int = 128) -> tuple[int, ...]:
+    """Return a quarter of ``last``, a multiple of ``first``, if it is that much, and ``last``."""
+    part = last // 4 // first * first
+    return (part, last) if part else (last,)
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Facts about Neuron's chips, each with its source: SDK releases, degrees, memory, speed of the engines.
 
 No figure was measured by us. `paceline.placement.planning.instances` reads this table; the installed SDK is in
-`paceline.neuron.sdk`. Sources of `CAPABILITIES`: the release notes, the hardware pages of release 2.32, the NxD
-Inference support notes, and the parallel degrees of its feature guide.
+`paceline.neuron.sdk`. Sources of `CAPABILITIES`: the release notes, the hardware pages of release 2.32, AWS's
+`n2-manifest.json` (2026-08-21; packages of a release and the chips of each), and the parallel degrees of NxD
+Inference's feature guide.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from enum import Enum
 
 
 class Chip(Enum):
-    """Accelerators supported by the backend `neuron`."""
+    """Neuron accelerators that a backend or a plan can name."""
 
     INF2 = "inf2"
     TRN1 = "trn1"
     TRN2 = "trn2"
+    TRN3 = "trn3"
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
     """Capabilities of a chip.
 
-    first, last  SDK lines 2.first to 2.last include ModelBuilder for it
+    backends     backends that drive it, the recommended one first
+    lines        SDK lines of that backend that were examined: 28 is SDK 2.28
     degrees      tensor-parallel degrees that the runtime supports
     cores        logical cores of a chip, by default
     memory       bytes of device memory of such a core
@@ -33,8 +36,8 @@ class Capability:
                  None: no release has one for the chip
     """
 
-    first: int
-    last: int
+    backends: tuple[str, ...]
+    lines: tuple[int, ...]
     degrees: tuple[int, ...]
     cores: int
     memory: int
@@ -45,12 +48,20 @@ class Capability:
 
 _GIB = 1 << 30
 
+_OLD, _NEW = "neuron", "neuron-native"
+
 CAPABILITIES = {
-    Chip.INF2: Capability(28, 28, (1, 2, 4, 8, 24), 2, 16 * _GIB, 410 * _GIB),
-    Chip.TRN1: Capability(28, 28, (1, 2, 8, 16, 32), 2, 16 * _GIB, 410 * _GIB),
-    Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), 4, 24 * _GIB, 725 * 10**9, (2, 1), attention=29),
+    Chip.INF2: Capability((_OLD,), (28, 31), (1, 2, 4, 8, 24), 2, 16 * _GIB, 410 * _GIB),
+    Chip.TRN1: Capability((_OLD,), (28, 31), (1, 2, 8, 16, 32), 2, 16 * _GIB, 410 * _GIB),
+    Chip.TRN2: Capability(
+        (_NEW, _OLD), (28, 29, 30, 31), (1, 2, 4, 8, 16, 32, 64), 4, 24 * _GIB, 725 * 10**9, (2, 1), attention=29
+    ),
+    Chip.TRN3: Capability((_NEW,), (33,), (1, 2, 4, 8, 16, 32, 64), 4, 36 * _GIB, 1225 * 10**9, (2, 1), attention=33),
 }
-"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not examined.
+"""Lines are those of `neuron` where it drives the chip: 2.31 is the last with neuronx_distributed, and stays in
+maintenance for Inf2 and Trn1 (announcements of 2026-08-12 and 2026-10-16). Degrees of Trn3 are not documented: those of
+Trn2. Of Inf2, one guide names 12 (generative-llm-inference-with-neuron, 2026-08-21), no other list does; the runtime
+of Trn1 refuses 4 (optimum-neuron#619).
 
 Attention: from 2.29 on NxD Inference calls ``attention_cte`` of the NKI Library through `nki.jit`, on Trainium2 and
 newer only. In 2.28 it called private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1 not with
@@ -58,13 +69,15 @@ cached rows.
 """
 
 
+ENDS = (
+    "AWS ends support for NxD Core, which backend 'neuron' uses, on Trn2 and Trn3 with SDK 2.34 (announcement of "
+    "2026-10-16); use backend='neuron-native'"
+)
+
+
 def chip_of(name: str) -> Chip | None:
     """Return the chip of an instance type, as "inf2.48xlarge", or of a family; None if the chip is not supported."""
     return next((chip for chip in Chip if name.startswith(chip.value)), None)
-
-
-_INFERENTIA2 = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/general/arch/neuron-hardware/inferentia2.html"
-_CORE_V2 = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/general/arch/neuron-hardware/neuron-core-v2.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +89,34 @@ class Figure:
     source: str
 
 
-TENSOR_16 = Figure(
-    95e12, "operations a second of the tensor engine on 16-bit numbers", f"190 TFLOPS of two cores: {_INFERENTIA2}"
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Rates of a logical core, a second: operations of the tensor engine on 16-bit numbers and on float32, and elements
+    that an operation of the vector and of the scalar engine goes over.
+    """
+
+    tensor_16: float
+    tensor_32: float
+    vector: float
+    scalar: float
+    source: str
+
+
+_HARDWARE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/arch/neuron-hardware"
+_SIXTEENTH = "an operation on one element is assumed to take a sixteenth of a second's float32 operations"
+_V2 = Engines(
+    95e12, 23.75e12, 2.3e12 / 16, 2.9e12 / 16, f"half of {_HARDWARE}/inferentia2.html; neuron-core-v2; {_SIXTEENTH}"
 )
-TENSOR_32 = Figure(23.75e12, "the same on float32", f"47.5 TFLOPS of two cores: {_INFERENTIA2}")
-VECTOR = Figure(
-    2.3e12 / 16,
-    "elements a second that an operation of the vector engine goes over",
-    f"2.3 TFLOPS of float32 ({_CORE_V2}), of which one operation on one element is assumed to take a sixteenth",
-)
-SCALAR = Figure(
-    2.9e12 / 16,
-    "elements a second of the scalar engine (exponential, logarithm, root)",
-    f"2.9 TFLOPS of float32 ({_CORE_V2}), with the same assumption",
-)
+ENGINES = {
+    Chip.INF2: _V2,
+    Chip.TRN1: _V2,
+    Chip.TRN2: Engines(
+        667e12 / 4, 181e12 / 4, 2e12 / 16, 2.4e12 / 16, f"{_HARDWARE}/trainium2.html; neuron-core-v3; {_SIXTEENTH}"
+    ),
+    Chip.TRN3: Engines(
+        671e12 / 4, 183e12 / 4, 2.4e12 / 16, 2.4e12 / 16, f"{_HARDWARE}/trainium3.html; neuron-core-v4; {_SIXTEENTH}"
+    ),
+}
 GATHERED = Figure(
     128 / 1e-6,
     "single numbers a second that are gathered by their places",
@@ -97,24 +124,27 @@ GATHERED = Figure(
     "(nki/about/tiling-overview); that an instruction takes one index a partition, and a microsecond, is assumed",
 )
 COLLECTIVE = Figure(
-    15e-6,
+    45e-6,
     "seconds of a small collective",
-    "14 us of a collective permute in a profile of trn1.32xlarge (aws-neuron-sdk#998; some cores take far longer); AWS "
-    "gives 1 to 10 us as the order of magnitude of the latency, and a single step to messages below 1 MB where chips "
-    "route them (neuron-runtime/explore/intranode-collective-comm, SDK 2.32); that every size up to 160 KB and every "
-    "degree takes the same is assumed",
+    "fitted with the share of the bandwidth to AWS's plain decoding of Llama-2-7B and Llama-2-70B on 24 cores "
+    "(`PUBLISHED`), to within 3 %, and rounded so that all others come out within a quarter; that every size up to "
+    "160 KB, every degree and every chip takes the same is assumed. A profile of "
+    "trn1.32xlarge has 14 us for a collective permute (aws-neuron-sdk#998), and AWS gives 1 to 10 us as the order of "
+    "magnitude (neuron-runtime/explore/intranode-collective-comm, SDK 2.32)",
 )
 COLLECTIVE_SLOW = Figure(
     68e-6,
     "seconds of a small collective, at worst",
     "AWS publishes 6.42 ms a token for Llama-3-8B on 24 cores (about-neuron/benchmarks/inf2); what is left of it after "
-    "reading the weights at 80 % of the bandwidth, divided by 65 collectives. A ring of 24 cores would be the same: it "
-    "is gone round twice, 46 hops of 1 to 2 us each (neuron-runtime/explore/intranode-collective-comm, SDK 2.32)",
+    "reading int8 weights at 80 % of the bandwidth, divided by 65 collectives. A ring of 24 cores is the same: it is "
+    "gone round twice, 46 hops of 1 to 2 us each (neuron-runtime/explore/intranode-collective-comm, SDK 2.32)",
 )
 LAUNCH = Figure(
     437e-6, "seconds of the host for a synchronous call", "vllm-neuron, design/framework/async_execution.md, on trn2"
 )
-BANDWIDTH_SHARE = Figure(0.8, "of the memory's bandwidth that reading weights reaches", "assumed")
+BANDWIDTH_SHARE = Figure(
+    0.57, "of the memory's bandwidth that reading weights reaches", "fitted with the collective's seconds, see there"
+)
 MAX_INSTRUCTIONS = Figure(5e6, "instructions of a compiled graph", "the compiler's limit: aws-neuron-sdk#819")
 TILE = Figure(
     128 * 512,
@@ -123,8 +153,46 @@ TILE = Figure(
     "tensor engine; that other engines are given tiles of that size is assumed",
 )
 
-CORE_V2 = (Chip.INF2, Chip.TRN1)
-"""Chips with NeuronCore-v2, to which these figures apply."""
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published time of plain decoding: what the cost model has to give, within a quarter.
+
+    context       positions of the graph
+    quantization  of the weights; None: 16 bits
+    fitted        whether `COLLECTIVE` and `BANDWIDTH_SHARE` were fitted to it; the others were in view when they were
+                  rounded
+    """
+
+    model: str
+    instance: str
+    degree: int
+    context: int
+    seconds: float
+    source: str
+    slots: int = 1
+    quantization: str | None = None
+    fitted: bool = False
+
+
+_INF2 = "about-neuron/benchmarks/inf2/latency_data_decoder.csv, SDK 2.18, TPOT P50"
+_TRN1 = "about-neuron/benchmarks/trn1/latency_data_decoder.csv, SDK 2.18, TPOT P50"
+_NXDI = "libraries/nxd-inference/tutorials, trn2-llama3"
+PUBLISHED = (
+    Published("Llama-2-7B", "inf2.48xlarge", 24, 4096, 6.47e-3, _INF2, fitted=True),
+    Published("Llama-2-70B", "inf2.48xlarge", 24, 1152, 33.15e-3, _INF2, fitted=True),
+    Published("Llama-2-13B", "inf2.48xlarge", 24, 4096, 9.17e-3, _INF2),
+    Published("Llama-3-8B", "inf2.48xlarge", 24, 4096, 6.42e-3, _INF2, quantization="int8"),
+    Published("Llama-3-70B", "inf2.48xlarge", 24, 1152, 32.47e-3, _INF2),
+    Published("Llama-3-8B", "trn1.32xlarge", 32, 4096, 5.86e-3, _TRN1, quantization="int8"),
+    Published("Llama-3-70B", "trn1.32xlarge", 32, 1152, 24.48e-3, _TRN1),
+    Published(
+        "Llama-3-8B", "trn2.48xlarge", 8, 640, 10.52e-3,
+        "vllm-neuron, tutorial-eagle3-speculative-decoding-llama-3-1 (2026-08), TPOT of the baseline", slots=2,
+    ),
+    Published("Llama-3-70B", "trn2.48xlarge", 64, 11520, 19.6e-3, f"{_NXDI}.3-70b-tutorial, TPOT of the baseline"),
+    Published("Llama-3-405B", "trn2.48xlarge", 64, 11520, 37.9e-3, f"{_NXDI}.1-405b, TPOT of the baseline"),
+)  # fmt: skip
 
 DRAFT_LENGTHS = (0, 1, 3, 4)
 """Draft lengths worth a graph on Neuron, where each takes minutes to compile. Published: 48.2 tokens/s with K = 3, 42.5

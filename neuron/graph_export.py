@@ -38,7 +38,7 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
         ConfigurationError: the instance has no Neuron chip with a compiler target.
     """
     target = compiler_target(instance)
-    flags = Sdk(target, CAPABILITIES[target].first, (), CAPABILITIES[target].logical[0]).flags
+    flags = Sdk(target, CAPABILITIES[target].lines[0], (), CAPABILITIES[target].logical[0]).flags
     folder.mkdir(parents=True, exist_ok=True)
     with_xla = importlib.util.find_spec("torch_xla") is not None
     graphs: list[dict[str, object]] = []
@@ -49,7 +49,6 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
         with mode:
             lowered = lower(name, module, example)
         work = counted(setup, module, example)
-        known = target in chips.CORE_V2
         file = _write(folder, name, lowered, degree=setup.degree, with_xla=with_xla)
         graphs.append(
             {
@@ -60,7 +59,7 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
                 "operations": int(work.operations),
                 "instructions": int(work.tiles),
                 "bytes_read": int(work.read),
-                "expected_ms": round(expected_seconds(work, instance) * 1e3, 3) if known else None,
+                "expected_ms": round(expected_seconds(work, instance) * 1e3, 3),
                 "state": dict(zip(lowered.state, _shapes(lowered), strict=False)),
                 "changed": list(lowered.changed),
             }

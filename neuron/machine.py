@@ -12,6 +12,7 @@ from typing import Literal
 
 from paceline.core.errors import PacelineError
 from paceline.neuron import noise_record, sdk
+from paceline.neuron.chips import ENDS
 from paceline.placement.planning import instances
 
 Status = Literal["ok", "note", "FAILED"]
@@ -88,6 +89,8 @@ def _sdk() -> Iterator[Seen]:
         degrees = ", ".join(map(str, found.capability.degrees))
         seen = f"SDK 2.{found.minor} for {found.chip.value}, logical cores of {found.logical}"
         yield ("backend 'neuron'", "ok", f"{seen}, the runtime takes tp {degrees}")
+        if "neuron-native" in found.capability.backends:
+            yield ("support of 'neuron'", "note", ENDS)
         refusal = noise_record.refusal(found)
         status: Status = "ok" if refusal is None else "note"
         yield ("sampling on 'neuron'", status, refusal or "the check of the noise has passed here")

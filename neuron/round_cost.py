@@ -1,7 +1,8 @@
 """Cost of a round of speculation on Neuron at real size, from the graphs it would compile: no weights, no chip.
 
 A round of a pair is counted with one and with two layers of each model, which gives the cost of a layer and the rest.
-Times are arithmetic from published figures (`paceline.neuron.chips`); none was measured.
+Times are arithmetic from published figures (`paceline.neuron.chips`), of which two are fitted to AWS's published
+decoding; none was measured by us.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     collectives = sum(total.collectives.values())
     expected = busy + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
     slower = collectives * (chips.COLLECTIVE_SLOW.value - chips.COLLECTIVE.value)
-    memory = model_memory(setup.target, setup) + setup.draft.memory(setup)
+    memory = model_memory(setup.target, setup) - setup.saved(setup.target.num_layers)
+    memory += setup.draft.memory(setup) if setup.k else 0
     ideal = sum(max(part["memory"] * chips.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
     return {
         "instance": instance.name,
@@ -56,11 +58,13 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "sampling": setup.kind,
         "batch_size": setup.slots,
         "computed_slots": setup.lines or setup.slots,
+        "context": setup.rows,
+        "quantization": setup.quantization,
         "padding": {
             name: {what: list(both) for what, both in filled.items()}
             for name, filled in (
                 ("target", sharding.padding(setup.target, setup.degree)),
-                ("draft", setup.draft.padding(setup.degree)),
+                ("draft", setup.draft.padding(setup.degree) if setup.k else {}),
             )
         },
         "round": {
@@ -84,17 +88,16 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
             for name, part in sorted(times.items(), key=lambda item: -sum(item[1].values()))
         },
         "over_limits": _over(total, memory, instance),
-        "sources": {figure.what: figure.source for figure in _FIGURES},
+        "sources": {
+            "rates of the engines": engines_of(instance).source,
+            **{figure.what: figure.source for figure in _FIGURES},
+        },
     }
 
 
 def _check_instance(degree: int, instance: Instance) -> None:
-    """Raise ConfigurationError unless the chip's figures are known and models can be sharded to ``degree`` on it."""
-    if chips.chip_of(instance.name) not in chips.CORE_V2:
-        known = ", ".join(chip.value for chip in chips.CORE_V2)
-        raise ConfigurationError(
-            f"instance: the engine speeds of {instance.name} are unknown; use an instance of {known}"
-        )
+    """Raise ConfigurationError unless the chip has figures and models can be sharded to ``degree`` on it."""
+    engines_of(instance)
     if degree not in instance.degrees:
         degrees = ", ".join(map(str, instance.degrees))
         raise ConfigurationError(
@@ -102,11 +105,19 @@ def _check_instance(degree: int, instance: Instance) -> None:
         )
 
 
+def engines_of(instance: Instance) -> chips.Engines:
+    """Return the rates of a core's engines.
+
+    Raises:
+        ConfigurationError: the instance has no Neuron chip.
+    """
+    if chip := chips.chip_of(instance.name):
+        return chips.ENGINES[chip]
+    known = ", ".join(chip.value for chip in chips.ENGINES)
+    raise ConfigurationError(f"instance: expected one of {known}, got {instance.name}; use one of them")
+
+
 _FIGURES = (
-    chips.TENSOR_16,
-    chips.TENSOR_32,
-    chips.VECTOR,
-    chips.SCALAR,
     chips.GATHERED,
     chips.COLLECTIVE,
     chips.COLLECTIVE_SLOW,
@@ -126,7 +137,7 @@ def expected_seconds(work: Work, instance: Instance) -> float:
 def expected_here() -> Callable[[Graph, int], float] | None:
     """Return `expected_seconds` of a graph on this machine; None if its chip has no figures."""
     here = INSTANCES.get(instance_family())
-    if here is None or chips.chip_of(here.name) not in chips.CORE_V2:
+    if here is None or chips.chip_of(here.name) is None:
         return None
 
     def expected(graph: Graph, width: int) -> float:
@@ -138,11 +149,12 @@ def expected_here() -> Callable[[Graph, int], float] | None:
 def _times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Return seconds by resource, each separately; a widened weight is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
+    engines = engines_of(instance)
     return {
         "memory": (work.read + 4 * work.widened) / instance.bandwidth / chips.BANDWIDTH_SHARE.value,
-        "tensor": narrow / chips.TENSOR_16.value + work.products["float32"] / chips.TENSOR_32.value,
-        "vector": work.vector / chips.VECTOR.value,
-        "scalar": work.scalar / chips.SCALAR.value,
+        "tensor": narrow / engines.tensor_16 + work.products["float32"] / engines.tensor_32,
+        "vector": work.vector / engines.vector,
+        "scalar": work.scalar / engines.scalar,
         "gather": work.gathered / chips.GATHERED.value,
     }
 
@@ -169,6 +181,10 @@ def _parts(setup: RoundSetup) -> dict[str, Work]:
     """Split a round's work by part. Layers of one model are alike, so that one and two of them give the cost of
     each.
     """
+    if not setup.k:
+        base = _work(setup, 1, drafts=False)
+        layer = _work(setup, 2, drafts=False).plus(base, -1)
+        return {"target layers": base.plus(base, -1).plus(layer, setup.target.num_layers), REST: base.plus(layer, -1)}
     base, head = _works(setup, 1, 1)
     target = _works(setup, 2, 1)[0].plus(base, -1)  # of one layer
     nothing = base.plus(base, -1)
@@ -189,7 +205,9 @@ def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Wo
         step, given = fused_round(setup, target_layers, draft_layers)
         features = () if step.carry is None else (step.carry.features,)
     tokens, count, row, _limit, *sampling = given
-    return counted(setup, step, given), counted(setup, step.draft, (tokens, count, row, *sampling, *features))
+    whole = counted(setup, step, given)
+    whole.read -= setup.saved(target_layers)
+    return whole, counted(setup, step.draft, (tokens, count, row, *sampling, *features))
 
 
 def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
@@ -285,7 +303,9 @@ def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
         else:
             shape = DraftShape.chain(setup.k)
             step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)
-    return counted(setup, step, _inputs(setup, drafts=drafts))
+    work = counted(setup, step, _inputs(setup, drafts=drafts))
+    work.read -= 0 if drafts else setup.saved(layers)
+    return work
 
 
 def _inputs(setup: RoundSetup, *, drafts: bool) -> tuple[Tensor, ...]:

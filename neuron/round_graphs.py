@@ -137,7 +137,8 @@ class RoundSetup:
     """A fused pair: ``k`` drafted tokens per round over ``slots`` sequences of up to ``rows`` tokens, on ``degree``
     cores.
 
-    ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them.
+    ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them. ``quantization``: of the
+    target's matmul weights; None: 16 bits. ``k`` 0 is plain decoding, and the draft counts for nothing.
     """
 
     target: ModelConfig
@@ -148,6 +149,15 @@ class RoundSetup:
     slots: int = 1
     rows: int = 2048
     lines: int = 0
+    quantization: str | None = None
+
+    def saved(self, layers: int) -> int:
+        """Return the bytes of ``layers`` layers of the target that 8-bit weights save on a core."""
+        if self.quantization is None:
+            return 0
+        shard = Shard(replace(self.target, num_layers=layers), sharding.layout(self.target, self.degree))
+        specs = registry.family(self.target.model_type).tensors(shard.config).values()
+        return sum(shard.numbers_of(spec) for spec in specs if spec.is_product)
 
 
 def read_config(path: Path) -> ModelConfig:

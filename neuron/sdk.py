@@ -7,6 +7,7 @@ The SDK is not imported: versions are read from the installed packages' metadata
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ PACKAGES = {
     "libneuronxla": "libneuronxla",
 }
 """Packages of the SDK and the module that each of them installs; the compiler's has a different name."""
+
+log = logging.getLogger("paceline")
 
 _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
@@ -86,7 +89,7 @@ class Sdk:
         """
         flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none", _OVERLAP]
         flags += ["-O1", "--modular-flow-mac-threshold=10"] if prompt else ["-O2"]
-        if self.chip is Chip.TRN2:
+        if self.capability.logical[1:]:
             flags.append(f"--lnc={self.logical}")
         else:
             flags.append("--enable-saturate-infinity")
@@ -127,13 +130,17 @@ def find(version: Versions = metadata.version) -> Sdk:
     minor = _line(versions[0])
     chip = this_chip()
     able = CAPABILITIES[chip]
-    if not able.first <= minor <= able.last:
-        span = f"2.{able.first}" if able.first == able.last else f"2.{able.first} to 2.{able.last}"
+    if not versions[1].startswith("2.9."):
         raise BackendError(
-            f"neuronx-cc {versions[0]} belongs to SDK 2.{minor}, but {chip.value} is driven with SDK {span} here; "
-            "install that line, as docs/neuron.md shows"
-            + (", or use backend='neuron-native' with SDK 2.33" if chip is Chip.TRN2 else "")
+            f"torch-neuronx: expected 2.9, the last one over PyTorch/XLA, got {versions[1]}; install the extra "
+            "paceline[neuron], or use backend='neuron-native' on Trn2 and Trn3"
         )
+    if minor not in able.lines:
+        examined = ", ".join(f"2.{line}" for line in able.lines)
+        log.warning(
+            "neuronx-cc %s belongs to SDK 2.%d; on %s releases %s were examined, and this one may work or not",
+            versions[0], minor, chip.value, examined,
+        )  # fmt: skip
     logical = environment.neuron_logical_cores() or able.logical[0]
     if logical not in able.logical:
         raise BackendError(f"NEURON_LOGICAL_NC_CONFIG: {logical} is not possible on {chip.value}; unset it")
@@ -147,13 +154,12 @@ def this_chip() -> Chip:
         BackendError: no chip is found, or it is not supported.
     """
     named = environment.neuron_target() or instance_family()
-    if chip := chip_of(named):
+    chip = chip_of(named)
+    if chip is not None:
+        if "neuron" not in CAPABILITIES[chip].backends:
+            raise BackendError(f"{chip.value} is driven by TorchNeuron alone; use backend='neuron-native'")
         return chip
-    known = ", ".join(chip.value for chip in Chip)
-    if named.startswith("trn3"):
-        raise BackendError(
-            f"trn3 is supported only by TorchNeuron, and backend='neuron' supports {known}; use backend='neuron-native'"
-        )
+    known = ", ".join(chip.value for chip, able in CAPABILITIES.items() if "neuron" in able.backends)
     raise BackendError(
         "this machine has no Neuron chip"
         + (f" ({named})" if named else "")

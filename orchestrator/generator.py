@@ -62,6 +62,7 @@ class SpeculativeGenerator:
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
         self._last_holder = object()  # of the decoders, in the last call
+        self._warned = False  # that values of sampling change nothing
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule, verify_width=verify_width)
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
         self.limits = replace(
@@ -124,6 +125,10 @@ class SpeculativeGenerator:
         SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
+        ignored = [name for name in ("top_k", "top_p", "temperature") if name in overrides]
+        if ignored and "do_sample" not in overrides and not params.do_sample and not self._warned:
+            self._warned = True
+            log.warning("%s without do_sample=True: decoding is greedy (transformers-neuronx samples)", ignored[0])
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
         if streamer is not None:
             _check_streamer(streamer, len(requests))

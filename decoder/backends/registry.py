@@ -21,6 +21,7 @@ class BackendRow:
     narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
     blocks   whether matmuls with quantised blocks (Q8_0, Q4_0, Q4_1) are supported; 8-bit numbers with one scale per
              row are supported by every backend
+    slow     whether a graph takes minutes to compile: by default there are few
     e4m3     whether fp8_e4m3 reaches 448, as in PyTorch: on Neuron chips before Trainium3 it has infinity and NaN above
              240 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
     """
@@ -34,6 +35,7 @@ class BackendRow:
     blocks: bool = True
     narrow_cache: bool = False
     e4m3: bool = True
+    slow: bool = False
 
 
 BACKENDS: dict[str, BackendRow] = {
@@ -63,6 +65,7 @@ BACKENDS: dict[str, BackendRow] = {
             saves=True,
             blocks=False,
             e4m3=False,
+            slow=True,
         ),
         BackendRow(
             "neuron-native",
@@ -71,6 +74,7 @@ BACKENDS: dict[str, BackendRow] = {
             divided="paceline.neuron.native:NeuronNativeRanks",
             blocks=False,
             e4m3=False,
+            slow=True,
         ),
     )
 }

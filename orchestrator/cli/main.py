@@ -48,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "cost": (
         "neuron",
-        "Estimate the time of a speculative round on Inferentia2 or Trainium1, without weights and without a chip.",
+        "Estimate the time of a speculative round, or of a plain step, on Neuron chips, without weights or a chip.",
     ),
     "export-hlo": (
         "neuron",

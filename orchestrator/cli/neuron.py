@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -80,6 +80,11 @@ class GraphOptions:
         typer.Option(min=1, help="Number of slots that the graph computes, from the first on. Default: all."),
     ] = None
 
+    context: Annotated[int, typer.Option(min=1, help="Positions of the cache, all of which a graph reads.")] = 2048
+    quantization: Annotated[Literal["int8"] | None, typer.Option(help="Weights of the target; default: 16 bits.")] = (
+        None
+    )
+
     def lines(self) -> int:
         """Number of batch rows, for `RoundSetup.lines`.
 
@@ -97,23 +102,29 @@ class GraphOptions:
 def cost_of_round(
     *,
     target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
-    draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
-    instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge",
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json of the draft model or EAGLE head, or a folder with one. Default: plain decoding."
+        ),
+    ] = None,
+    instance: Annotated[str, typer.Option(help="Instance type with Neuron chips.")] = "inf2.48xlarge",
     tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
     k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
     sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
     graph: GraphOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
+    """Estimate a round of speculation, or a plain step, on Neuron chips by arithmetic, without weights or a chip."""
     with console.refusals():
         (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
         from paceline.neuron.round_cost import round_cost, to_json
-        from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
+        from paceline.neuron.round_graphs import ModelDraft, RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
-        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind, slots=graph.batch_size)
-        found = round_cost(replace(setup, lines=lines), machine)
+        drafts, k = (read_draft(draft, verifier), k) if draft else (ModelDraft(verifier), 0)
+        setup = RoundSetup(verifier, drafts, tp, k, kind, slots=graph.batch_size, rows=graph.context)
+        found = round_cost(replace(setup, lines=lines, quantization=graph.quantization), machine)
     if as_json:
         typer.echo(to_json(found))
         return

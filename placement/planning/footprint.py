@@ -16,7 +16,9 @@ from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights.formats import SCALE_BYTES
 
 CODE_BYTES = 96 * (1 << 20)
-"""Bytes of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
+"""Bytes of micro-code on every physical core, to which each loaded program adds its own (Neuron SDK 2.32, "Device
+memory"); they all stay resident.
+"""
 _SLACK_ROWS = 256  # of a cache after its last position, for a window or a padded chunk
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}

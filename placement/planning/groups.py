@@ -10,6 +10,7 @@ small for a model and its draft, only the draft is dropped: the context keeps it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from paceline.config import SpeculativeConfig
@@ -18,7 +19,7 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.plan import Plan
-from paceline.placement.planning.planner import plan
+from paceline.placement.planning.planner import plan, settled
 from paceline.placement.planning.residency import Residency
 
 
@@ -69,6 +70,9 @@ def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[Replic
         PlanError: a group does not fit the instance, even without its draft.
     """
     groups = []
+    with suppress(RoomError):  # one does not fit even alone: it is told below, or runs without its draft
+        degrees = settled(models, instance)  # of all models together, so that a group leaves room for the others
+        models = [replace(model, degree=degrees[model.name]) for model in models]
     for target in models:
         if target.draft_of:
             continue

@@ -21,6 +21,8 @@ from paceline.core.errors import PlanError
 from paceline.neuron.chips import CAPABILITIES, Chip
 
 GIB = 1 << 30
+_MICRO_CODE = 96 << 20
+"""Bytes of micro-code of every physical core (Neuron SDK 2.32, "Device memory"); a footprint counts one core's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Instance:
     bandwidth         bytes per second that a core reads from that memory
     vcpus             number of the host's vCPUs; host_memory in bytes
     degrees           tensor-parallel degrees, ascending; each divides the next, so that aligned runs nest
-    links             how the devices are connected: "ring", "torus" or "none"
-    sdk               last version of the Neuron SDK whose ModelBuilder supports this family; "": no Neuron hardware
+    links             how the devices are connected: "ring", "torus", "switch" or "none"
+    sdk               last version of the Neuron SDK that was examined for this family; "": no Neuron hardware
     logical           physical cores in a logical one (NEURON_LOGICAL_NC_CONFIG); 0: the family has no such setting
     """
 
@@ -70,13 +72,13 @@ def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees
         name=f"{chip.value}{size}",
         devices=devices,
         cores_per_device=able.cores,
-        memory=able.memory,
+        memory=able.memory - (able.logical[0] - 1) * _MICRO_CODE,
         bandwidth=able.bandwidth,
         vcpus=vcpus,
         host_memory=host * GIB,
         degrees=degrees or tuple(degree for degree in able.degrees if degree <= devices * able.cores),
-        links="ring" if chip is Chip.INF2 else "torus",
-        sdk=f"2.{able.last}",
+        links={Chip.INF2: "ring", Chip.TRN3: "switch"}.get(chip, "torus"),
+        sdk=f"2.{able.lines[-1]}",
         logical=able.logical[0] if len(able.logical) > 1 else 0,
     )
 
@@ -93,6 +95,9 @@ _ALL = (
     _with(Chip.TRN2, ".3xlarge", 1, vcpus=12, host=128, degrees=(1, 4)),
     _with(Chip.TRN2, ".48xlarge", 16, vcpus=192, host=2048),
     _with(Chip.TRN2, "u.48xlarge", 16, vcpus=192, host=2048),
+    # One server of an UltraServer (trn3-arch, SDK 2.32); names of EC2's types are not in the SDK's pages.
+    _with(Chip.TRN3, ".gen1", 16, vcpus=192, host=2048),
+    _with(Chip.TRN3, ".gen2", 4, vcpus=64, host=768),
     # No accelerator: eight "cores" that are processes on the host, for planning and simulation.
     Instance("cpu", 8, 1, 2 * GIB, 10 * GIB, 8, 16 * GIB, (1,), "none", ""),
 )
@@ -176,8 +181,10 @@ def matching(devices: Devices) -> Instance:
             f"instance: no known type has {devices.count} devices of {devices.cores_each} cores; set --instance to "
             "the nearest"
         )
-    smallest = min(fits, key=lambda item: item.vcpus)
-    return replace(smallest, memory=min(smallest.memory, devices.memory_each // devices.cores_each))
+    # Of Trn2 and Trn3, whose servers look alike otherwise, the one with that memory.
+    each = devices.memory_each // devices.cores_each
+    smallest = min(fits, key=lambda item: (abs(item.memory - each), item.vcpus))
+    return replace(smallest, memory=min(smallest.memory, each))
 
 
 def detect() -> Instance | None:

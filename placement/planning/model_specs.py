@@ -9,8 +9,8 @@ Keys of a model:
     name          letters, digits, "-", "_" and "."
     path          checkpoint folder, GGUF file, or name of a fetched model; or ``config``: a config.json (or its folder)
                   to plan without weights
-    tp_degree     a number, or "auto" (default): the smallest legal degree whose shard fits on a core; above 1 it runs
-                  with eager and neuron
+    tp_degree     a number, or "auto" (default): as many cores as make a token faster and leave others room; above
+                  1 it runs with eager and neuron
     batch_size, n_positions, amp, backend, quantization, ...   loading options: all of
                   `paceline.decoder.options.LoadOptions` (more positions than it was trained on can be planned, but not
                   loaded)
@@ -163,7 +163,7 @@ class ModelSpec:
 
     folder       its checkpoint; None if only a configuration was given
     options      loading options, except its degree
-    degree       tensor-parallel degree; None: the smallest that fits
+    degree       tensor-parallel degree; None: `paceline.placement.planning.planner.degrees_of`
     speculative  for a target: the drafter in its process, and how it decodes; for a draft: its k
     drafts       drafters in its process that have weights
     """

@@ -2,6 +2,7 @@
 
 Rules, each with its own error:
 
+- a backend that drives the chip;
 - a degree that the runtime accepts;
 - K/V heads that can be laid out as asked;
 - a shard, padded as in `paceline.decoder.parallel.sharding`, that fits on a core;
@@ -14,7 +15,7 @@ whether cores are free now (`cluster.core_allocator`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigurationError, PlanError, RoomError
@@ -22,6 +23,7 @@ from paceline.decoder.backends.registry import BACKENDS, why_not_cached, why_not
 from paceline.decoder.models.config import check_positions
 from paceline.decoder.options import MAX_WIDTH
 from paceline.decoder.parallel.sharding import layout
+from paceline.neuron import chips
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
 from paceline.placement.planning.footprint import Footprint, footprint
@@ -30,6 +32,8 @@ from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.plan import Placement, Plan
 
 _TIMEOUT = 600.0
+_NEURON = ("neuron", "neuron-native")
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,26 @@ class Need:
         return -self.degree, bool(self.model.draft_of), self.model.name, self.replica
 
 
-def degree_of(model: ModelSpec, instance: Instance) -> int:
-    """Return the tensor-parallel degree of a model: as given, or the smallest that fits.
+_HEADROOM = 0.9
+"""Share of a core's memory that `auto` fills: footprints are estimates."""
+_GAIN = 0.8
+"""A larger degree has to bring the time of a token to this share of the smaller one's, or cores are wasted."""
+
+
+def degrees_of(model: ModelSpec, instance: Instance) -> list[int]:
+    """Return the tensor-parallel degrees to place a model with, the preferred one first.
+
+    As given; or with `auto` the one from which on more cores gain little, then smaller ones, for less room.
 
     Raises:
-        PlanError: the degree is illegal, or K/V heads do not allow it.
+        PlanError: the degree is illegal, K/V heads do not allow it, or the backend does not drive the chip.
         RoomError: the shard does not fit on a core.
     """
     name = model.name
+    chip = chips.chip_of(instance.name)
+    if chip and model.options.backend in _NEURON and model.options.backend not in chips.CAPABILITIES[chip].backends:
+        able = " or ".join(chips.CAPABILITIES[chip].backends)
+        raise PlanError(f"{name}: backend: expected {able} on {instance.name}, got {model.options.backend}; change it")
     legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
     if not legal:
         raise PlanError(
@@ -70,7 +86,15 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
                 f"than the {instance.memory} available; lower n_positions or batch_size, quantize the weights, or "
                 "use an instance with more memory per core"
             )
-        return fits[0]
+        if not BACKENDS[model.options.backend].divided:
+            return fits[:1]
+        roomy = [d for d in fits if _size(model, d).total <= _HEADROOM * instance.memory] or fits[-1:]
+        best = roomy[0]
+        for wider in roomy[1:]:
+            if token_seconds(model, instance, wider) > _GAIN * token_seconds(model, instance, best):
+                break
+            best = wider
+        return [d for d in reversed(fits) if d <= best]
     if model.degree not in instance.degrees:
         raise PlanError(
             f"{name}: tp_degree: expected one of {', '.join(map(str, instance.degrees))} on {instance.name}, got "
@@ -84,7 +108,33 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
             f"{name}: at tp_degree={model.degree} each core needs {over} bytes more than the {instance.memory} of "
             f"{instance.name}; raise tp_degree, or lower n_positions or batch_size"
         )
-    return model.degree
+    return [model.degree]
+
+
+def token_seconds(model: ModelSpec, instance: Instance, degree: int) -> float:
+    """Estimate a plain step: weights and cache are read, two collectives a layer, one call of the host."""
+    size = _size(model, degree)
+    read = (size.weights + size.cache) / instance.bandwidth / chips.BANDWIDTH_SHARE.value
+    collectives = 2 * (model.config.num_layers + 1) if degree > 1 else 0
+    return read + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
+
+
+def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> dict[str, int]:
+    """Return a degree for each model with which all fit beside each other: the preferred ones, of which the widest are
+    narrowed until there is room; the smallest of each if there is none.
+    """
+    wanted = {model.name: degrees_of(model, instance) for model in models}
+    while True:
+        degrees = {name: choices[0] for name, choices in wanted.items()}
+        try:
+            place(_needs(models, instance, degrees), instance, taken)
+        except RoomError:
+            widest = max((name for name in wanted if wanted[name][1:]), key=degrees.__getitem__, default=None)
+            if widest is None:
+                return degrees
+            wanted[widest] = wanted[widest][1:]
+        else:
+            return degrees
 
 
 def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
@@ -93,17 +143,8 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     Raises:
         PlanError: it cannot be done; the message names the rule. RoomError if only capacity is missing.
     """
-    needs = []
-    for model in models:
-        degree = degree_of(model, instance)
-        if (needed := model.replicas * degree) > instance.cores:
-            raise RoomError(
-                f"{model.name}: {model.replicas} replicas of {degree} cores need {needed} cores, and "
-                f"{instance.name} has {instance.cores}; lower replicas, or use a larger instance"
-            )
-        size = _size(model, degree)
-        needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
-    assigned = place(sorted(needs, key=lambda need: need.order), instance, taken)
+    needs = _needs(models, instance, settled(models, instance, taken=taken))
+    assigned = place(needs, instance, taken)
     by_cores = sorted(assigned, key=lambda pair: pair[1])
     share = max(1, instance.vcpus // max(1, len(by_cores)))
     placements = [
@@ -116,6 +157,21 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
             f"name: expected different names, got {twice!r} for a model and a replica of another; rename one of them"
         )
     return Plan(instance, tuple(placements))
+
+
+def _needs(models: Sequence[ModelSpec], instance: Instance, degrees: Mapping[str, int]) -> list[Need]:
+    """Return the processes of models at these degrees, in the order in which they are placed."""
+    needs = []
+    for model in models:
+        degree = degrees[model.name]
+        if (needed := model.replicas * degree) > instance.cores:
+            raise RoomError(
+                f"{model.name}: {model.replicas} replicas on {degree} cores each want {needed} cores, and "
+                f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
+            )
+        size = _size(model, degree)
+        needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
+    return sorted(needs, key=lambda need: need.order)
 
 
 def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange]) -> list[tuple[Need, CoreRange]]:
@@ -165,12 +221,33 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
     if left.free < need.degree:
         return (
             f"{label} wants {need.degree} cores and {left.free} of {instance.cores} on {instance.name} are free "
-            f"({needed} wanted in all); ask for less, or take a larger instance"
+            f"({needed} wanted in all); ask for less, or take a larger instance{_instead(need, needs, instance)}"
         )
     return (
         f"{label}: {left.free} cores free but no aligned run of {need.degree} on {instance.name} (the longest free run "
         f"is {left.largest}); stop or move what breaks it up, or use tp_degree={left.largest}"
     )
+
+
+def _instead(draft: Need, needs: Sequence[Need], instance: Instance) -> str:
+    """Suggest what gives a draft room: the target's own process, or 8-bit weights of the target on fewer cores."""
+    target = next((need for need in needs if need.model.name in draft.model.draft_of), None)
+    if target is None:
+        return ""
+    found, model = "", target.model
+    size = footprint(draft.model.config, draft.model.options, target.degree)
+    inside = target.footprint.total + size.weights + size.cache
+    if inside <= instance.memory:
+        found += (
+            f"; or load it in the process of {model.name} (`draft: {{path: ...}}` there instead of draft_of: "
+            f"{inside // _MIB:,} of {instance.memory // _MIB:,} MiB a core)"
+        )
+    for degree in reversed(instance.degrees):
+        narrow = replace(model, options=replace(model.options, quantization="int8"))
+        room = degree <= instance.cores - draft.degree and not _why_not(model, degree)
+        if room and _size(narrow, degree).total <= instance.memory:
+            return f"{found}; or load {model.name} with `quantization: int8` at tp_degree={degree}"
+    return found
 
 
 def cpus_of(instance: Instance, cores: CoreRange) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.formats import written
-from paceline.neuron import round_cost, round_graphs
+from paceline.neuron import chips, round_cost, round_graphs
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
 from paceline.placement.planning.instances import instance
@@ -28,6 +28,10 @@ SHAPES = {
     "Llama-3-8B": (4096, 14336, 32, 32, 128, False),
     "Llama-3.2-1B": (2048, 8192, 16, 32, 64, True),
     "Llama-3-70B": (8192, 28672, 80, 64, 128, False),
+    "Llama-3-405B": (16384, 53248, 126, 128, 128, False),
+    "Llama-2-7B": (4096, 11008, 32, 32, 128, False),
+    "Llama-2-13B": (5120, 13824, 40, 40, 128, False),
+    "Llama-2-70B": (8192, 28672, 80, 64, 128, False),
 }
 
 
@@ -35,14 +39,14 @@ def fields(name: str) -> dict[str, Any]:
     hidden, inner, layers, heads, width, tied = SHAPES[name]
     return {
         "model_type": "llama",
-        "vocab_size": 128_256,
+        "vocab_size": 32_000 if name.startswith("Llama-2") else 128_256,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": heads if name in ("Llama-2-7B", "Llama-2-13B") else 8,
         "head_dim": width,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
@@ -78,7 +82,7 @@ def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
     assert whole["largest_gather"] == whole["top_k_over_vocabulary"] == 0 and whole["passes_over_vocabulary"] <= 80
     assert whole["instructions"] < 150_000 and whole["operations"] < 14_000
     assert whole["sampler_share"] <= 0.05
-    assert whole["expected_ms"] <= 2 * whole["ideal_ms"] < 16
+    assert whole["ideal_ms"] < 8 and whole["expected_ms"] < 26
     assert next(iter(parts)) == "target layers", "the dearest first"
 
 
@@ -100,13 +104,13 @@ def test_a_round_of_qwen3_8b_and_an_eagle_3_head_stays_within_its_budget() -> No
     assert found["over_limits"] == [] and next(iter(parts)) == "target layers", "the dearest first"
     # An eighth of 7.57 billion weights without the embedding, and of three times 0.39 of the head.
     assert 2.15e9 < whole["bytes_read"] < 2.30e9 and whole["bytes_widened"] == 0
-    assert parts["draft head"]["memory"] < 0.9 and whole["instructions"] < 105_000
+    assert parts["draft head"]["memory"] < 1.3 and whole["instructions"] < 105_000
     # Two all-reduces a layer and one for the embedding; three and a gather for each drafted token, whose embedding is
     # one of them; a gather of what `fc` gives, and one for the verified tokens.
     assert sum(one["count"] for one in whole["collectives"]) <= 73 + 3 * 4 + 2
     assert max(one["bytes"] for one in whole["collectives"]) == 4 * 4096 * 4, "no row of logits is gathered"
     assert whole["sampler_share"] <= 0.05 and whole["largest_gather"] <= 4
-    assert whole["expected_ms"] <= min(9.3, 2 * whole["ideal_ms"])
+    assert whole["ideal_ms"] < 5.3 and whole["expected_ms"] < 15
 
 
 def test_a_head_may_be_whole_on_every_core() -> None:
@@ -127,7 +131,7 @@ def test_a_round_of_llama_70b_and_8b_on_24_cores_stays_within_its_budget() -> No
     assert found["over_limits"] == [] and whole["bytes_widened"] == 0
     assert sum(one["count"] for one in whole["collectives"]) <= 161 + 65 + 2
     assert whole["sampler_share"] <= 0.05 and whole["instructions"] < 300_000
-    assert whole["expected_ms"] <= min(26.8, 2 * whole["ideal_ms"])
+    assert whole["ideal_ms"] < 17 and whole["expected_ms"] < 42
 
 
 def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> Non
     whole = found["round"]
     # A third of what 8 cores read and some more: zeros of 16 heads, and each core still has one K/V head of the caches.
     assert 1.17e9 < whole["bytes_read"] < 1.27e9 and whole["memory_per_core"] < 2**30
-    assert found["over_limits"] == [] and whole["ideal_ms"] < 3 and whole["expected_ms"] < 9
+    assert found["over_limits"] == [] and whole["ideal_ms"] < 3 and whole["expected_ms"] < 17
 
 
 def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +179,28 @@ def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
     assert {"ideal_ms", "expected_ms", "sampler_share", "largest_gather"} <= set(found["round"])
 
 
+@pytest.mark.parametrize("one", chips.PUBLISHED, ids=lambda one: f"{one.model} on {one.instance}")
+def test_published_decoding_is_within_a_quarter(one: chips.Published) -> None:
+    plain = setup(
+        one.model, one.model, degree=one.degree, k=0, rows=one.context, slots=one.slots, quantization=one.quantization
+    )
+    found: Any = round_cost.round_cost(plain, instance(one.instance))
+    expected = found["round"]["expected_ms"] / 1e3
+    print(f"{one.model}, {one.instance}, tp {one.degree}: {expected * 1e3:.2f} of {one.seconds * 1e3:.2f} ms")
+    assert expected == pytest.approx(one.seconds, rel=0.05 if one.fitted else 0.25)
+
+
+def test_a_head_gains_more_than_a_draft_model_on_24_cores() -> None:
+    """Collectives are what a drafted token costs there: a model of 16 layers has 33, a head 4."""
+    machine = instance("inf2.48xlarge")
+    pair: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=24, k=3), machine)
+    head: Any = round_cost.round_cost(qwen3(degree=24), machine)
+    plain: Any = round_cost.round_cost(qwen3(degree=24, k=0), machine)
+    assert head["round"]["expected_ms"] < 1.6 * plain["round"]["expected_ms"] < pair["round"]["expected_ms"]
+
+
 def test_what_has_no_figures_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"engine speeds of trn2\.48xlarge are unknown"):
-        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("trn2.48xlarge"))
+    with pytest.raises(ConfigurationError, match=r"instance: expected one of .*, got cpu"):
+        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("cpu"))
     with pytest.raises(ConfigurationError, match="got 16"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=16), instance("inf2.48xlarge"))

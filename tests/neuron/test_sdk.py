@@ -23,22 +23,36 @@ def versions(compiler: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("target", "compiler", "line"),
-    [("inf2", "2.23.6484.0", 28), ("trn1", "2.23.6484.0", 28), ("trn2", "2.24.5133.0", 29), ("trn2", "2.26.1.0", 31)],
-)
-def test_what_goes_together(install: Any, target: str, compiler: str, line: int) -> None:
+    [
+        ("inf2", "2.23.6484.0", 28), ("inf2", "2.26.6360.0", 31), ("trn1", "2.26.6360.0", 31),
+        ("trn2", "2.24.5133.0", 29), ("trn2", "2.26.1.0", 31),
+    ],
+)  # fmt: skip
+def test_what_goes_together(
+    install: Any, caplog: pytest.LogCaptureFixture, target: str, compiler: str, line: int
+) -> None:
     install(versions(compiler), target=target)
     found = neuron_sdk.find()
     assert (found.chip.value, found.minor) == (target, line)
     assert found.facts()["neuronx-cc"] == compiler
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("target", "compiler"),
     [("inf2", "2.24.5133.0"), ("trn1", "2.27.5334.0"), ("trn2", "2.28.7631.0"), ("trn2", "2.22.1.0")],
 )
-def test_what_does_not_go_together_names_the_line_that_does(install: Any, target: str, compiler: str) -> None:
+def test_a_release_that_was_not_examined_is_a_warning(
+    install: Any, caplog: pytest.LogCaptureFixture, target: str, compiler: str
+) -> None:
     install(versions(compiler), target=target)
-    with pytest.raises(BackendError, match=rf"{target} is driven with SDK 2\.28"):
+    assert neuron_sdk.find().chip.value == target
+    assert f"on {target} releases 2.28, " in caplog.text and "may work or not" in caplog.text
+
+
+def test_torchneuron_is_refused_by_the_older_backend(install: Any) -> None:
+    install({**SDK, "torch-neuronx": "2.13.3.0", "neuronx-cc": "2.28.7631.0"}, target="trn2")
+    with pytest.raises(BackendError, match=r"torch-neuronx: expected 2\.9, .* got 2\.13\.3\.0; .*neuron-native"):
         neuron_sdk.find()
 
 
@@ -126,7 +140,7 @@ def test_the_planner_names_lines_and_degrees_that_the_backend_takes() -> None:
         if not machine.sdk:
             continue
         able = CAPABILITIES[Chip(name[:4])]
-        assert machine.sdk == f"2.{able.last}", f"{name} is planned for a line that backend 'neuron' refuses"
+        assert machine.sdk == f"2.{able.lines[-1]}", f"{name} is planned for a line that backend 'neuron' refuses"
         assert set(machine.degrees) <= set(able.degrees)
         assert not machine.logical or machine.logical == able.logical[0]
 

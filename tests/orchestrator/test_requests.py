@@ -342,3 +342,14 @@ def test_a_width_below_the_proposal_is_refused() -> None:
 def test_a_pair_of_different_batch_sizes_is_refused() -> None:
     with pytest.raises(PairingError, match="batch_size: expected 1 for the draft, as for the target, got 2"):
         SpeculativeGenerator(TableDecoder(TARGET, slots=2), TableDecoder(TARGET))
+
+
+def test_values_of_sampling_without_do_sample_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers-neuronx samples there; here it is greedy."""
+    made = generator()
+    for keywords in ({"top_k": 50, "do_sample": False}, {"top_k": 50, "do_sample": True, "seed": 1}, {}):
+        made.sample([[1, 2]], max_new_tokens=2, **keywords)
+    assert "without do_sample=True" not in caplog.text
+    for _ in range(2):
+        made.sample([[1, 2]], max_new_tokens=2, top_k=50)
+    assert caplog.text.count("top_k without do_sample=True: decoding is greedy") == 1

@@ -17,8 +17,10 @@ from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.placement import INSTANCES, Instance, Plan, plan
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
 from paceline.placement.planning.footprint import footprint, product_weights
+from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.instances import instance
-from paceline.placement.planning.planner import cpus_of, degree_of
+from paceline.placement.planning.model_specs import ModelSpec
+from paceline.placement.planning.planner import cpus_of, degrees_of, token_seconds
 from tests.placement.wishes import config, model
 
 
@@ -151,15 +153,55 @@ def test_every_replica_of_a_target_has_a_draft_of_its_own() -> None:
     assert [p.drafts_for for p in both.placements if p.drafts_for] == [(("a", 0),), (("a", 1),), (("b", 0),)]
 
 
-def test_auto_takes_the_smallest_degree_that_fits() -> None:
+EIGHT = config(heads=32, layers=32, hidden=4096, vocab=128256, kv=8)
+
+
+def test_auto_takes_cores_while_a_token_gets_faster_and_leaves_room_for_the_others() -> None:
     machine = INSTANCES["inf2.48xlarge"]
-    large = config(heads=64, layers=80, hidden=8192, vocab=32000, kv=8)
-    big = model("big", None, of=large)
-    degree = degree_of(big, machine)
-    assert footprint(large, big.options, degree).total <= machine.memory
-    below = max(d for d in machine.degrees if d < degree)
-    assert footprint(large, big.options, below).total > machine.memory
-    assert degree_of(model("small", None), machine) == 1
+    big = model("big", None, of=EIGHT, backend="neuron")
+    assert footprint(EIGHT, big.options, 1).total <= machine.memory, "it fits on one core, which is slow"
+    times = {d: token_seconds(big, machine, d) for d in machine.degrees}
+    wanted = degrees_of(big, machine)
+    assert wanted == [24, 8, 4, 2, 1] and times[24] < 0.8 * times[8] < 0.64 * times[4]
+    assert [len(p.cores) for p in plan([big], machine).placements] == [24]
+    draft = model("draft", 2, draft_of=("big",))
+    assert {p.name: len(p.cores) for p in plan([big, draft], machine).placements} == {"big": 8, "draft": 2}
+    small = model("small", None, backend="neuron")
+    assert degrees_of(small, machine) == [1], "a small model is not worth a second core"
+    assert degrees_of(model("big", None, of=EIGHT), machine) == [1], "native runs a model on one"
+    groups = plan_groups([big, draft, model("other", None, of=EIGHT, backend="neuron")], machine)
+    assert [group.num_cores for group in groups] == [(8, 2), (8,)], "groups are made for one machine"
+
+
+def test_auto_leaves_headroom_where_it_can() -> None:
+    machine = replace(INSTANCES["inf2.48xlarge"], memory=footprint(EIGHT, LoadOptions(n_positions=128), 1).total + 1)
+    full = model("full", None, of=EIGHT, backend="neuron")
+    assert degrees_of(full, replace(machine, devices=1, degrees=(1, 2)))[0] == 2
+
+
+def test_a_backend_is_one_that_drives_the_chip() -> None:
+    def on(backend: str) -> ModelSpec:
+        return model("m", 1, backend=backend)
+
+    for name, good, bad in (
+        ("inf2.xlarge", "neuron", "neuron-native"),
+        ("trn1.2xlarge", "neuron", "neuron-native"),
+        ("trn3.gen1", "neuron-native", "neuron"),
+    ):
+        plan([on(good)], instance(name))
+        with pytest.raises(PlanError, match=f"m: backend: expected {good} on {name}, got {bad}; change it"):
+            plan([on(bad)], instance(name))
+    for backend in ("neuron", "neuron-native"):
+        plan([on(backend)], instance("trn2.48xlarge"))
+
+
+def test_a_pair_without_room_is_told_what_fits() -> None:
+    seventy = config(heads=64, layers=80, hidden=8192, vocab=128256, kv=8)
+    models = [model("large", 24, of=seventy), model("draft", 8, of=EIGHT, draft_of=("large",))]
+    with pytest.raises(
+        PlanError, match=r"in the process of large .*MiB a core\); .*quantization: int8` at tp_degree=8"
+    ):
+        plan(models, INSTANCES["inf2.48xlarge"])
 
 
 def test_a_footprint_counts_what_there_is() -> None:

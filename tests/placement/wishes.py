@@ -22,7 +22,8 @@ def model(
     draft_of: tuple[str, ...] = (),
     replicas: int = 1,
     batch: int = 1,
+    backend: str = "native",
 ) -> ModelSpec:
-    shape = LoadOptions(batch_size=batch, n_positions=128)
+    shape = LoadOptions(batch_size=batch, n_positions=128, backend=backend)
     made = of or config(heads=192)
     return ModelSpec(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)

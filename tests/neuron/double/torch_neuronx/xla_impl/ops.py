@@ -19,3 +19,8 @@ class TopK:
             raise RuntimeError(f"EVRF014: TopK of {k}")
         values, places = torch.sort(tensor.flip(1), dim=1, descending=True, stable=True)
         return values[:, :k], tensor.shape[1] - 1 - places[:, :k]
+
+
+def nki_jit(**_options):
+    """Make kernels that neuronx_distributed 0.17 defines at import and our steps do not call."""
+    return lambda function: function
