@@ -108,7 +108,9 @@ def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorS
 
 
 def _turned(stored: _TensorInFile, form: WeightFormat | None) -> QuantizedTensor | None:
-    """A matrix that is stored as [in, out], in 8 bits with scales beside it, as [out, in]."""
+    """A matrix that is stored as [in, out], in 8 bits with scales beside it, as [out, in], as GGUF files hold it."""
+    if is_gguf(stored.file):
+        return stored.source.read_quantized(stored.name, form)
     infos = stored.source.infos()
     scale = scale_name(stored.name, infos)
     if scale is None:
