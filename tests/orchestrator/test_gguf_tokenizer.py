@@ -133,8 +133,8 @@ def test_sentencepiece_vocabularies_merge_by_their_scores(tmp_path: Path) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "no split": ({"pre": None}, "tokenizer.ggml.pre = 'default' is not known"),
-    "another split": ({"pre": "bloom"}, "'bloom' is not known.* known: gpt-2, smollm"),
+    "no split": ({"pre": None}, "tokenizer.ggml.pre is missing, and another split of the text gives other tokens"),
+    "another split": ({"pre": "superbpe"}, "'superbpe' is not known.* known: gpt-2, phi-2"),
     "another kind": ({"model": "bert"}, "of the kind 'bert' cannot be built"),
     "no tokens": ({"tokens": None, "token_type": None}, "holds no vocabulary"),
     "types of others": ({"token_type": [1, 2]}, "token_type has 2 entries for 266 tokens"),
