@@ -80,7 +80,8 @@ def _plain(config: ModelConfig) -> ModelConfig:
 def test_greedy_text_is_that_of_transformers(files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str) -> None:
     model, path, _ = files[name]
     decoder = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", n_positions=64)
-    greedy = model.generate(TEXT, max_length=50, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+    wishes = {"max_length": 50, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TEXT)}
+    greedy = model.generate(TEXT, **wishes)  # type: ignore[operator]
     assert torch.equal(decoder.sample(TEXT, 50), greedy)
 
 
