@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -42,7 +42,7 @@ WORKERS ?= 3
 PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 test: setup
-	$(PYTEST) -m "not full and not aiperf and not page and not clients"
+	$(PYTEST) -m "not full and not aiperf and not page and not clients and not gguf"
 
 # The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
 test-full: setup
@@ -85,6 +85,30 @@ $(CLIENTS_VENV)/.stamp:
 
 test-clients: setup $(CLIENTS_VENV)/.stamp
 	PATH="$$PATH:$(abspath $(CLIENTS_BIN))" $(BIN)/python -m pytest -m clients tests/serving/test_clients.py
+# llama.cpp, built from the sources of its Python bindings (some minutes of every core), and its converter of models:
+# GGUF files are read as it reads them. The converter runs in the environment of the tests.
+LLAMA_CPP ?= llama-cpp-python==0.3.36
+GGUF_VENV ?= .venv-gguf
+GGUF_BIN := $(GGUF_VENV)/bin
+GGUF_SOURCES := $(abspath $(GGUF_VENV))/sources
+GGUF_PIP := $(GGUF_BIN)/python -m pip --disable-pip-version-check --quiet
+
+$(GGUF_VENV)/.stamp:
+	$(PYTHON) -m venv $(GGUF_VENV)
+	$(GGUF_PIP) install cmake ninja numpy diskcache jinja2 typing-extensions
+	$(GGUF_PIP) download --no-deps --no-binary llama-cpp-python --dest $(GGUF_VENV) "$(LLAMA_CPP)"
+	mkdir -p $(GGUF_SOURCES)
+	tar -xzf $(GGUF_VENV)/llama_cpp_python-*.tar.gz -C $(GGUF_SOURCES) --strip-components 1
+	PATH="$(abspath $(GGUF_BIN)):$$PATH" cmake -S $(GGUF_SOURCES) -B $(GGUF_VENV)/build -G Ninja \
+	  -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF -DSKBUILD_PLATLIB_DIR=.
+	PATH="$(abspath $(GGUF_BIN)):$$PATH" cmake --build $(GGUF_VENV)/build --target llama
+	echo "$(GGUF_SOURCES)" > "$$($(GGUF_BIN)/python -c 'import site; print(site.getsitepackages()[0])')/llama_cpp.pth"
+	@touch $@
+
+test-gguf: setup $(GGUF_VENV)/.stamp
+	LLAMA_CPP_PYTHON="$(abspath $(GGUF_BIN))/python" LLAMA_CPP_LIB_PATH="$(abspath $(GGUF_VENV))/build/bin" \
+	  LLAMA_CPP_SOURCES="$(GGUF_SOURCES)/vendor/llama.cpp" \
+	  $(BIN)/python -m pytest -m gguf tests/decoder/test_llama_cpp.py tests/orchestrator/test_gguf_vectors.py
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
+from paceline.decoder import memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels import cache_rows
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
@@ -159,7 +159,7 @@ def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
     asked = options.load
     engine = make(asked.backend, asked.tp_degree, asked.quantization, kv_cache_dtype=asked.kv_cache_dtype)
     if not engine.device_state:  # its state stays in this machine's memory
-        cache_rows.check_cache(shard, options, cache_rows.machine_bytes())
+        memory.check_cache(shard, options, memory.machine_bytes())
     with _few_threads(config):
         weights = load_weights(
             folder,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.acceptance.base import AcceptanceRule
+from paceline.decoder import memory
 from paceline.decoder.backends import registry
 from paceline.decoder.models.config import ModelConfig, check_positions
 from paceline.decoder.options import DecoderOptions, LoadOptions, decoder_options
@@ -47,6 +48,8 @@ def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
     config = ModelConfig.from_pretrained(place)
     layout = sharding.layout(config, load.tp_degree, load.group_query_attention)
     options = decoder_options(load, config.max_position_embeddings, layout)
+    if load.n_positions is None and load.backend in registry.BACKENDS and not registry.BACKENDS[load.backend].compiles:
+        options = memory.fitting_options(sharding.Shard(config, layout), load, memory.machine_bytes())
     check_positions(config.rope, options.n_positions)
     registry.check(load.backend, load.tp_degree, load.quantization, kv_cache_dtype=load.kv_cache_dtype)
     check_kept(place, load.quantization)

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from paceline.cli.catalog import registry_tables
 from paceline.cli.main import app
 from paceline.core import errors
 from paceline.neuron_config import key_tables
@@ -63,4 +64,12 @@ def neuron_config_keys() -> str:
     return "\n".join(lines)
 
 
-PARTS = {"commands": commands, "errors": error_classes, "neuron_config_keys": neuron_config_keys}
+def families() -> str:
+    """Model families with the GGUF architectures that are read as them."""
+    rows = [
+        f"| `{one['name']}` | {one['summary']} | {one['gguf'] or 'no'} |" for one in registry_tables()["model families"]
+    ]
+    return "\n".join(["| `model_type` | models | GGUF architecture |", "|---|---|---|", *rows])
+
+
+PARTS = {"families": families, "commands": commands, "errors": error_classes, "neuron_config_keys": neuron_config_keys}

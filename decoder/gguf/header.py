@@ -17,6 +17,7 @@ from pathlib import Path
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
+from paceline.decoder.weights.folder import parts
 
 _AGAIN = "download the file again"
 _MAGIC = b"GGUF"
@@ -36,12 +37,14 @@ class StoredTensor:
     type    name of its ggml type, such as Q4_1
     offset  position of its first byte in the file
     block   (numbers, bytes) of a block; (1, 4) for F32
+    path    the file
     """
 
     shape: tuple[int, ...]
     type: str
     offset: int
     block: tuple[int, int]
+    path: Path
 
     @property
     def row_bytes(self) -> int:
@@ -69,13 +72,37 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of the file ``path`` and check it against the file's size.
+    """Read the header of the file ``path``, or of all parts of its model, and check it against the files' sizes.
 
     Raises:
-        MissingWeightsError: the file does not exist or is truncated.
-        CheckpointError: it is not a GGUF file, is damaged, of an old version, or one part of several.
+        MissingWeightsError: a file does not exist or is truncated.
+        CheckpointError: it is not a GGUF file, is damaged, of an old version, or no part of this model.
         UnknownArchitectureError: a tensor has a type that the installed `gguf` package does not name.
     """
+    header = _read_file(path)
+    count = header.fields.integer("split.count", 1, minimum=0)
+    files = parts(path)
+    if count <= 1:
+        return header
+    if count != len(files):
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model; name all of them alike, NAME-00001-of-{count:05d}.gguf and so "
+            "on, in one folder."
+        )
+    headers = [header if file == path else _read_file(file) for file in files]
+    tensors: dict[str, StoredTensor] = {}
+    for number, (file, part) in enumerate(zip(files, headers, strict=True)):
+        said = [part.fields.integer(f"split.{key}", -1, minimum=-1) for key in ("no", "count")]
+        if said != [number, count] or tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{file} is not part {number + 1} of the model of {files[0].name}; {_AGAIN}.")
+        tensors.update(part.tensors)
+    total = headers[0].fields.integer("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise CheckpointError(f"{files[0]} announces {total} tensors, and its parts hold {len(tensors)}; {_AGAIN}.")
+    return GgufHeader(files[0], headers[0].metadata, tensors)
+
+
+def _read_file(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -105,12 +132,6 @@ class _Parser:
             if key in metadata:
                 raise self._damaged(f"the key {key!r} occurs twice")
             metadata[key] = self._value(*self._take("I"))
-        parts = Fields(metadata, str(self._path)).integer("split.count", 1, minimum=0)
-        if parts > 1:
-            raise CheckpointError(
-                f"{self._path}: expected a whole model, got one of {parts} parts; merge them with llama.cpp's "
-                "`llama-gguf-split --merge`, and give the merged file"
-            )
         self._check_room(num_tensors, 8 + 4 + 8 + 4 + 8, "tensors")
         entries = [self._tensor() for _ in range(num_tensors)]
         alignment = Fields(metadata, str(self._path)).integer("general.alignment", _ALIGNMENT)
@@ -157,7 +178,7 @@ class _Parser:
                     f"{self._path}: {name}: the tensor type {kind} is unknown; install a newer version of the "
                     "package gguf, or use a file with other types"
                 )
-            stored = StoredTensor(shape, types[kind][0], begin + offset, types[kind][1])
+            stored = StoredTensor(shape, types[kind][0], begin + offset, types[kind][1], self._path)
             if shape[-1] % stored.block[0] or offset % alignment:
                 raise self._damaged(f"the shape or offset of {name} does not fit its type {stored.type}")
             end = stored.offset + stored.num_bytes

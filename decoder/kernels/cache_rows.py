@@ -5,23 +5,15 @@ one piece of memory: moving or copying rows (an accepted path, a shared prefix) 
 on its key or value, so it is the same however a sequence was prefilled. The C++ version (decoder/native/cache_rows.h)
 writes the same bytes.
 
-Graphs write rows with `store`.
-
-`check_cache` checks before loading that the caches of a decoder fit into this machine's memory: a model's own number of
-positions often exceeds it, and the system reports that late, by killing the process.
+Graphs write rows with `store`. How much memory a cache takes: `paceline.decoder.memory`.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.formats import CACHE_FORMATS, SCALE_BYTES
 from paceline.decoder.weights.quantize import rounded
 
@@ -89,31 +81,3 @@ def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
     total, groups, room, width = cache.shape
     wide = cache.view(total * groups * room, width)
     wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
-
-
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_GIB = 1 << 30
-
-
-def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
-    """Return the bytes of the keys and values of every layer, on all ranks."""
-    rows = shard.degree * shard.cache_rows(options.batch_size * options.rows)
-    return rows * row_elements(shard.config.head_dim, options.cache_dtype) * options.cache_dtype.itemsize
-
-
-def machine_bytes(limit: Path = _LIMIT) -> int:
-    """Return the memory of this machine, or of this process's container if that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    container = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(container)) if container.isdigit() else total
-
-
-def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
-    """Raise ConfigurationError if keys and values take more than ``room`` bytes."""
-    needed = cache_bytes(shard, options)
-    if needed > room:
-        raise ConfigurationError(
-            f"n_positions: keys and values of {options.batch_size} slots and {options.n_positions} positions need "
-            f"{needed / _GIB:.1f} GiB, and this machine has {room / _GIB:.1f}; lower n_positions or batch_size, or "
-            "set kv_cache_dtype='int8'"
-        )

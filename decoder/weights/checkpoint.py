@@ -108,7 +108,9 @@ def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorS
 
 
 def _turned(stored: _TensorInFile, form: WeightFormat | None) -> QuantizedTensor | None:
-    """Transpose an 8-bit matrix with scales that is stored as [in, out]."""
+    """Transpose an 8-bit matrix with scales that is stored as [in, out], as GGUF files store some."""
+    if is_gguf(stored.file):
+        return stored.source.read_quantized(stored.name, form)
     infos = stored.source.infos()
     scale = scale_name(stored.name, infos)
     if scale is None:

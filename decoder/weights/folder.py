@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
@@ -22,6 +23,24 @@ _PRESHARDED = "DecoderLMHead.safetensors"
 def is_gguf(path: Path) -> bool:
     """Whether a path is named as a GGUF file, be it there or not."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def resolved(path: Path) -> Path:
+    """The path without links; one to a GGUF file stays, as the hub's cache keeps files by names without a suffix."""
+    real = path.resolve()
+    return path.absolute() if is_gguf(path) and not is_gguf(real) else real
+
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+
+
+def parts(path: Path) -> list[Path]:
+    """Return the files of the model that the file ``path`` belongs to by its name: -00001-of-0000N, or it alone."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['stem']}-{n:05d}-of-{count:05d}{path.suffix}") for n in range(1, count + 1)]
 
 
 def check_kept(path: Path, quantization: str | None) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, DownloadError, FetchError, MissingWeightsError, StorageError
 from paceline.decoder.compile import cache
 from paceline.decoder.environment import cache_root
-from paceline.decoder.weights.folder import find_weight_files, has_weight_files, is_gguf
+from paceline.decoder.weights.folder import find_weight_files, has_weight_files, is_gguf, parts
 
 _CONVERSION = 1  # counted up when the same file is converted to something else
 
@@ -95,7 +96,7 @@ def _need_fetched(name: str) -> Path:
     return folder
 
 
-_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w.-]+))?")
 _TEXT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
          "vocab.*", "merges.txt", "chat_template*", "tree.json", "LICENSE*")  # fmt: skip
 _SAFE = ("*.safetensors", "*.safetensors.index.json")
@@ -107,25 +108,32 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository of the hub, ``owner/name``, and a branch, tag or commit of it; None: its main branch."""
+    """A repository of the hub, ``owner/name``, and a branch, tag or commit of it; None: its main branch.
+
+    file  the quantisation in the name of a GGUF file of it, such as Q4_K_M; None: its safetensors or pickles
+    """
 
     repo: str
     revision: str | None = None
+    file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        """Parse ``owner/name`` or ``owner/name@revision``; None if it is not an id. Nothing is looked up."""
+        """Parse ``owner/name`` or ``owner/name@revision``, either with ``:Q4_K_M``; None if it is not an id. Nothing is
+        looked up.
+        """
         match = _ID.fullmatch(text)
-        if match is None or ".." in text or text.endswith((".gguf", ".json")):
+        if match is None or ".." in text or (match["file"] is None and text.endswith((".gguf", ".json"))):
             return None
-        return cls(match["repo"], match["revision"])
+        return cls(match["repo"], match["revision"], match["file"])
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.repo}{revision}" + ("" if self.file is None else f":{self.file}")
 
 
 def snapshot(name: HubId, *, newest: bool = False) -> Path:
-    """The folder of a model, downloaded where it is not there in full yet.
+    """The folder of a model, or its GGUF file, downloaded where it is not there in full yet.
 
     newest  ask the hub for the newest commit of the branch, also if an older one is there
 
@@ -137,25 +145,63 @@ def snapshot(name: HubId, *, newest: bool = False) -> Path:
     found = None if newest else _stored(name)
     if found is not None:
         return found
+    if name.file is not None:
+        files = _gguf_files(_listed(name), name.file)
+        if not files:
+            raise FetchError(f"{name}: {_offer(name)}")
+        return _download(name, tuple(files)) / files[0]
     folder = _download(name, (*_SAFE, *_TEXT))
     if not _has_weights(folder):
         # The same commit: its hash is the folder's name.
         folder = _download(HubId(name.repo, folder.name), (*_PICKLES, *_TEXT))
     if not _has_weights(folder):
-        raise FetchError(
-            f"{name}: expected safetensors or pytorch_model.bin, got neither; from a repository of GGUF files, "
-            "download one and give its path"
-        )
+        raise FetchError(f"{name}: expected safetensors or pytorch_model.bin, got neither; {_offer(name)}")
     return folder
 
 
 def _stored(name: HubId) -> Path | None:
-    """The snapshot in the hub's cache, if it is complete."""
+    """The snapshot in the hub's cache, or a GGUF file in it, if it is complete."""
     try:
         folder = _ask_client(name, (*_SAFE, *_TEXT), local=True)
     except Exception:  # not there, or only in part; which error says so differs by the client's version
         return None
+    if name.file is not None:
+        files = _gguf_files((str(file.relative_to(folder)) for file in folder.rglob("*.gguf")), name.file)
+        return folder / files[0] if files and all((folder / file).is_file() for file in files) else None
     return folder if (folder / "config.json").is_file() and _has_weights(folder) else None
+
+
+_QUANTISATION = re.compile(r"(?i)(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?=[-./]|$)")
+
+
+def _listed(name: HubId) -> list[str]:
+    """The files of a repository, as the hub lists them."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.HfApi().list_repo_files(name.repo, revision=name.revision)
+    except Exception as error:  # as in `_download`
+        raise _refusal(name, error) from error
+
+
+def _gguf_files(names: Iterable[str], quantisation: str) -> list[str]:
+    """The GGUF file of a quantisation, or its parts in order; of several models the one with the shortest name."""
+    wanted = re.compile(rf"(?i)(?:^|[-._/]){re.escape(quantisation.removesuffix('.gguf'))}(?=[-./]|$)")
+    found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
+    found = [name for name in found if wanted.search(name[: -len(".gguf")])]
+    if not found:
+        return []
+    first = min(found, key=lambda name: (len(name), name))
+    folder = Path(first).parent
+    return [str(folder / part.name) for part in parts(Path(first))]
+
+
+def _offer(name: HubId) -> str:
+    """Return the choices of a repository with GGUF files, for an error."""
+    found = [match[1] for one in _listed(name) if one.endswith(".gguf") and (match := _QUANTISATION.search(one[:-5]))]
+    some = ", ".join(dict.fromkeys(found))
+    repo = replace(name, file="Q4_K_M")
+    return f"name one of its GGUF files by its quantisation, as in {repo}; there are {some or 'none with such a name'}"
 
 
 def _has_weights(folder: Path) -> bool:
@@ -182,7 +228,7 @@ def _ask_client(name: HubId, patterns: tuple[str, ...], *, local: bool) -> Path:
         name.repo,
         revision=name.revision,
         allow_patterns=list(patterns),
-        ignore_patterns=list(_LEFT_OUT),
+        ignore_patterns=list(_LEFT_OUT) if name.file is None else None,
         local_files_only=local,
     )
     return Path(folder)
@@ -228,12 +274,21 @@ def _refusal(name: HubId, error: Exception) -> FetchError | StorageError:
     )
 
 
+def _in_cache(folder: Path) -> Path:
+    """The snapshot of the main branch, or the only one, in a model's folder of the hub's cache; any other as it is."""
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    if not snapshots.is_dir():
+        return folder
+    commits = [main.read_text().strip()] if main.is_file() else [one.name for one in snapshots.iterdir()]
+    return snapshots / commits[0] if len(commits) == 1 else folder
+
+
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """The folder or the GGUF file that ``path`` means.
 
-    path  a folder; a GGUF file; a folder with one GGUF file and no other weights; or the name of a known model, unless
-          there is a folder or file of that name; or the id of a model on the Hugging Face hub, ``owner/name`` or
-          ``owner/name@revision``, where no file or folder is called so
+    path  a folder; a GGUF file, or any part of a model in parts; a folder with one GGUF model and no other weights; the
+          folder of a model in the hub's cache; or the name of a known model, unless there is a folder or file of that
+          name; or the id of a model on the Hugging Face hub, as of `HubId`, where no file or folder is called so
 
     What is not there is given back as it is, for its reader to refuse.
 
@@ -252,10 +307,13 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     if not place.is_dir() or has_weight_files(place):
         return place
     try:
-        files = sorted(file for file in place.iterdir() if is_gguf(file))
+        place = _in_cache(place)
+        if has_weight_files(place):
+            return place
+        files = sorted(file for file in place.iterdir() if is_gguf(file) and "mmproj" not in file.name)
     except OSError as error:
         raise CheckpointError(f"{place}: the folder cannot be read ({error}); check its permissions") from error
-    if len(files) > 1:
+    if len(files) > 1 and files != parts(files[0]):
         raise CheckpointError(
             f"{place}: expected one checkpoint, got {len(files)} GGUF files and no safetensors; give one of them: "
             f"{', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''}"

@@ -14,6 +14,7 @@ from rich.text import Text
 from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
+from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.models.family import Family
 from paceline.decoder.models.registry import MODEL_FAMILIES
 from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, fetched
@@ -53,7 +54,8 @@ def registry_tables() -> dict[str, Rows]:
 def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, object]:
     """The row without its paths, with the names of its options."""
     if isinstance(row, Family):
-        return {"name": row.name, "summary": row.summary}
+        names = [name for name, one in ARCHITECTURES.items() if row.name in one.families]
+        return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names)}
     values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in ("path", "options")}
     if isinstance(row, BackendRow):
         return {**values, "divided": bool(row.divided)}

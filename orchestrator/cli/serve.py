@@ -22,6 +22,7 @@ from paceline.cli.options import AsJson, InstanceName, ModelsFile, command
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import BackendError, ConfigurationError, WorkerError
 from paceline.decoder.options import LoadOptions
+from paceline.decoder.weights.folder import resolved
 from paceline.draft_checks import prepared
 from paceline.loadable import loadable
 from paceline.placement import FaultPolicy, ModelSpec, Plan, plan, read_fault_policy, read_models
@@ -146,8 +147,8 @@ class OneModel:
         assert self.target is not None
         there = self.target.exists()  # else it may be the name of a fetched model, or an id of the hub
         values = {
-            "name": self.name or self.target.resolve().name,
-            "path": str(self.target.resolve() if there else self.target),
+            "name": self.name or resolved(self.target).name,
+            "path": str(resolved(self.target) if there else self.target),
             "batch_size": self.batch_size,
             "tp_degree": self.tp_degree,
             "max_waiting": self.max_waiting,

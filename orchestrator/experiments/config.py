@@ -32,7 +32,7 @@ from pydantic import (
 from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig, parse_k
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.options import LoadOptions
-from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.folder import is_gguf, parts
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft, parse_rule
@@ -421,7 +421,7 @@ def fingerprint(path: str) -> str:
     place = checkpoint_path(path)
     if not place.exists():
         raise CheckpointError(f"{path}: expected a folder, a GGUF file or a fetched model, got neither; check the path")
-    files = [place] if is_gguf(place) or place.is_file() else sorted(file for file in place.iterdir() if file.is_file())
+    files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else parts(place)
     seen = hashlib.sha256()
     for file in files:
         if file.suffix == ".md":
@@ -462,5 +462,5 @@ def check_models(config: ExperimentConfig) -> dict[str, str]:
 def checkpoint_bytes(path: str) -> int:
     """Size of a checkpoint's files."""
     place = checkpoint_path(path)
-    files = place.iterdir() if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files if file == place or (file.is_file() and not is_gguf(file)))
+    files = place.iterdir() if place.is_dir() else parts(place)
+    return sum(file.stat().st_size for file in files if not place.is_dir() or (file.is_file() and not is_gguf(file)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigurationError, TraceError
+from paceline.decoder.weights.folder import resolved
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.config import (
     Cell,
@@ -141,4 +142,4 @@ def _mapping(spec: DraftSpec) -> dict[str, object]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if Path(path).exists() else path
+    return str(resolved(Path(path))) if Path(path).exists() else path

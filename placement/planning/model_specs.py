@@ -45,7 +45,7 @@ from paceline.config import NOT_SERVED, SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
-from paceline.decoder.weights.folder import is_gguf
+from paceline.decoder.weights.folder import is_gguf, resolved
 from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, cache_bytes, footprint
 from paceline.placement.planning.residency import Residency
@@ -344,11 +344,11 @@ def _resolve(folder: Path, path: str, where: str) -> Path:
     Absolute, since workers run in other folders.
     """
     try:
-        beside, here = (folder / path).resolve(), Path(path).resolve()
+        beside, here = resolved(folder / path), resolved(Path(path))
         if beside.exists():
             return beside
         if path in KNOWN_MODELS or (HubId.parse(path) is not None and not here.exists()):
-            return checkpoint_path(path).resolve()
+            return resolved(checkpoint_path(path))
         return here if here.exists() else beside
     except (OSError, ValueError) as error:
         raise PlanError(

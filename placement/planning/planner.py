@@ -120,7 +120,7 @@ def token_seconds(model: ModelSpec, instance: Instance, degree: int) -> float:
 
 
 def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> dict[str, int]:
-    """Return a degree for each model with which all fit beside each other: the preferred ones, of which the widest are
+    """Return a degree for each model with which all fit together: the preferred ones, of which the widest are
     narrowed until there is room; the smallest of each if there is none.
     """
     wanted = {model.name: degrees_of(model, instance) for model in models}

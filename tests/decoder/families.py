@@ -128,10 +128,13 @@ NEAR = (
 """Those that make no choice that none of the others makes."""
 
 
-def network(name: str, *, layers: int = 3) -> PreTrainedModel:
-    """A random model. Layers beyond the first add little, so that a model without them resembles it."""
+def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel:
+    """A random model. Layers beyond the first add little, so that a model without them resembles it.
+
+    ``changes`` are of its configuration.
+    """
     kind, fields = FAMILIES[name]
-    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, **fields}
+    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, **fields, **changes}
     if "layer_types" in fields:
         fields["layer_types"] = _SLIDES[:layers]
     config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=None)

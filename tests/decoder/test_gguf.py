@@ -26,7 +26,7 @@ from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights import checkpoint
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.open import open_weight_file
-from tests.decoder.gguf_files import END, HEADS, SCALES, START, VOCABULARY, network, write
+from tests.decoder.gguf_files import END, HEADS, SCALES, START, TOKENS, VOCABULARY, network, write
 from tests.fakes_models import generated
 
 PROMPT = [START, 40, 41, 257, 12, 99, 100, 7]
@@ -237,16 +237,29 @@ def test_a_folder_with_one_file_counts_and_with_several_not(tmp_path: Path) -> N
     assert checkpoint_path(tmp_path) == tmp_path  # safetensors come first
 
 
+def test_every_token_that_ends_a_generation_is_known(tmp_path: Path) -> None:
+    """Those of the keys, and those that llama.cpp knows by their text."""
+    tokens = [*TOKENS]
+    tokens[10:14] = ["<|im_end|>", "<|eot_id|>", "<|file_sep|>", "</s>"]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eom_token_id": 20}
+    path = write(tmp_path / "model.gguf", network(), changes=changes)
+    assert ModelConfig.from_pretrained(path).eos_token_ids == (END, 20, 12, 10, 11, 13)
+    tokens[14:17] = ["<|return|>", "<|call|>", "<|tool_response>"]  # "<|end|>" ends a message, and "</s>" nothing
+    path = write(tmp_path / "model.gguf", network(), changes=changes)
+    assert ModelConfig.from_pretrained(path).eos_token_ids == (20, 12, 10, 11, 14, 15, 16)
+
+
 # ---- what is refused
 
 REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
     "no size": ({"llama.block_count": None}, CheckpointError, "'llama.block_count' is missing"),
     "no eps": ({"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError, "rms_epsilon' is missing"),
-    "experts": ({"llama.expert_count": 8}, UnknownArchitectureError, "llama.expert_count = 8 is not supported"),
+    "groups": ({"llama.expert_group_count": 8}, UnknownArchitectureError, "expert_group_count .*8"),
+    "factors": ({"llama.rope.scaling.attn_factor": 1.5}, UnknownArchitectureError, "attn_factor 1.5"),
     "a key of tomorrow": ({"llama.attention.twist": 1.5}, UnknownArchitectureError, "llama.attention.twist"),
-    "half rotated": ({"llama.rope.dimension_count": 32}, UnknownArchitectureError, "dimension_count = 32 and heads"),
-    "rope": ({"llama.rope.scaling.type": "longrope"}, UnknownArchitectureError, "type 'longrope' .* is not supported"),
-    "a part": ({"split.count": 3}, CheckpointError, "one of 3 parts .*llama-gguf-split --merge"),
+    "half rotated": ({"llama.rope.dimension_count": 32}, UnknownArchitectureError, "rope.dimension_count"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, UnknownArchitectureError, "'longrope'"),
+    "a part": ({"split.count": 3}, CheckpointError, "3 parts"),
     "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count: expected an integer .*, got 'two'"),
     "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "of the vocabulary of"),
 }  # fmt: skip
@@ -278,7 +291,7 @@ def test_tensors_that_are_missing_or_not_used_are_refused(tmp_path: Path) -> Non
     with pytest.raises(MissingWeightsError, match=r"lacks model.layers.2.* check that the file's metadata belongs"):
         loaded(path)
     extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
-    with pytest.raises(CheckpointError, match=r"does not use: blk.0.attn_q_norm.weight"):
+    with pytest.raises(CheckpointError, match=r"does not use: model.layers.0.self_attn.q_norm.weight"):
         loaded(write(tmp_path / "model.gguf", network(), extra=extra))
     path = write(
         tmp_path / "model.gguf",

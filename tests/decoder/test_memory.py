@@ -1,12 +1,14 @@
 """Keys and values that this machine has no room for are refused before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.kernels import cache_rows
+from paceline.decoder import memory
+from paceline.decoder.options import LoadOptions
 from paceline.decoder.parallel.sharding import Shard
 from tests.decoder.tiny import Workshop
 
@@ -15,7 +17,7 @@ def test_what_is_counted_is_what_a_decoder_holds(workshop: Workshop) -> None:
     for amp in ("f32", "bf16"):
         decoder = workshop.decoder(amp=amp, slots=4)
         held = sum(side.nbytes for layer in decoder.body.caches for side in layer)
-        assert cache_rows.cache_bytes(Shard(decoder.config), decoder.options) == held
+        assert memory.cache_bytes(Shard(decoder.config), decoder.options) == held
 
 
 def test_a_cache_beyond_the_machine_is_refused_with_what_may_be_less(workshop: Workshop) -> None:
@@ -32,5 +34,21 @@ def test_a_container_s_limit_counts(tmp_path: Path, said: str | None, smaller: b
     file = tmp_path / "memory.max"
     if said is not None:
         file.write_text(said)
-    assert (cache_rows.machine_bytes(file) == 1 << 20) == smaller
-    assert cache_rows.machine_bytes(file) <= cache_rows.machine_bytes(tmp_path / "none")
+    assert (memory.machine_bytes(file) == 1 << 20) == smaller
+    assert memory.machine_bytes(file) <= memory.machine_bytes(tmp_path / "none")
+
+
+def test_positions_that_nobody_named_are_as_many_as_fit(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = workshop.decoder().config
+    long = Shard(replace(trained, max_position_embeddings=1 << 20))
+    load = LoadOptions(backend="eager", amp="f32")
+    assert memory.fitting_options(long, load, 1 << 50).n_positions == 1 << 20 and not caplog.text
+    whole = memory.cache_bytes(long, memory.fitting_options(long, load, 1 << 50))
+    assert memory.fitting_options(long, load, whole // 3).n_positions == 1 << 18
+    assert "loaded for 262144; name another length with n_positions" in caplog.text
+    assert memory.fitting_options(long, load, 0).n_positions == 2048  # `check_cache` refuses them
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 0)
+    with pytest.raises(ConfigurationError, match="and this machine has 0"):
+        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager")

@@ -10,7 +10,7 @@ import torch
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import steps
+from paceline.decoder import memory, steps
 from paceline.decoder.kernels import cache_rows
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
@@ -138,8 +138,8 @@ def test_it_takes_less_memory_and_graphs_of_its_own(folder: Path) -> None:
     narrow, wide = load(folder, kv_cache_dtype="int8"), load(folder)
     for one in (narrow, wide):
         held = sum(part.nbytes for layer in one.body.caches for part in layer)
-        assert cache_rows.cache_bytes(one.body.shard, one.options) == held
-    assert cache_rows.cache_bytes(narrow.body.shard, narrow.options) * 16 == 12 * cache_rows.cache_bytes(
+        assert memory.cache_bytes(one.body.shard, one.options) == held
+    assert memory.cache_bytes(narrow.body.shard, narrow.options) * 16 == 12 * memory.cache_bytes(
         wide.body.shard, wide.options
     )
     assert narrow.cache_key() == {**wide.cache_key(), "kv_cache_dtype": "int8"}

@@ -15,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
@@ -24,6 +25,8 @@ from paceline.decoder.weights.hub import HubId, checkpoint_path, snapshot
 from paceline.fetch import fetch_model
 from paceline.placement.planning.model_specs import models_of
 from tests.cli.calling import call
+from tests.decoder.gguf_files import network
+from tests.decoder.gguf_files import write as write_gguf
 from tests.decoder.tiny import save_pair
 
 MAIN, OLD = "a" * 40, "b" * 40
@@ -127,6 +130,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     )
     (root / "tiny" / "empty").mkdir()
     (root / "tiny" / "empty" / "config.json").write_text("{}")
+    files = root / "tiny" / "files"
+    (files / "BF16").mkdir(parents=True)
+    write_gguf(files / "tiny-q4_0.gguf", network(), Kind.Q4_0)
+    for name in ("tiny-UD-Q4_0.gguf", "tiny-Q4_0_4_4.gguf", "mmproj-Q8_0.gguf", "BF16/tiny-BF16-00001-of-00002.gguf"):
+        (files / name).write_bytes(name.encode())
+    (files / "BF16" / "tiny-BF16-00002-of-00002.gguf").write_bytes(b"the rest")
     hub = Hub(root)
     yield hub
     hub.server.shutdown()
@@ -138,6 +147,7 @@ def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """The hub, with an empty cache of the client's; its variables are read when it is imported."""
     real = huggingface_hub.snapshot_download
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi, endpoint=served.url))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", functools.partial(real, endpoint=served.url))
     monkeypatch.chdir(tmp_path)
     served.asked.clear()
@@ -147,7 +157,23 @@ def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_what_is_an_id_and_what_is_a_path() -> None:
     assert HubId.parse("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
     assert HubId.parse("o/n@refs/pr/1") == HubId("o/n", "refs/pr/1") and str(HubId("o/n", "v1")) == "o/n@v1"
-    for text in ("smollm2", "./a/b", "/a/b", "a/b/c", "a/b.gguf", "a/../b", "a/b@", "~/model", "a\\b", ""):
+    assert (
+        HubId.parse("o/n@v1:Q4_K_M") == HubId("o/n", "v1", "Q4_K_M") and str(HubId("o/n", None, "Q8_0")) == "o/n:Q8_0"
+    )
+    for text in (
+        "o/n:k=3",
+        "o/n:",
+        "smollm2",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "a/b.gguf",
+        "a/../b",
+        "a/b@",
+        "~/model",
+        "a\\b",
+        "",
+    ):
         assert HubId.parse(text) is None, text
 
 
@@ -180,6 +206,36 @@ def test_a_revision_is_one_of_its_own_and_an_interrupted_download_goes_on(hub: H
     assert folder.name == OLD
     (folder / "model.safetensors").unlink()
     assert snapshot(HubId("tiny/draft", "old")) == folder and (folder / "model.safetensors").is_file()
+
+
+def test_a_gguf_file_is_named_by_its_quantisation(hub: Hub) -> None:
+    """In any case; of two by one name the shorter; its parts with it; and no other file is fetched."""
+    file = checkpoint_path("tiny/files@main:Q4_0")
+    assert (file.name, file.parent.name) == ("tiny-q4_0.gguf", MAIN)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    decoder = AutoDecoder.from_pretrained("tiny/files:Q4_0", backend="eager", amp="f32", n_positions=32)
+    (model,) = models_of([{"name": "t", "path": "tiny/files:Q4_0"}], folder=Path(), where="models.yaml")
+    assert model.folder == file, "no link is followed, because its target has no suffix"
+    assert decoder.folder == file and decoder.sample([[5, 6]], max_new_tokens=2).shape == (1, 4)
+    hub.asked.clear()
+    assert fetch_model("tiny/files:ud-q4_0").name == "tiny-UD-Q4_0.gguf" and hub.asked
+    part = snapshot(HubId("tiny/files", None, "BF16"))
+    assert part.name == "tiny-BF16-00001-of-00002.gguf" and (part.parent / "tiny-BF16-00002-of-00002.gguf").is_file()
+    hub.asked.clear()
+    assert snapshot(HubId("tiny/files", None, "BF16")) == part and not hub.asked
+    for name in ("tiny/files:Q8_0", "tiny/files:Q4", "tiny/files"):
+        with pytest.raises(FetchError, match=r"name one of its GGUF files.* as in tiny/files:Q4_K_M; there are .*BF16"):
+            checkpoint_path(name)
+
+
+def test_a_model_s_folder_in_the_cache_is_its_main_snapshot(hub: Hub, tmp_path: Path) -> None:
+    """Its files are links out of the snapshot."""
+    found = snapshot(HubId("tiny/draft"))
+    snapshot(HubId("tiny/draft", "old"))
+    assert checkpoint_path(tmp_path / "cache" / "models--tiny--draft") == found
+    assert (found / "model.safetensors").is_symlink()
+    file = checkpoint_path("tiny/files:Q4_0")
+    assert checkpoint_path(tmp_path / "cache" / "models--tiny--files") == file
 
 
 def test_what_the_hub_does_not_have_is_refused_by_name(hub: Hub) -> None:

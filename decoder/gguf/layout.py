@@ -1,0 +1,148 @@
+"""Tensors of a GGUF file as those of a checkpoint: their names, and the order in which the converter writes rows.
+
+Nothing is read here but the header. What keys mean is in `paceline.decoder.gguf.architectures`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import CheckpointError
+from paceline.decoder.gguf.architectures import FACTORS, Architecture, Keys, architecture
+from paceline.decoder.gguf.header import GgufHeader
+
+_IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|" + "|".join(map(re.escape, FACTORS)))
+"""Tensors without a place in a checkpoint: frequencies that the metadata determine, and what `config` has read."""
+
+_OUTER = {
+    "embedding": "token_embd", "positions": "position_embd", "embedding norm": "token_embd_norm",
+    "norm": "output_norm", "head": "output",
+}  # fmt: skip
+_INNER = {
+    "norm": "attn_norm", "mlp norm": "ffn_norm", "post norm": "post_attention_norm", "post mlp norm": "post_ffw_norm",
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "qkv": "attn_qkv", "out": "attn_output",
+    "q norm": "attn_q_norm", "k norm": "attn_k_norm", "gate": "ffn_gate", "up": "ffn_up", "gate up": "ffn_up",
+    "down": "ffn_down", "router": "ffn_gate_inp", "shared router": "ffn_gate_inp_shexp",
+    "shared gate": "ffn_gate_shexp", "shared up": "ffn_up_shexp", "shared down": "ffn_down_shexp",
+}  # fmt: skip
+"""llama.cpp's names of the parts of `Names`; those of experts end with "_exps"."""
+
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+RowOrder = Callable[[NDArray[Any]], NDArray[Any]]
+"""Maps row numbers of a tensor in Hugging Face's order to row numbers in the file, [n] -> [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of a checkpoint as rows of one in the file; of a tensor of experts, all rows one below the other.
+
+    first, rows  of the stored tensor, or numbers of one with one dimension
+    order        of its rows; None: as in a checkpoint
+    transposed   a checkpoint has it as [in, out]
+    shift        a checkpoint has numbers smaller by this
+    single       a vector that a checkpoint has as the only row of a matrix
+    """
+
+    stored: str
+    first: int
+    rows: int
+    order: RowOrder | None = None
+    transposed: bool = False
+    shift: float = 0.0
+    single: bool = False
+
+
+def pieces(header: GgufHeader) -> dict[str, Piece]:
+    """Every tensor of the file by its name in a checkpoint; one that is not known keeps its own.
+
+    Raises:
+        CheckpointError: two tensors have one name, or a key that says how one is laid out is missing.
+    """
+    row = architecture(header)
+    keys, family = Keys(header, header.fields.text("general.architecture")), row.family_row()
+    outer = {_OUTER[part]: (part, name) for part, name in family.names.outer.items()}
+    stems = {**_INNER, **row.stems}
+    inner = {
+        stems[part] + ("_exps" if "{e}" in name else ""): (part, name) for part, name in family.names.inner.items()
+    }
+    made: dict[str, Piece] = {}
+    for stored, tensor in header.tensors.items():
+        if _IGNORED.fullmatch(stored):
+            continue
+        stem, _, kind = stored.rpartition(".")
+        layer = _LAYER_NAME.fullmatch(stored)
+        rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]
+        if layer is None:
+            prefix, cuts = "", [(*outer.get(stem, ("", stem)), 0, rows)]
+        else:
+            prefix, cuts = (
+                family.names.layer.format(i=layer[1]),
+                _cuts(layer[2], tensor.shape, rows, inner=inner, keys=keys),
+            )
+            if not cuts:
+                prefix, cuts = "", [("", stem, 0, rows)]
+        turned = family.names.transposed and layer is not None and len(tensor.shape) > 1
+        for part, name, first, count in cuts:
+            label = f"{prefix}{name}.{kind}"
+            if label in made:
+                raise CheckpointError(
+                    f"{header.path}: expected every tensor once, got one under two names; download the file again"
+                )
+            lifted = kind == "weight" and part.endswith("norm") and family.plan.norm == "rms plus one"
+            order = _order(part, keys, row)
+            single = part == "shared router" and len(tensor.shape) == 1
+            shift = 1.0 if lifted else 0.0
+            made[label] = Piece(stored, first, count, order, transposed=turned, shift=shift, single=single)
+    return made
+
+
+def _cuts(
+    stem: str, shape: tuple[int, ...], rows: int, *, inner: Mapping[str, tuple[str, str]], keys: Keys
+) -> list[tuple[str, str, int, int]]:
+    """The part, the name, the first row and the number of rows of each tensor in one of a layer's; []: not known."""
+    each = rows // shape[0] if len(shape) == 3 else rows
+    if stem in inner:
+        part, name = inner[stem]
+        if not stem.endswith("_exps"):
+            return [(part, name, 0, rows)]
+        return [(part, name.format(e=e), e * each, each) for e in range(rows // each)]
+    if stem == "attn_qkv" and {"attn_q", "attn_k", "attn_v"} <= inner.keys():
+        sizes = [heads * keys.head_dim for heads in (keys.heads, keys.key_heads, keys.key_heads)]
+        sides = zip("qkv", (0, sizes[0], sizes[0] + sizes[1]), sizes, strict=True)
+        if sum(sizes) == rows:
+            return [(side, inner[f"attn_{side}"][1], first, size) for side, first, size in sides]
+    return []
+
+
+def _order(part: str, keys: Keys, row: Architecture) -> RowOrder | None:
+    """The order in which the converter has written the rows of a part.
+
+    Where the family rotates dimension i of a head together with i + D / 2, and llama.cpp adjacent ones, rows of queries
+    and keys are (head, i, half) instead of (head, half, i). Where a checkpoint has query, key and value head by head,
+    a file has all queries, all keys and all values.
+    """
+    plan, dim, heads = row.family_row().plan, keys.head_dim, keys.heads
+
+    def interleaved(rows: NDArray[Any]) -> NDArray[Any]:
+        head, inner = np.divmod(rows, dim)
+        half, index = np.divmod(inner, dim // 2)
+        stored: NDArray[Any] = head * dim + 2 * index + half
+        return stored
+
+    def by_side(rows: NDArray[Any]) -> NDArray[Any]:
+        head, inner = np.divmod(rows, 3 * dim)
+        side, index = np.divmod(inner, dim)
+        stored: NDArray[Any] = (side * heads + head) * dim + index
+        return stored
+
+    if part in ("q", "k") and row.neighbours and not plan.neighbours:
+        return interleaved
+    return by_side if part == "qkv" and plan.joined == "heads" else None

@@ -1,0 +1,185 @@
+"""Tiny models of every family as GGUF files: llama.cpp's names of tensors are the gguf package's table, the rest is
+written here as llama.cpp's converter does it; no tests in here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from transformers import PreTrainedModel
+
+from tests.decoder.families import network
+from tests.decoder.gguf_files import add
+
+Arrays = dict[str, NDArray[Any]]
+
+PAIRS = ("llama", "smollm3", "granite", "arcee")
+"""Architectures of which the converter orders the rows of queries and keys: llama.cpp rotates adjacent ones."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file: its architecture, the model of `FAMILIES` with some changes, and keys beyond those of all."""
+
+    architecture: str
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, object] = field(default_factory=dict)
+
+
+_KINDS = [True, False, False]
+_HEAD = 12  # the width of a head in `FAMILIES`, where it is none of hidden_size / num_attention_heads
+
+CASES: dict[str, Case] = {
+    "mixtral": Case("llama", "mixtral", keys={"expert_count": 4, "expert_used_count": 2}),
+    "qwen2": Case("qwen2", "qwen2"),
+    "qwen2moe": Case(
+        "qwen2moe", "qwen2 moe",
+        keys={
+            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 20,
+        },
+    ),
+    "qwen3": Case("qwen3", "qwen3"),
+    "qwen3moe": Case(
+        "qwen3moe", "qwen3 moe", keys={"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 24}
+    ),
+    "phi2": Case("phi2", "phi", keys={"rope.dimension_count": 4}),
+    "phi3": Case("phi3", "phi3", keys={"attention.sliding_window": 11, "rope.scaling.original_context_length": 96}),
+    "phi3 partial": Case(
+        "phi3", "phi3 partial", keys={"attention.sliding_window": 0, "rope.dimension_count": 4},
+    ),
+    "gemma": Case("gemma", "gemma"),
+    "gemma2": Case(
+        "gemma2", "gemma2", {"query_pre_attn_scalar": _HEAD},
+        {"attention.sliding_window": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": Case(
+        "gemma3", "gemma3", {"query_pre_attn_scalar": _HEAD},
+        {
+            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
+            "final_logit_softcapping": 3.0, "rope.freq_base_swa": 10000.0,
+        },
+    ),
+    "smollm3": Case(
+        "smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4, "use_sliding_window": False}
+    ),
+    "granite": Case(
+        "granite", "granite",
+        keys={"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 4.0},
+    ),
+    "seed_oss": Case("seed_oss", "seed oss"),
+    "ernie4_5": Case("ernie4_5", "ernie"),
+    "arcee": Case("arcee", "arcee"),
+    "olmo2": Case("olmo2", "olmo2"),
+    "olmoe": Case("olmoe", "olmoe", keys={"expert_count": 5, "expert_used_count": 2}),
+    "exaone4": Case(
+        "exaone4", "exaone4",
+        keys={"attention.sliding_window": 11, "attention.sliding_window_pattern": [True, False, True]},
+    ),
+    "chatglm": Case("chatglm", "glm", keys={"rope.dimension_count": 6}),
+    "glm4": Case("glm4", "glm4", keys={"rope.dimension_count": 6}),
+    "command-r": Case("command-r", "cohere", keys={"logit_scale": 0.0625, "rope.scaling.type": "none"}),
+    "gpt2": Case("gpt2", "gpt2"),
+    "gptneox": Case("gptneox", "neox", keys={"rope.dimension_count": 2, "use_parallel_residual": True}),
+    "gptneox serial": Case(
+        "gptneox", "neox serial", keys={"rope.dimension_count": 2, "use_parallel_residual": False}
+    ),
+    "bloom": Case("bloom", "bloom"),
+    "starcoder2": Case("starcoder2", "starcoder2", {"sliding_window": None}),
+    "stablelm": Case("stablelm", "stablelm", keys={"rope.dimension_count": 2}),
+    "stablelm parallel": Case("stablelm", "stablelm parallel", keys={"rope.dimension_count": 2}),
+}  # fmt: skip
+
+
+def write(folder: Path, case: Case, kind: Kind = Kind.F32) -> tuple[PreTrainedModel, Path]:
+    """The model, saved in ``folder``, and its GGUF file: matrices of layers in one type, the rest in F32."""
+    made = network(case.name, **case.changes)
+    made.save_pretrained(folder)
+    path = folder.with_suffix(".gguf")
+    writer = gguf.GGUFWriter(path, case.architecture)
+    for key, value in {**_sizes(made.config), **case.keys}.items():
+        add(writer, f"{case.architecture}.{key}", value)
+    for name, tensor in _tensors(load_file(folder / "model.safetensors"), made.config, case).items():
+        quantised = kind is not Kind.F32 and tensor.ndim > 1 and name.startswith("blk")
+        data = gguf.quants.quantize(np.ascontiguousarray(tensor), kind) if quantised else tensor
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind if quantised else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made, path
+
+
+def _sizes(config: Any) -> dict[str, object]:
+    """Keys that nearly all have."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("full_attention", rope).get("rope_theta")
+    epsilons = {
+        "attention.layer_norm_rms_epsilon": ["rms_norm_eps"],
+        "attention.layer_norm_epsilon": ["layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"],
+    }
+    head_dim = getattr(config, "head_dim", None)
+    return {
+        "context_length": getattr(config, "max_position_embeddings", None) or config.seq_length,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or heads,
+        **({"rope.freq_base": float(theta)} if theta else {}),
+        **({f"attention.{side}_length": head_dim for side in ("key", "value")} if head_dim else {}),
+        **{key: getattr(config, name) for key, names in epsilons.items() for name in names if hasattr(config, name)},
+    }
+
+
+def _tensors(saved: Arrays, config: Any, case: Case) -> Arrays:
+    """The tensors of a checkpoint as the converter writes them."""
+    kind = case.architecture
+    table = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_hidden_layers
+    )
+    made: Arrays = {}
+    for name, tensor in _stacked(saved).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
+            tensor = tensor.T
+        if "query_key_value" in name:
+            sides = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+            tensor = sides.swapaxes(0, 1).reshape(tensor.shape)
+        if kind in PAIRS and (side := re.search(r"\.([qk])_proj\.", name)):
+            heads = config.num_attention_heads if side[1] == "q" else config.num_key_value_heads
+            tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + np.float32(1)
+        label = table.get_name(name.removeprefix("transformer."), (".weight", ".bias")) or table.get_name(
+            name, (".weight", ".bias")
+        )
+        assert label is not None, name
+        made[label] = tensor
+    return made
+
+
+def _stacked(saved: Arrays) -> Arrays:
+    """Experts of a layer as one tensor."""
+    made: Arrays = {}
+    groups: dict[str, list[NDArray[Any]]] = {}
+    for name in sorted(saved, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        expert = re.fullmatch(r"(.*\.experts)\.\d+\.(.*)", name)
+        if expert:
+            groups.setdefault(f"{expert[1]}.{expert[2]}", []).append(saved[name])
+        else:
+            made[name] = saved[name]
+    return made | {name: np.stack(tensors) for name, tensors in groups.items()}

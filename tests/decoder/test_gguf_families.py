@@ -1,0 +1,196 @@
+"""GGUF files of every family: configuration and weights are those of the checkpoint that was converted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel
+
+from paceline import AutoDecoder
+from paceline.core.errors import CheckpointError
+from paceline.decoder.gguf.architectures import ARCHITECTURES
+from paceline.decoder.gguf.header import read_header
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.registry import MODEL_FAMILIES
+from paceline.decoder.weights import checkpoint
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.open import open_weight_file
+from paceline.decoder.weights.quantize import QuantizedTensor
+from tests.decoder.families import VOCABULARY
+from tests.decoder.gguf_families import CASES, write
+
+TEXT = torch.randint(0, VOCABULARY, (1, 30), generator=torch.Generator().manual_seed(1))
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTrainedModel, Path, Path]]:
+    """The model, its folder and its file."""
+    place = tmp_path_factory.mktemp("families")
+    folders = {name: place / name.replace(" ", "_") for name in CASES}
+    return {name: (*write(folders[name], case), folders[name])[::1] for name, case in CASES.items()}  # type: ignore[misc]
+
+
+def test_every_architecture_has_a_case() -> None:
+    rows = {name for row in ARCHITECTURES.values() for name in row.families}
+    assert rows == set(MODEL_FAMILIES) - {"mistral", "gptj", "opt"}, "families that llama.cpp's converter writes"
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+@every_case
+def test_configuration_and_weights_are_those_of_the_checkpoint(
+    files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str
+) -> None:
+    _, path, folder = files[name]
+    found, expected = ModelConfig.from_pretrained(path), ModelConfig.from_pretrained(folder)
+    ids = {"eos_token_ids": (), "bos_token_id": None, "pad_token_id": None, "hidden_act": ""}
+    flags = {"attention_bias": False, "mlp_bias": False}  # what they decide is in the blueprint
+    found, expected = (replace(one, **ids, **flags) for one in (found, expected))  # type: ignore[arg-type]
+    assert _plain(found) == _plain(expected)
+    weights = checkpoint.load_weights(path, found, torch.float32)
+    wanted = checkpoint.load_weights(folder, expected, torch.float32)
+    assert weights.keys() == wanted.keys()
+    for label, tensor in weights.items():
+        assert isinstance(tensor, torch.Tensor)
+        # A norm of Gemma is stored plus one, rounded to float32.
+        torch.testing.assert_close(tensor, wanted[label], rtol=0, atol=6e-8 if "gemma" in name else 0)
+
+
+def _plain(config: ModelConfig) -> ModelConfig:
+    """The same where no window is a window of 0, and a rope type reads only what it knows."""
+    plan = config.blueprint
+    if not any(plan.windows):
+        plan = replace(plan, windows=())
+    if not any(plan.unturned):
+        plan = replace(plan, unturned=())
+    own = config.max_position_embeddings
+    rope = replace(config.rope, max_position_embeddings=own, original_max_position_embeddings=own)
+    local = config.local_rope and replace(config.local_rope, original_max_position_embeddings=own)
+    return replace(config, blueprint=plan, rope=rope, local_rope=local)
+
+
+@pytest.mark.full
+@every_case
+def test_greedy_text_is_that_of_transformers(files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str) -> None:
+    model, path, _ = files[name]
+    decoder = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", n_positions=64)
+    wishes = {"max_length": 50, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TEXT)}
+    greedy = model.generate(TEXT, **wishes)  # type: ignore[operator]
+    assert torch.equal(decoder.sample(TEXT, 50), greedy)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gptneox", "gpt2", "phi3"])
+def test_kept_formats_have_the_numbers_of_dequantised_ones(tmp_path: Path, name: str) -> None:
+    """Rows of experts, of queries in another order, and of matrices that a checkpoint has the other way round."""
+    sizes: dict[str, object] = {} if name == "gpt2" else {"intermediate_size": 64}  # whole blocks
+    sizes |= {"head_dim": 8} if name in ("mixtral", "phi3") else {}
+    _, path = write(tmp_path / "model", replace(CASES[name], changes=sizes), Kind.Q8_0)
+    config = ModelConfig.from_pretrained(path)
+    kept = checkpoint.load_weights(path, config, torch.float32, quantization="gguf")
+    plain = checkpoint.load_weights(path, config, torch.float32)
+    turned = {label for label, spec in MODEL_FAMILIES[config.model_type].tensors(config).items() if spec.transposed}
+    found = [label for label, tensor in kept.items() if isinstance(tensor, QuantizedTensor) and "embed" not in label]
+    for label in found:
+        matrix, expected = kept[label], plain[label]
+        assert isinstance(matrix, QuantizedTensor) and isinstance(expected, torch.Tensor)
+        if "layers" in label or ".h." in label:
+            assert matrix.format is WeightFormat.Q8_0
+            assert torch.equal(matrix.dequantize(), expected.t() if label in turned else expected), label
+    assert len(found) >= 4 * config.num_layers
+
+
+def _dequantised() -> list[Kind]:
+    """Types that the gguf package dequantises."""
+    found = []
+    for kind in Kind:
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales may be anything
+@pytest.mark.parametrize("kind", _dequantised(), ids=lambda kind: kind.name)
+def test_every_type_is_read_as_the_gguf_package_dequantises_it(tmp_path: Path, kind: Kind) -> None:
+    """Of experts, too: a matrix of each in one tensor."""
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (4, 6, 256 // numbers * size), dtype=np.uint8)
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (("expert_count", 4), ("expert_used_count", 2)):
+        writer.add_uint32(f"llama.{key}", value)
+    for key in ("embedding_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 4)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = gguf.dequantize(blocks, kind)
+    with open_weight_file(path) as source:
+        for expert in range(4):
+            name = f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"
+            np.testing.assert_array_equal(source.read(name).numpy(), wanted[expert])
+            np.testing.assert_array_equal(source.read_range(name, (2, 5), dim=0).numpy(), wanted[expert, 2:5])
+            np.testing.assert_array_equal(source.read_range(name, (9, 70), dim=1).numpy(), wanted[expert, :, 9:70])
+
+
+def test_fused_tensors_are_cut(tmp_path: Path) -> None:
+    """The converter may write query, key and value as one."""
+    _, path = write(tmp_path / "model", CASES["mixtral"])
+    header, writer = read_header(path), gguf.GGUFWriter(tmp_path / "fused.gguf", "llama")
+    reader = gguf.GGUFReader(path)
+    for key, field in reader.fields.items():
+        if key.startswith("llama."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    for layer in range(3):
+        sides = [tensors.pop(f"blk.{layer}.attn_{side}.weight") for side in "qkv"]
+        tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(sides)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert header.tensors.keys() != read_header(tmp_path / "fused.gguf").tensors.keys()
+    with open_weight_file(path) as apart, open_weight_file(tmp_path / "fused.gguf") as fused:
+        assert apart.infos() == fused.infos()
+        assert all(torch.equal(apart.read(name), fused.read(name)) for name in apart.infos())
+
+
+def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
+    _, path = write(tmp_path / "model", CASES["qwen2"])
+    reader = gguf.GGUFReader(path)
+    for number, some in enumerate((reader.tensors[:9], reader.tensors[9:20], reader.tensors[20:])):
+        writer = gguf.GGUFWriter(tmp_path / f"part-{number + 1:05d}-of-00003.gguf", "qwen2")
+        for key, value in (("no", number), ("count", 3)):
+            writer.add_uint16(f"split.{key}", value)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for key, field in reader.fields.items():
+            if number == 0 and key.startswith("qwen2."):
+                writer.add_key_value(key, field.contents(), field.types[0])
+        for tensor in some:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    whole = checkpoint.load_weights(path, ModelConfig.from_pretrained(path), torch.float32)
+    for number in (1, 3):  # any part names all of them
+        part = tmp_path / f"part-{number:05d}-of-00003.gguf"
+        found = checkpoint.load_weights(part, ModelConfig.from_pretrained(part), torch.float32)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())  # type: ignore[arg-type]
+    (tmp_path / "part-00002-of-00003.gguf").rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=r"part-00002-of-00003.gguf does not exist"):
+        ModelConfig.from_pretrained(tmp_path / "part-00001-of-00003.gguf")
+    with pytest.raises(CheckpointError, match=r"elsewhere.gguf is one of 3 parts of a model; name all of them alike"):
+        ModelConfig.from_pretrained(tmp_path / "elsewhere.gguf")

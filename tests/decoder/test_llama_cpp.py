@@ -1,0 +1,191 @@
+"""GGUF files of every architecture, written by llama.cpp's converter: greedy tokens are those of llama.cpp, in float32,
+after every token of a random text and of their own.
+
+llama.cpp is built from the source distribution of llama-cpp-python, which takes ten minutes: `make test-gguf` makes an
+environment of its own for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from paceline import AutoDecoder
+from paceline.decoder import steps
+from tests.decoder.gguf_files import MERGES, TOKENS
+
+HERE = Path(__file__).parent
+PYTHON, SOURCES = os.environ.get("LLAMA_CPP_PYTHON", ""), os.environ.get("LLAMA_CPP_SOURCES", "")
+VOCABULARY, NEW = 288, 16
+TEXT = torch.randint(0, VOCABULARY, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+
+pytestmark = [
+    pytest.mark.gguf,
+    pytest.mark.skipif(not (PYTHON and SOURCES), reason="llama.cpp is not here; `make test-gguf` builds it"),
+]
+
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 128, "num_hidden_layers": 3,
+}  # fmt: skip
+_WIDE = {**_SIZES, "head_dim": 12}
+_PLAIN = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128, "num_hidden_layers": 3}
+_LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, "rope_theta": 1e4,
+}  # fmt: skip
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LENGTH = (("seq_length", 128),)  # what the converter takes for the number of positions
+_EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: its ``model_type`` and configuration, what the converter wants in config.json besides, and options."""
+
+    kind: str
+    fields: dict[str, Any]
+    besides: tuple[tuple[str, Any], ...] = ()
+    options: tuple[str, ...] = ()
+
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama", _SIZES),
+    "llama tied": Case("llama", {**_SIZES, "tie_word_embeddings": True}),
+    "llama biases": Case("llama", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": Case("llama", {**_SIZES, "rope_parameters": _LLAMA_3}),
+    "llama linear": Case("llama", {**_SIZES, "rope_parameters": _LINEAR}),
+    "llama yarn": Case("llama", {**_SIZES, "rope_parameters": _YARN}),
+    "llama in parts": Case("llama", _SIZES, options=("--outtype", "f32", "--split-max-tensors", "9")),
+    "mistral": Case("mistral", {**_SIZES, "sliding_window": None}),
+    "mixtral": Case("mixtral", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": Case("qwen2", _SIZES),
+    "qwen2 fused": Case("qwen2", _SIZES, options=("--outtype", "f32", "--fuse-qkv")),
+    "qwen2moe": Case("qwen2_moe", {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3": Case("qwen3", _WIDE),
+    "qwen3moe": Case("qwen3_moe", {**_WIDE, **_EXPERTS, "norm_topk_prob": True}),
+    "phi2": Case("phi", {**_PLAIN, "intermediate_size": 128, "partial_rotary_factor": 0.5}),
+    "phi3": Case("phi3", {**_SIZES, "sliding_window": None, "pad_token_id": 0}),
+    "phi3 longrope": Case(
+        "phi3",
+        {
+            **_SIZES, "sliding_window": None, "pad_token_id": 0, "original_max_position_embeddings": 512,
+            "max_position_embeddings": 2048, "rope_parameters": _LONGROPE,
+        },
+    ),
+    "gemma": Case("gemma", _WIDE),
+    "gemma2": Case("gemma2", {**_WIDE, "sliding_window": 11, "query_pre_attn_scalar": 12}),
+    "gemma3": Case("gemma3_text", {**_WIDE, "sliding_window": 11, "query_pre_attn_scalar": 12, "num_hidden_layers": 6}),
+    "smollm3": Case("smollm3", {**_SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "granite": Case(
+        "granite",
+        {
+            **_SIZES, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "seed_oss": Case("seed_oss", {**_WIDE, "attention_bias": True}),
+    "ernie4_5": Case("ernie4_5", _WIDE),
+    "arcee": Case("arcee", _SIZES),
+    "olmo2": Case("olmo2", _SIZES),
+    "olmoe": Case("olmoe", {**_SIZES, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
+    "exaone4": Case("exaone4", _EXAONE),
+    "exaone4 llama 3": Case("exaone4", {**_EXAONE, "rope_parameters": _LLAMA_3}),
+    "chatglm": Case("glm", {**_SIZES, "pad_token_id": 0, "rms_norm_eps": 1e-5}, _LENGTH),
+    "glm4": Case("glm4", {**_WIDE, "pad_token_id": 0}),
+    "command-r": Case("cohere", _SIZES),
+    "gpt2": Case("gpt2", {"n_embd": 32, "n_head": 4, "n_positions": 128, "n_layer": 3}, (("n_ctx", 128),)),
+    "gptneox": Case("gpt_neox", {**_PLAIN, "intermediate_size": 64}, (("rotary_pct", 0.25),)),
+    "gptneox serial": Case(
+        "gpt_neox", {**_PLAIN, "intermediate_size": 64, "use_parallel_residual": False}, (("rotary_pct", 0.25),)
+    ),
+    "bloom": Case("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 3}, _LENGTH),
+    "starcoder2": Case("starcoder2", {**_SIZES, "sliding_window": None}),
+    "stablelm": Case("stablelm", {**_SIZES, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm parallel": Case("stablelm", {**_SIZES, "use_parallel_residual": True}),
+}  # fmt: skip
+
+
+def write_tokenizer(folder: Path, *, full: bool) -> None:
+    """Bytes and a few merges; ``full``: a token for every row of the model's table."""
+    tokens = [*TOKENS[:-1], *(f"more{number}" for number in range(len(TOKENS) - 1, VOCABULARY) if full)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in MERGES]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|start|>", "<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|start|>", eos_token="<|end|>").save_pretrained(folder)
+
+
+def write_model(folder: Path, case: Case) -> None:
+    """A random checkpoint whose greedy tokens vary."""
+    config = AutoConfig.for_model(case.kind, vocab_size=VOCABULARY, **case.fields)
+    config.bos_token_id = config.eos_token_id = None
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for label, parameter in made.named_parameters():
+        lifted = parameter.dim() == 1 and "bias" not in label and "gemma" not in case.kind
+        torch.nn.init.normal_(parameter, 1.0 if lifted else 0.0, 0.25)
+    made.save_pretrained(folder)
+    write_tokenizer(folder, full=case.kind == "gemma3_text")  # whose converter drops the other rows
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **dict(case.besides)}))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model as llama.cpp's converter writes it."""
+    place = tmp_path_factory.mktemp("models")
+    lines, made = [], {}
+    for number, (name, case) in enumerate(CASES.items()):
+        write_model(place / str(number), case)
+        file = place / f"{number}.gguf"
+        lines.append("\t".join((str(place / str(number)), str(file), *case.options)))
+        made[name] = file
+    command = [sys.executable, str(HERE / "llama_cpp_convert.py"), SOURCES]
+    answer = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
+    said = dict(zip(CASES, (line for line in answer.stdout.splitlines() if line), strict=True))
+    assert not {name: line for name, line in said.items() if line != "ok"}
+    for name, file in made.items():
+        if not file.is_file():  # in parts
+            made[name] = next(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wanted(files: dict[str, Path]) -> dict[str, list[int]]:
+    """llama.cpp's tokens."""
+    command = [PYTHON, str(HERE / "llama_cpp_greedy.py"), str(NEW), *map(str, files.values())]
+    text = " ".join(map(str, TEXT))
+    answer = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    lines = answer.stdout.splitlines()
+    assert len(lines) == len(files) and "error" not in lines, answer.stderr[-2000:]
+    return {name: [int(one) for one in line.split()] for name, line in zip(files, lines, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_llama_cpp(files: dict[str, Path], wanted: dict[str, list[int]], name: str) -> None:
+    decoder = AutoDecoder.from_pretrained(files[name], backend="eager", amp="f32", n_positions=64)
+    tokens = torch.tensor([[*TEXT, *wanted[name][len(TEXT) - 1 : -1]]], dtype=torch.int32)
+    row = torch.tensor([0], dtype=torch.int32)
+    logits = steps.window(decoder, tokens, row, bucket=decoder.bucket_for(tokens.shape[1]))[0]
+    assert logits[0].argmax(-1).tolist() == wanted[name]
+    assert len(set(wanted[name])) > 8, "tokens that vary"
