@@ -73,7 +73,7 @@ class SpeculativeGenerator:
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
         self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:
-            log.warning("acceptor %r is lossy: the text does not follow the target's distribution", self._rule.name)
+            log.warning("acceptor %r is lossy: the output does not follow the target's distribution", self._rule.name)
 
     @overload
     def sample(

@@ -1,6 +1,6 @@
 """`NeuronConfig`: how a decoder is loaded, read from the files of NxD Inference and transformers-neuronx.
 
-A typed value with the names of this package, which goes to JSON and back. Keys that nobody knows raise; those that
+A typed value with the names of this package, which goes to JSON and back. Unknown keys raise; those that
 change nothing here are in `without_effect`, each with the reason, and are logged. Not here: the application around it
 (`paceline.application`).
 """
@@ -36,7 +36,7 @@ class KeyTables:
     """The keys of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py` that have no
     counterpart here: what is in ``neuron_config_keys.json``.
 
-    A file with a value that is none of its key's is not one that those projects read, so that nobody knows what it asks
+    A file with a value that is none of its key's is not one that those projects read, so that its meaning is unknown
     for.
 
     without_effect   key -> why it changes nothing here; ``sampling_without_effect``: of NxD's sampling
@@ -94,14 +94,14 @@ class NeuronConfig(LoadOptions):
     """Options to load a decoder, and its defaults of sampling and speculation.
 
     on_device_sampling  defaults of sampling
-    k                   drafted tokens of a round; None: the file asks for no speculation
+    k                   drafted tokens of a round; None: the file has no speculation
     fused               whether draft and target are to be one graph; None: wherever that can be done
     draft_model_path    folder of the draft, where the file names it
-    prefix_caching      whether prompts that begin alike read their common part once
+    prefix_caching      whether a prefix shared by prompts is prefilled once
     without_effect      keys of the file that change nothing here, and why
 
     Raises:
-        ConfigurationError: a value is out of range, or it asks for what is not to be had here.
+        ConfigurationError: a value is out of range, or it needs an unsupported feature.
     """
 
     on_device_sampling: OnDeviceSampling | None = None
@@ -127,7 +127,7 @@ class NeuronConfig(LoadOptions):
                 ``InferenceConfig.save`` writes, or the fields of a NeuronConfig alone
 
         Raises:
-            ConfigurationError: it is no such configuration, a key is unknown, or a value cannot be followed.
+            ConfigurationError: it is not such a configuration, a key is unknown, or a value is not supported.
         """
         source_fields = _read(source)
         fields = source_fields.get("neuron_config", source_fields)
@@ -147,7 +147,7 @@ class NeuronConfig(LoadOptions):
             without_effect=reader.without_effect,
         )
         for name, reason in options.without_effect.items():
-            log.info("%s has no effect here: %s", name, reason)
+            log.info("%s has no effect in Paceline: %s", name, reason)
         return options
 
     @classmethod
@@ -281,7 +281,7 @@ class _Reader:
             "kv_cache_dtype": self._kv_cache(),
             "on_device_sampling": self._sampling(),
             "k": length - 1 if length > 1 else None,
-            # A file that asks for no speculation has the flag, too, and then it says nothing.
+            # A file without speculation has the flag, too, and then it means nothing.
             "fused": fused if fused or length > 1 else None,
             "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
             "prefix_caching": bool(self._take("is_prefix_caching", "true or false")),

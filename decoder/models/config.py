@@ -300,8 +300,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     unknown = _unknown_keys(config, family.keys)
     if warn and unknown:
         log.warning(
-            "%s: nobody here knows what %s asks for, and nothing is done about it; if it changes what the model "
-            "computes, this will be another model",
+            "%s: unknown keys are ignored: %s; if they change the computation, the outputs will be wrong",
             config.where,
             ", ".join(unknown),
         )
