@@ -82,7 +82,7 @@ class DecoderApplication:
             self._decoder.load(Path(folder))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Append tokens to the texts in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
+        """Append tokens to the sequences in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
 
         Raises:
             ConfigurationError: nothing is loaded yet.
@@ -96,7 +96,7 @@ class DecoderApplication:
     __call__ = forward
 
     def reset(self) -> None:
-        """Forget the texts in the slots: the next `forward` begins new ones."""
+        """Forget the sequences in the slots: the next `forward` begins new ones."""
         self._text = None
 
     def quantize(self, folder: str | os.PathLike[str]) -> None:

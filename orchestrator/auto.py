@@ -114,7 +114,7 @@ class AutoDecoder:
     """Finds out from a checkpoint's configuration which family it is."""
 
     families: ClassVar[tuple[str, ...]] = ()
-    """Whose ``model_type`` alone is taken; none: every family's."""
+    """Restricts loading to this ``model_type``; none: every family."""
 
     @classmethod
     def _check_family(cls, found: Loadable) -> None:
@@ -135,7 +135,7 @@ class AutoDecoder:
         path      folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file, or a folder
                   with one and no other weights; the name of a model that was fetched; or an id of the Hugging Face hub,
                   ``owner/name`` or ``owner/name@revision``
-        progress  told (tensors loaded, tensors in all)
+        progress  receives (tensors loaded, tensors in all)
         options   the fields of `LoadOptions`: batch_size, n_positions, amp, backend, quantization, ...
 
         Graphs are made at first use, or by ``compile()``. Neuron's are compiled, and found in the cache from then on.
@@ -143,7 +143,7 @@ class AutoDecoder:
         Raises:
             CheckpointError: the folder or file cannot be used. FetchError: a model of the hub cannot be fetched.
             ConfigurationError: an option is unknown or out of range, keys and values do not fit into this machine's
-                memory, the model's rope scaling has no fixed table of so many positions, or it cannot be divided so.
+                memory, the model's rope scaling has no fixed table of that size, or it cannot be sharded so.
             BackendError: the backend cannot work here.
         """
         found = loadable(path, LoadOptions.of(options))

@@ -1,7 +1,7 @@
 """Load and build the drafter of a `DraftSpec`: its model or heads.
 
 `make_drafter` is the one way from a configuration to a drafter: generators, commands and workers use it.
-`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`), what is refused before
+`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`), checks before
 anything is loaded (`paceline.draft_checks`), and rounds (`paceline.build`).
 """
 
@@ -48,7 +48,7 @@ class AutoDrafter:
         options  the fields of `SpeculativeConfig` that say something about a draft (k: default 4, or what the tree of
                  the heads says; acceptor, confidence_threshold, vocabulary), and those of the row: those of
                  `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
-                 for heads, ``divided`` for an EAGLE head: whether the ranks of a divided target share its work, and
+                 for heads, ``divided`` for an EAGLE head: whether the ranks of a sharded target share its work, and
                  ``aux_layers`` for one of version 3: the target's residual streams that it reads; ``quantization`` of
                  an EAGLE head's own matrices (default: int8 where the target's are integers or blocks; "amp": none)
 
@@ -79,7 +79,7 @@ def load_draft_models(
 
 
 def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Drafter, list[CompiledDecoder]]:
-    """The drafter that ``config.draft`` asks for, and the draft models it is made of, loaded or given.
+    """Make the drafter of ``config.draft``; return it and the draft models it is made of, loaded or given.
 
     Raises:
         CheckpointError: a folder cannot be used.

@@ -26,7 +26,7 @@ from paceline.target.verifier import CompiledVerifier
 log = logging.getLogger("paceline")
 
 _UNDRAFTED_STEPS = 5
-"""Plain steps in one graph while adaptive drafting pauses. More save little, and steps behind the end of a text are
+"""Plain steps in one graph while adaptive drafting pauses. More save little, and steps after the end of a sequence are
 wasted."""
 
 
@@ -166,7 +166,7 @@ class RoundBuilder:
         return RoundPlan(short, verifier, commit, drafts=length > 0, fused=fused and length > 0, alone=alone)
 
     def _plain(self, steps: int, width: int, slots: Sequence[Slot | None]) -> RoundPlan:
-        """The plan of rounds of plain steps. The drafter, if there is one, sees what they commit, so that it can go on
+        """The plan of rounds of plain steps. The drafter, if there is one, sees their commits, so that it can continue
         later.
         """
         verifier = AutoregressiveDecoder(self.target, steps, width=width, slots=slots)
@@ -186,7 +186,7 @@ class RoundBuilder:
         from paceline.target.host_verifier import HostVerifier  # seldom needed
 
         if self.controller is not None or (self.fused is not False and isinstance(self.drafter, TraceableDrafter)):
-            level = logging.WARNING if self.fused else logging.INFO  # what was asked for by name is not done
+            level = logging.WARNING if self.fused else logging.INFO  # an option given by name cannot be applied
             log.log(level, "processors and scores need the host at every token: two graphs of one length, not one")
         shape = widths.shape
         verifier = HostVerifier(
@@ -220,7 +220,7 @@ class RoundBuilder:
         """Whether a drafter shares a graph with a verifier of that shape.
 
         Raises:
-            ConfigurationError: it was asked for by name, and cannot be done.
+            ConfigurationError: the option was given by name, and cannot be applied.
         """
         chains = drafter.draft_shape.is_chain and shape.is_chain
         if self._can_fuse() and (chains or drafter.draft_shape == shape):

@@ -162,7 +162,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def max_k(self) -> int:
-        """The largest number of drafted tokens per round that ``k`` asks for."""
+        """The largest number of drafted tokens per round in ``k``."""
         if self.k is None:
             return DEFAULT_K
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k
@@ -186,7 +186,7 @@ class SpeculativeConfig(BaseModel):
     def draft_lengths(self, deepest: int, usual: tuple[int, ...] = ()) -> tuple[int, ...] | None:
         """The lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one.
 
-        ``usual``: those that "auto" stands for on a backend; () = `DRAFT_LENGTHS`.
+        ``usual``: those that "auto" means on a backend; () = `DRAFT_LENGTHS`.
         """
         if self.k == "auto":
             return (*(length for length in usual or DRAFT_LENGTHS if length < deepest), deepest)

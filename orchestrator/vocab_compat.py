@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.loadable import Loadable
 
 LEAST_SHARED = 0.05
-"""Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
+"""Minimum share of the target's tokens in common. With fewer, nearly no draft would be accepted."""
 
 
 KINDS = ("same", "intersection", "retokenize")

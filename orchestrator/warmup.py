@@ -118,7 +118,7 @@ def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[
 
 
 def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
-    """A round over texts of that length, in slots as the limits say."""
+    """Run a round over sequences of that length, in the slots of the limits."""
     result = rounds.run(plan, commit, sampling=sampling, limits=limits)
     features = result.commit.features
     if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there

@@ -6,7 +6,7 @@ tokens and takes the time measured for that length.
 
 A machine is faster at one time than at another, by more than lengths differ, and the times of a length are as old as
 its last round. So times are kept relative to a level, how slow the machine is just now, which every round shows; and
-the neighbours of the chosen length are explored now and then, to be compared with it at one level.
+the lengths next to the chosen one are explored now and then, to be compared with it at one level.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ takes several times as long as it has to, and a length that was best stays best 
 """
 
 EXPLORE_AFTER = (1, 8)
-"""Choices after which a neighbour is explored: so many at first, twice as many after every exploration, up to the
-second number, and half as many when another length is chosen.
+"""Choices after which an adjacent length is explored: the first number, doubled after every exploration up to the
+second, and halved when another length is chosen.
 """
 
 EXPLORE_ROUNDS = 2
 """Rounds of an exploration, of which the first one is cold."""
 
 PROBE_AFTER = (64, 4096)
-"""Adaptive drafting backs off exponentially when it does not pay: after so many rounds without a draft one is tried
+"""Adaptive drafting backs off exponentially when it does not pay: after this many rounds without a draft one is tried
 again, twice as many after every trial that failed, up to the second number.
 """
 
@@ -118,11 +118,11 @@ ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
-    It knows no model and no clock: it is told what every round did and how long it took, and the same trace gives the
+    It has no model and no clock: it receives every round's result and time, and the same trace gives the
     same choices.
 
     Every length is tried twice first, from the longest down: the first round of a length may include making its
-    graph and is not counted. A trial after a pause goes on for as long as half of its drafts are accepted, so that a
+    graph and is not counted. A trial after a pause continues while half of its drafts are accepted, so that a
     draft that has become useful is soon used. ``rounds``: how many the last choice is meant for.
     """
 
@@ -170,7 +170,7 @@ class DraftLengthController:
         if untimed is not None:
             return untimed
         if self._length == 0 and self._idle < self._pause:
-            return 0  # nothing is learnt meanwhile
+            return 0  # nothing is learnt until then
         tokens = self.expected(draft_lengths[-1])
         rates = {k: tokens[k] / typical[k] for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
@@ -226,9 +226,7 @@ class DraftLengthController:
         self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
         self._tries[:] = [DECAY * x for x in self._tries]
         for requested_here, accepted_here in zip(requested, accepted, strict=True):
-            for place in range(
-                min(requested_here, accepted_here + 1)
-            ):  # behind the first rejection nothing was decided
+            for place in range(min(requested_here, accepted_here + 1)):  # after the first rejection nothing was decided
                 self._tries[place] += 1
                 self._hits[place] += place < accepted_here
 

@@ -1,4 +1,4 @@
-"""Slots and the texts in them. Requests join and leave between rounds; shapes never change.
+"""Slots and the sequences in them. Requests join and leave between rounds; shapes never change.
 
 Holds the only lengths that the host knows, all of them derived from commits. Knows no model and no drafter.
 """
@@ -114,11 +114,11 @@ class Slot:
 
 
 class Batch:
-    """Commit, sampling and limits of all slots, and the texts in them.
+    """Commit, sampling and limits of all slots, and the sequences in them.
 
     The kind of ``sampling`` is the widest of the requests that take part in rounds now.
     ``slots`` holds the request of every slot or None; the list is shared with who decides on the host.
-    ``freed`` lists slots whose request has left; who tells the rounds of it takes them out.
+    ``freed`` lists slots whose request has left; the caller that reports them to the rounds removes them.
     """
 
     def __init__(self, slots: list[Slot | None], shape: RoundShape, statistics: Statistics) -> None:
@@ -136,7 +136,7 @@ class Batch:
         self.commit = Commit(tokens, torch.ones_like(zeros), zeros)
         self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
         self._end_ids: frozenset[int] | None = frozenset()  # as where there is no request
-        self._stale = True  # what is left in slots has to be worked out anew
+        self._stale = True  # the remaining tokens of slots must be computed again
 
     def keep_rows(self, rows: Callable[[int], int]) -> None:
         """Keep the first ``rows(slot)`` rows of idle slots unchanged: rounds write after them."""
@@ -147,7 +147,7 @@ class Batch:
     def seat(self, slot: int, request: Request) -> None:
         """Give a slot to a request whose prompt is about to be read.
 
-        Meanwhile rounds compute harmless tokens in its slot, from the first row behind the prompt on.
+        Until then rounds compute unused tokens in its slot, from the first row after the prompt on.
         """
         self.slots[slot] = Slot.of(request)
         self._requests_changed()
@@ -201,7 +201,7 @@ class Batch:
                 tokens, drafted = report.tokens[slot], report.drafted[slot]
                 seated.left -= len(tokens)
                 self._stale |= seated.left < 0
-                # Several plain steps in one graph commit tokens that nobody drafted.
+                # Several plain steps in one graph commit tokens that no drafter proposed.
                 accepted = min(len(tokens) - 1, drafted)
                 scores = () if report.scores is None else report.scores[slot]
                 replaced = () if report.replaced is None else tuple(report.replaced[slot])

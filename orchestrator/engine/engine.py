@@ -1,6 +1,6 @@
 """The engine: requests in, outputs out. Seats requests in free slots, runs rounds, hands out what was committed.
 
-It is built once for a generator; what a request asks is a property of its row. Knows no model, no drafter and no
+It is built once for a generator; the options of a request are properties of its row. Knows no model, no drafter and no
 backend.
 """
 
@@ -54,10 +54,10 @@ class ListQueue:
 
 
 class KeptPrompts(Protocol):
-    """Prompts that stay in their slots, for requests that begin alike (prefix caching)."""
+    """Prompts that stay in their slots, for requests with a shared prefix (prefix caching)."""
 
     def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
-        """The best of the free slots for a prompt."""
+        """Return the best free slot for a prompt."""
 
     def rows(self, slot: int) -> int:
         """Return how many rows of a free slot must stay unchanged."""

@@ -60,7 +60,7 @@ class LogitsRules:
     presence_penalty   taken from the logit of every token that is in the output
     frequency_penalty  the same, for each time that it is there
     logit_bias         token id -> added to its logit
-    min_tokens         no eos id before so many tokens of output, unless the grammar leaves nothing else
+    min_tokens         minimum of output tokens before an eos id, unless the grammar forces one
     grammar            what the output must be
     eos                ids that end the text
     """
@@ -284,7 +284,7 @@ def _rows_of_ids(value: object) -> list[list[int]]:
     """Prompts from a sequence of sequences of ids.
 
     Raises:
-        PromptError: it is something else, or holds something that is no integer.
+        PromptError: it has another type, or an item is not an integer.
     """
     if hasattr(value, "keys"):
         raise PromptError(

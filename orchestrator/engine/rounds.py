@@ -61,7 +61,7 @@ class Rounds:
     plans      by draft length, for requests that ask for nothing but tokens
     slots      the request of every slot, or None; shared with the engine
     pace       chooses the draft length in every round; None = there is one
-    rest       several plain steps, in place of length 0 while every text has room for them
+    rest       several plain steps, in place of length 0 while every sequence has positions for them
     on_host    makes the plan for requests some of which are decided on the host
     predicted  makes the plan for requests some of which bring a prediction; None = none may
     """

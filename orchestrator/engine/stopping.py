@@ -26,7 +26,7 @@ class Stopping:
 
     max_length    of the whole text in tokens, prompt included
     eos           ids that end the text and stay in it
-    stop_strings  texts that end it; the token that completes one stays in it
+    stop_strings  strings that end it; the token that completes one stays in it
     tokenizer     turns ids into text; needed for ``stop_strings``
     criteria      Hugging Face's stopping criteria
     """
@@ -39,7 +39,7 @@ class Stopping:
 
 
 class StopChecker:
-    """Follows one text and says where it ends.
+    """Tracks one sequence and finds where it stops.
 
     text               prompt and all tokens so far
     checks_each_token  whether only a look at every single token can say if the text ends
@@ -61,7 +61,7 @@ class StopChecker:
         return self._stopping.max_length - len(self.text)
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a token; the reason if the text ends with it.
+        """Add a token; return the reason if the sequence stops with it.
 
         A verifier that decides a round token by token calls this as it goes; `extend` is then given the same tokens.
         """
@@ -71,7 +71,7 @@ class StopChecker:
         return reason
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Add the tokens of a commit, up to the one that ends the text.
+        """Add the tokens of a commit, up to the one that stops the sequence.
 
         -> how many of them are in the text now, and the reason if it ends.
         """

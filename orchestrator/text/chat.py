@@ -70,7 +70,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 class Conversation:
     """Messages so far, within the length that a model reads.
 
-    room    most ids of a prompt: what the model reads, less what an answer may have
+    room    most ids of a prompt: the model's context, less the maximum of a response
     system  the first message; None leaves it to the template
     """
 
@@ -80,7 +80,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str) -> tuple[list[int], int]:
-        """Add a question. -> its prompt's ids, and how many messages at the beginning were forgotten to make room
+        """Add a question. -> its prompt's ids, and how many messages at the beginning were dropped to fit the context
 
         Raises:
             PromptError: it is too long by itself, or the template refuses it. It is not added then.

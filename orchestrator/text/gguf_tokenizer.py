@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes: vocabulary, merges, special tokens and chat template from its metadata.
 
 Built with `tokenizers`, as the published tokenizer.json of such a model is. A GGUF file names how text is split before
-merging (`tokenizer.ggml.pre`) without saying it, so each name stands for what llama.cpp does by it; an unknown name is
-refused, because another split gives other tokens. transformers' own reading passes over most of these names, those of
+merging (`tokenizer.ggml.pre`) without saying it, so each name means what llama.cpp does by it; an unknown name is
+rejected, because another split gives other tokens. transformers' own reading passes over most of these names, those of
 SmolLM among them. Not here: tokenizers of Hugging Face folders (`paceline.text.tokenizer`).
 """
 

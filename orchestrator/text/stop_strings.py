@@ -1,6 +1,6 @@
 """Stop strings: where a growing text ends because of what it says, and how much of it can be shown until then.
 
-The one search for stop strings. The engine asks it whether a text is at its end; a server shows the text that it
+The one search for stop strings. The engine checks with it whether a text is at its end; a server shows the text that it
 hands out. Not here: end-of-sequence ids and lengths (`paceline.engine.stopping`).
 """
 

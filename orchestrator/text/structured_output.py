@@ -32,7 +32,7 @@ MAX_SOURCE_BYTES = 1 << 16
 class ReasoningMarkers:
     """Around free text before a structured answer.
 
-    end    the text, or the special token, behind which the answer must be what was asked for
+    end    the text, or the special token, after which the constraint applies
     start  what opens the free text, if there is any; "": the prompt has opened it, so that it comes first in any case
     """
 
@@ -105,7 +105,7 @@ _KEPT = 64
 """Compiled grammars, and tokenizers, that are kept for requests to come."""
 
 _Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
-"""Of a compiled grammar: identity of the tokenizer, what was asked for, and the eos ids."""
+"""Key of a compiled grammar: identity of the tokenizer, the constraint, and the eos ids."""
 
 
 class Grammar:
@@ -172,7 +172,9 @@ class GrammarState:
         return tokens
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Roll back to where both texts part, and read on as far as the grammar goes. -> whether that is all of it."""
+        """Roll back to where the outputs differ, and read on as far as the grammar allows. -> whether that is all of
+        it.
+        """
         read, output = self._read, list(output)
         same = len(read) if output[: len(read)] == read else _common(read, output)
         if same < len(read):
@@ -211,7 +213,8 @@ class GrammarCompiler:
         """The grammar of a request.
 
         Raises:
-            SamplingError: it is no grammar, uses what is not supported, is too large, or the tokenizer cannot be used.
+            SamplingError: it is not a grammar, has an unsupported feature, is too large, or the tokenizer is
+                unsuitable.
         """
         key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
         with self._lock:
@@ -273,7 +276,7 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
     if requested.after is not None:
         grammar = _behind_reasoning(requested.after, grammar, tokenizer)
     # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
-    # that the same grammar is refused on every machine.
+    # that the same grammar is rejected on every machine.
     limits = LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

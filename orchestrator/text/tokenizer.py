@@ -190,7 +190,7 @@ class MarkerTokens:
     """Decodes as its tokenizer does, except that it shows some special tokens where it leaves out the others.
 
     Hugging Face's tokenizers leave out all special tokens of a text or none. Mistral's [TOOL_CALLS] and [THINK] are
-    special tokens, which parsers of answers look for, and so is the end of the text, which nobody is to see.
+    special tokens, which parsers of answers look for, and so is the end of the text, which is not shown.
     """
 
     def __init__(self, tokenizer: Decodes, hidden: frozenset[int]) -> None:
