@@ -110,9 +110,8 @@ class AutoregressiveHead(DraftHead):
     ) -> CachePosition:
         """``count`` rows from row [B] on in every slot, or in the first ones.
 
-            Rows outside the cache are clamped into it: slots without a request have such rows, and their results are not
-            used.
-        ``sampling`` marks those slots, for a head that can skip them.
+        Rows outside the cache are clamped into it: slots without a request have such rows, and their results are not
+        used. ``sampling`` marks those slots, for a head that can skip them.
         """
         row = row.clamp(min=0, max=self.options.n_positions - 1)
         real = None if sampling is None else self.real_rows(sampling, count)

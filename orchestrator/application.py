@@ -1,5 +1,5 @@
-"""`DecoderApplication`: the life of a decoder as a `NeuronApplicationBase` of NxD Inference has it. Thin: everything
-is done by `AutoDecoder`, `SlotCache` and the adapter, which programs may use without it.
+"""`DecoderApplication`: a decoder with the life cycle of NxD Inference's `NeuronApplicationBase`. A thin layer over
+`AutoDecoder`, `SlotCache` and the adapter, which programs may use without it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DecoderApplication:
         self._text = None
 
     def quantize(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint with weights of 8 bits; a `DecoderApplication` of that folder needs no ``quantization``.
+        """Write the checkpoint with 8-bit weights; a `DecoderApplication` of that folder needs no ``quantization``.
 
         Raises:
             ConfigurationError, CheckpointError, StorageError: as `save_quantized`.

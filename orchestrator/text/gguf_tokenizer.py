@@ -1,9 +1,9 @@
 """The tokenizer that a GGUF file describes: vocabulary, merges, special tokens and chat template from its metadata.
 
-Built with `tokenizers`, as the published tokenizer.json of such a model is. A GGUF file names how text is split before
-merging (`tokenizer.ggml.pre`) without saying it, so each name means what llama.cpp does by it; an unknown name is
-rejected, because another split gives other tokens. transformers' own reading passes over most of these names, those of
-SmolLM among them. Not here: tokenizers of Hugging Face folders (`paceline.text.tokenizer`).
+It is built with `tokenizers`, like the published tokenizer.json of such a model. A GGUF file only names the split of
+text before merging (`tokenizer.ggml.pre`), so each name has the meaning of llama.cpp; an unknown name is rejected,
+because another split gives other tokens. transformers ignores most of these names, including those of SmolLM.
+`paceline.text.tokenizer` reads tokenizers of Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class SplitPattern:
-    """Pre-tokenization: how text is split before merges, in byte-level vocabularies.
+    """Pre-tokenization: the split of text before merges, in byte-level vocabularies.
 
     pattern  of the pieces; None: GPT-2's own
-    digits   every digit is a piece of its own
-    whole    a piece that is a token stays one, whatever the merges say; and a text begins with bos by default
+    digits   every digit is a separate piece
+    whole    a piece that is a token stays one, regardless of merges; and a text begins with bos by default
     """
 
     pattern: str | None = None
@@ -56,14 +56,14 @@ SPLITS: dict[str, SplitPattern] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), SplitPattern(_QWEN_2)),
     "tekken": SplitPattern(_TEKKEN, whole=True),
 }
-"""By the value of `tokenizer.ggml.pre`."""
+"""Pre-tokenization by the value of `tokenizer.ggml.pre`."""
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers.
+    """Return the tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers.
 
     Raises:
-        CheckpointError: the file cannot be read, or describes a tokenizer in a way that is not known here.
+        CheckpointError: the file cannot be read, or describes an unknown kind of tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -87,7 +87,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def gguf_vocabulary(path: Path) -> dict[str, int]:
-    """Token -> id of a GGUF file, without ids that mean nothing.
+    """Return the token -> id map of a GGUF file, without unused ids.
 
     Raises:
         CheckpointError: the file cannot be read, or has no vocabulary.
@@ -198,9 +198,10 @@ def _merges(
 def _merges_of_scores(
     header: GgufHeader, vocabulary: Mapping[str, int], types: Mapping[int, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece keeps scores: every cut of a token into two tokens is a merge, as urgent as the token's score.
+    """Return the merges of a SentencePiece vocabulary: every cut of a token into two tokens is a merge, ranked by the
+    token's score.
 
-    Of cuts with equal scores the one with the longer first part comes first, as in converted tokenizer.json files.
+    Of merges with equal scores the one with the longer first part comes first, as in converted tokenizer.json files.
     """
     scores = _list(header, "tokenizer.ggml.scores", float)
     if len(scores) <= max(vocabulary.values()):
