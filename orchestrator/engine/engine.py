@@ -25,7 +25,7 @@ class RequestQueue(Protocol):
 
     @property
     def paced(self) -> bool:
-        """Whether a caller waits for every token, and may abort. Then prefill is chunked, one chunk between two rounds."""
+        """Whether a caller waits for every token, and may abort. Then one chunk is prefilled between two rounds."""
 
     def pop(self) -> Request | None:
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
