@@ -1,13 +1,13 @@
-"""Incremental detokenizer: token ids to text, piece by piece, for text that is read or shown while it grows.
+"""Incremental detokenizer: token ids to text in pieces, for sequences that are still being generated.
 
 A token may end inside a character (byte-level vocabularies split UTF-8), and the text of a token may depend on the one
-before it (a leading space), so pieces are differences of two decodings. Not here: stop strings
-(`paceline.text.stop_strings`), and loading tokenizers (`paceline.text.tokenizer`).
+before it (a leading space), so pieces are differences of two decodings. See also `paceline.text.stop_strings` and
+`paceline.text.tokenizer`, which loads tokenizers.
 
 `tokenizers.decoders.DecodeStream` (0.23) takes a tenth of the time, 1.5 microseconds per token instead of 14, and gives
 the same pieces for text that a tokenizer made. For ids that a model made it does not: after a byte that belongs to no
-character it holds everything until a token ends in a whole one, so that stop strings after the byte are missed and a
-stream stalls, and it cannot return the held tokens when the sequence ends.
+character it holds all text until a token ends in a complete one. So stop strings after the byte are missed, a stream
+stalls, and the held tokens cannot be returned when the sequence ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 REPLACEMENT = "\ufffd"
 """Decoding of an incomplete character, and of bytes that are not one."""
 
-_CONTEXT = 8  # tokens that new ones are decoded after, at most
-_REST = 3  # bytes that a character has after its first one, at most, and so tokens that may still complete it
+_CONTEXT = 8  # maximum number of context tokens before new ones
+_REST = 3  # maximum number of bytes after a character's first, and so of tokens that may complete it
 
 
 class Decodes(Protocol):
@@ -35,13 +35,13 @@ class Tokenizer(Decodes, Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of tokens, by default without special tokens. Text once returned is never taken back.
+    """Text of a growing list of tokens, by default without special tokens. Returned text never changes.
 
     A token whose text ends in a replacement mark is held until a character is complete. That takes at most three more
-    tokens; after these the bytes are decoded as the mark. So the pieces add up to the text decoded at once, and a token
-    costs the same at every position.
+    tokens; then the bytes are decoded as the mark. So the concatenated pieces equal the text decoded at once, and a
+    token costs the same at every position.
 
-    One kind of decoder revises earlier text: where a vocabulary falls back to bytes ("<0xE6>"), a wrong byte turns all
+    Some decoders revise earlier text: where a vocabulary falls back to bytes ("<0xE6>"), a wrong byte turns all
     characters of its run of bytes into marks. Characters already returned stay.
     """
 
@@ -49,8 +49,8 @@ class IncrementalDetokenizer:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context = list(prompt[-_CONTEXT:])
         self._held: list[int] = []
-        # The text of both begins with what is known: handed out, or the prompt's. A mark that becomes a character is
-        # new: that happens where a prompt ends inside of one.
+        # Both texts begin with the known one: returned, or the prompt's. A mark that becomes a character is
+        # new: that happens if a prompt ends inside a character.
         self._known = self._decode(self._context)
 
     def push(self, token: int) -> str:

@@ -14,7 +14,7 @@ class DrafterCounts:
     num_draft_tokens     tokens
     num_scored           proposals of it that were compared with the target's tokens, verified ones among them
     num_scored_tokens    tokens of these, from the first on, that the target sampled
-    propose_seconds      time it took to propose, whether or not that was verified
+    propose_seconds      time to propose, verified or not
     """
 
     num_drafts: int = 0
@@ -76,7 +76,7 @@ Fault = Literal["lost", "late", "failed", "invalid"]
 class DrafterHealth:
     """Health of a drafter since it was made.
 
-    state       up; late (a reply is overdue); broken (it failed too often and is no longer used); down (being
+    state       up; late (a reply is overdue); broken (failed too often, no longer used); down (being
                 restarted); closed
     asked       rounds in which a request was sent to it; of these were
     answered    answered in time with a usable proposal

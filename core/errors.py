@@ -1,9 +1,9 @@
-"""Every error a user can cause, and nothing else: what we promise ourselves is asserted instead.
+"""All errors that a user can cause. Internal invariants are asserted instead.
 
     PacelineError
     |-- CheckpointError          a model folder cannot be used
     |   |-- MissingWeightsError  a file or a tensor is absent, truncated or unreadable
-    |   |-- WeightShapeError     a tensor has another shape than the configuration says
+    |   |-- WeightShapeError     a tensor's shape differs from the configuration
     |   |-- WeightValueError     a tensor holds NaN or infinity
     |   `-- UnknownArchitectureError
     |-- RequestError             a request cannot be served (also a ValueError)
@@ -14,22 +14,22 @@
     |-- ConfigurationError       options of a decoder or a generator that contradict each other
     |-- BackendError             a compiler or a device is missing, or compiling failed
     |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
-    |   `-- RankError            a process of a model divided over ranks failed or is gone
-    |-- QueueFullError           more requests wait than may; carries when to ask again
+    |   `-- RankError            a process of a tensor-parallel model failed or is gone
+    |-- QueueFullError           the queue is full; carries when to retry
     |-- DeadlineError            a request was not finished in the time its caller gave it
-    |-- DecoderBusyError         two generations want one KV cache at the same time
-    |-- FetchError               a model cannot be fetched: no such one, no pip, another file than expected
-    |   `-- DownloadError        the package index or the Hugging Face hub gave nothing
-    |-- TraceError               a recorded trace is damaged, of another version or of another model
-    |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
-    `-- PlacementError           models cannot be put on cores, or cannot be kept running there
+    |-- DecoderBusyError         two generations use one KV cache at the same time
+    |-- FetchError               a model cannot be fetched: unknown model, no pip, an unexpected file
+    |   `-- DownloadError        the package index or the Hugging Face hub could not be reached
+    |-- TraceError               a recorded trace is damaged, or of another version or model
+    |-- StorageError             a file cannot be written: the disk is full or read-only, or permission is missing
+    `-- PlacementError           models cannot be placed on cores, or cannot be kept running
         |-- PlanError            no plan exists (also a ConfigurationError)
         |-- CoresBusyError       another process uses the cores
         |-- WorkerError          a worker did not start as planned
         |-- ChannelError         the socket between a target and its drafter failed
-        `-- TargetLostError      a target died more often than it may; carries the tokens so far
+        `-- TargetLostError      a target died more often than allowed; carries the tokens so far
 
-Each message says what is wrong and what to do about it.
+Each message states what is wrong and how to correct it.
 """
 
 
@@ -162,7 +162,7 @@ class ChannelError(PlacementError):
 
 
 class TargetLostError(PlacementError):
-    """A target died more often than it may. ``tokens`` has, for every request of the call, what was emitted so far."""
+    """A target died more often than allowed. ``tokens`` holds the emitted tokens of every request of the call."""
 
     def __init__(self, message: str, tokens: tuple[tuple[int, ...], ...] = ()) -> None:
         super().__init__(message)

@@ -6,11 +6,11 @@ is one of 16 by 8 bits, and no intermediate reaches 2**24. There are no tables a
 
 A row (a seed, a position and a stream) has 64 bits of state: the seed's four 16-bit words go through a permutation in
 which the position and the stream are mixed twice, so that no two seeds are windows of one sequence. An id goes through
-seven rounds whose keys come from that state. A round multiplies one half by an odd number, keeps the product's low
-16 bits as the one half, and adds its upper 16 bits to the other by exclusive or, which can be undone: in one row, no
-two ids share a value. Six rounds fail serial tests over adjacent ids for some rows; seven were not seen to.
+seven rounds whose keys come from that state. A round multiplies one half by an odd number, keeps the product's low 16
+bits as that half, and XORs its upper 16 bits into the other. This is invertible: in one row, no two ids share a value.
+Six rounds fail serial tests over adjacent ids for some rows; no failure of seven was found.
 
-Not a general random generator: quality was tested for picking tokens (docs/decisions/0011), not for cryptography.
+Not a general random generator: quality was tested for sampling tokens (docs/decisions/0011), not for cryptography.
 
 Sources: rounds of a product's two halves are those of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", 2011), with smaller words; that argmax(log p + Gumbel noise) is a sample of p is the Gumbel-max trick (Gumbel 1954;
@@ -30,7 +30,7 @@ LIMBS = 4
 
 ID_ROUNDS = 7
 _LIMB = 0xFFFF
-_ROW_ROUNDS = 5  # before the position is mixed in for the second time, and after
+_ROW_ROUNDS = 5  # before and after the position is mixed in for the second time
 _MULTIPLIER, _ADDEND, _STEP = 0xB5, 0x9E37, 0x3C6E
 _SCALE = -(2.0**-16) * (1 - 2.0**-24)  # so that no uniform number is rounded to 1
 
@@ -60,7 +60,7 @@ def row_keys(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 
 
 def words(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 32 random bits for every row and id, as their upper and their lower 16.
+    """Return 32 random bits for every row and id, as the upper and the lower 16.
 
     rows [B, T, 9] int32, ids [n] or [B, T, n] int32, 0 to 2**24 - 1 -> twice [B, T, n] int32
     """
@@ -95,7 +95,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 def gumbel_of_words(high: Tensor, low: Tensor, *, traced: bool = False) -> Tensor:
     """The Gumbel quantile -ln(-ln(1 - u)) of u = (high * 2**16 + low + 0.5) / 2**32, which is exact to a few ulp.
 
-    Every product that is added to something is exact, so that a compiler which contracts the two changes no bit.
+    Every product that is added is exact, so a compiler that contracts the two operations changes no bit.
     """
     fraction = low.to(torch.float32) * 2.0**-16 + 2.0**-17
     negative = (high.to(torch.float32) + fraction) * _SCALE  # -u

@@ -1,4 +1,4 @@
-"""The contracts between the parts of a round. Optional methods have a default, so that a fake fits on a page.
+"""The contracts between the parts of a round. Optional methods have a default, so that a fake is short.
 
     proposal = drafter.propose(commit); commit = verifier(commit, proposal)
 
@@ -46,7 +46,7 @@ class Drafter(ABC):
 
     draft_shape    of every proposal
     reads          hidden states that it reads of the target; None = nothing. If set, commits carry features
-    max_positions  how many positions of a sequence it can follow; None = no limit. Past it, it is not called
+    max_positions  number of positions of a sequence that it can follow; None = no limit. It is not called past them
     movable        whether `move_request` works; otherwise requests stay in their slots
     predicted      how many tokens of the last proposal, from the first on, are from the prediction of the slot's
                    request; None = none
@@ -106,7 +106,7 @@ class Drafter(ABC):
 
     def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
         """Return the proposal of every slot as a list, for callers that join it with others; [] = nothing. Tokens past
-        the limit have no use.
+        the limit are ignored.
 
         Raises:
             ConfigurationError: it was sampled from probabilities.
@@ -127,9 +127,8 @@ class Drafter(ABC):
         *,
         allowed: Callable[[int, list[int], int], Tensor | None],
     ) -> Proposal:
-        """Do the work of `propose`, restricted to the tokens that may follow, if the drafter can. ``allowed``: from a
-        slot, tokens drafted for it and the size of the vocabulary to the tokens that may follow, [V] bool, or None for
-        all.
+        """Do the work of `propose`, restricted to the allowed tokens, if the drafter can. ``allowed``: maps a slot, its
+        drafted tokens and the vocabulary size to the tokens that may follow, [V] bool, or None for all.
         """
         return self.propose(commit, sampling, limits)
 
@@ -172,7 +171,7 @@ class TraceableDrafter(Drafter):
 
     @abstractmethod
     def cache_key(self) -> dict[str, object]:
-        """Return all values that a graph with this step in it depends on besides the source."""
+        """Return all values other than the source that a graph with this step depends on."""
 
     @abstractmethod
     def catch_up(self) -> None:
@@ -219,7 +218,7 @@ class Verifier(ABC):
         limits: RoundLimits,
         seconds: float,
     ) -> RoundResult:
-        """Draft and verify in one graph: one round, then as many more as ``limits`` allows and fit into ``seconds``,
+        """Draft and verify in one graph: one round, then further rounds within ``limits`` and ``seconds``,
         each on the commit of the one before it. The drafter does not see them: its step reads their commits. The last
         commit is valid until the call after the next.
         """
@@ -255,14 +254,14 @@ class TextProcessing(Protocol):
         """Return the processed logits [V] float32 that follow ``ids``; the input stays unchanged.
 
         Raises:
-            SamplingError: a processor returned something that is not logits, or a grammar is too much work.
+            SamplingError: a processor returned something that is not logits, or a grammar takes too long.
         """
 
     def allowed(self, ids: list[int], size: int) -> Tensor | None:
         """Return the mask of the ``size`` tokens that may follow: [V] bool; None = all of them."""
 
     def continued(self, ids: list[int], draft: Sequence[int], limit: int) -> list[int]:
-        """Cut a draft at the first token that may not follow, then add forced tokens; at most ``limit`` tokens."""
+        """Cut a draft at the first forbidden token, then add forced tokens; at most ``limit`` tokens."""
 
 
 class HostText(Protocol):
@@ -271,9 +270,9 @@ class HostText(Protocol):
     text           prompt and output so far
     prompt_length  where the output begins
     processing     logits processing of its next token; None = nothing
-    num_logprobs   how many of the model's likeliest tokens are reported at each position; None = no log-probabilities
+    num_logprobs   number of the model's most likely tokens reported at each position; None = no log-probabilities
     num_prompt_logprobs  the same for the tokens of its prompt
-    prediction     ids that its output will probably be
+    prediction     expected ids of its output
     output_scores  whether the log-probability of each token in its processed logits is reported
     """
 

@@ -23,12 +23,12 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def clamp_ids(ids: Tensor, size: int) -> Tensor:
-    """Convert float32 ids to int32: a row of NaN has no best, and gets some id of the vocabulary. -> int32"""
+    """Convert float32 ids to int32: a row of NaN has no largest score, and gets some id of the vocabulary. -> int32"""
     return ids.clamp(max=size - 1).to(torch.int32)
 
 
 def max_with_index(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the largest score of every row and the lowest id that has it; ``size``, above every id, where none has.
+    """Return the largest score of every row and the lowest id that has it, or ``size``, above every id, if none has it.
 
     scores [..., n] float32, ids [..., n] float32, the number of each score -> [...], [...] float32
     """

@@ -27,20 +27,20 @@ COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
-"""Above 0. Logits over less reach past `reduce.NEGATIVE`, which marks cut ids, and past float32."""
+"""Minimum above 0. Logits divided by less exceed `reduce.NEGATIVE`, which marks cut ids, and float32."""
 _MOST_TEMPERATURE = 1e20
-"""Logits over more come near `reduce.NEGATIVE` itself, and banned ids would be sampled."""
+"""Maximum. Logits divided by more come near `reduce.NEGATIVE`, and banned ids would be sampled."""
 _WORD = (1 << 64) - 1
 _LEAST_TOP_P = 1e-30
-"""Less is 0 in float32, at the latest on a device without subnormals, and no token is inside of that mass."""
+"""Minimum. A smaller value is 0 in float32, at least on a device without subnormals, and then contains no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling of one request. ``temperature == 0`` is greedy decoding: of equal logits at the top the lowest id.
 
-    ``top_k == 1`` is not quite: equal logits at the border of top-k are all kept, so any of equal ones at the top may
-    be sampled.
+    ``top_k == 1`` is not the same: equal logits at the border of top-k are all kept, so any of the equal largest ones
+    may be sampled.
 
     Raises:
         SamplingError: a value is out of range.
@@ -98,7 +98,9 @@ def param_row(sampling: Sampling) -> list[float]:
 
 
 IDLE_ROW = (-1.0, 0.0, 1.0, 0.0)
-"""The row of `SamplingTensors.params` of a slot without a request: greedy, the cheapest mode, where it is computed."""
+"""The row of `SamplingTensors.params` of a slot without a request: greedy, the cheapest mode, if it is computed at
+all.
+"""
 
 
 def seed_row(seed: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Token trees: nodes in an order where parents come before children, the root (the last committed token) left out.
+"""Token trees: nodes in an order where parents come before children, without the root (the last committed token).
 
 A tree of N nodes is a tuple of N parents; parent -1 is the root. A chain of k is (-1, 0, 1, ..., k - 2). Row 0 of a
 window is the root and row n + 1 is node n. In a graph a tree is a tensor of parent rows, -1 for the root's own.
-Not here: how a tree is grown, and attention under its mask.
+See `paceline.eagle.tree` for growing trees.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def parents_of(proposal: Proposal) -> Tensor:
 def ancestor_mask(rows: Tensor) -> Tensor:
     """Map parent rows [B, T] int32 -> [B, T, T] float32: 1 where row j is row i or an ancestor of it.
 
-    By squaring the matrix of steps towards the root: only matmuls, no walk whose length depends on the data.
+    It squares the matrix of steps towards the root: only matmuls, no loop whose length depends on the data.
     """
     import torch
 

@@ -1,15 +1,15 @@
-"""The values that cross the seams of a round, and the letters that shapes are written in.
+"""The values that the parts of a round exchange, and the letters of shapes.
 
-This is not a place for behaviour, apart from how lists become tensors: no value here knows a model.
+Values have no behaviour, except the conversion of lists to tensors, and do not depend on a model.
 
 Glossary of shape letters, used in every docstring of the package:
 
     B  slots of a batch            N  proposed nodes           D  depth of a proposal (N for a chain)
     T  rows of a window, N + 1     S  length of a prompt       W  width of a commit, D + 1
     V  vocabulary                  H  hidden width             F  feature width
-    P  positions a cache can hold
+    P  capacity of a cache in positions
 
-A *row* is an index along the positions of a KV cache. The token at position p of a text sits in row p, and the
+A *row* is an index along the positions of a KV cache. The token at position p of a sequence is stored in row p, and the
 logits of row p predict the token at position p + 1.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAD = -1
-"""No token at this position. Never a legal id: 0 is a token like any other."""
+"""No token at this position. Not a legal id, since 0 is a token."""
 
 
 IDLE = 1 << 30
@@ -45,8 +45,8 @@ wide    some row that samples has a top-k above the limit: its tokens are also s
 class DraftShape:
     """The shape of every proposal of a drafter, for which a graph is made.
 
-    num_draft_tokens    N, how many nodes a proposal has
-    depth    D, the most of them that one round can accept: N for a chain
+    num_draft_tokens    N, number of nodes of a proposal
+    depth    D, maximum number of them that one round can accept: N for a chain
     parents  of a static tree; None for a chain, or if ``dynamic``: then every proposal has separate parents
     """
 
@@ -86,7 +86,7 @@ class DraftKey:
     shape    of its proposals
     bucket   cache rows that the step reads; None = it has no cache
     drawn    whether it samples tokens and reports the probabilities
-    variant  every other choice that is part of the step
+    variant  all other properties of the step
     """
 
     kind: str
@@ -132,8 +132,8 @@ class TokenLogprobs:
 
     token    at that position
     logprob  of that token
-    rank     how many tokens are likelier, plus 1
-    top      (token, log-probability) of the likeliest, descending, whether or not ``token`` is one of them
+    rank     number of more likely tokens, plus 1
+    top      (token, log-probability) of the most likely, descending, whether or not ``token`` is one of them
     """
 
     token: int
@@ -172,7 +172,7 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that the last round appended; the only place where a length is stored.
+    """Tokens that the last round appended; the only type that stores a length.
 
     tokens    [B, W] int32, PAD after ``count``
     count     [B] int32, at least 1; or 0, with ``first_row`` 0, in slots of a partial commit that have no tokens
@@ -222,7 +222,7 @@ class Accepted:
     """Decision of an acceptance rule.
 
     path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD after ``count``
-    count  [B] int32, how many nodes were accepted, 0 to D
+    count  [B] int32, number of accepted nodes, 0 to D
     token  [B] int32, the bonus or recovered token after them
     """
 
@@ -238,8 +238,8 @@ class SamplingTensors:
     params  [B, 4] float32: temperature (0 = greedy, below 0 = no request is in the slot), top-k (0 = off), top-p
             (1 = off), min-p (0 = off)
     seeds   [B, 4] int32: the 64-bit seed, mixed, in 16-bit words (`paceline.core.sampling.seed_row`)
-    kind    sampling mode that a graph may assume of all rows; a wider one than they need gives every row the same
-            tokens. Not a tensor: it is part of the graph, for kernels that have a graph for every mode
+    kind    sampling mode that a graph may assume of all rows; a wider one gives every row the same tokens. Not a
+            tensor: kernels have a graph for every mode
     """
 
     params: Tensor
@@ -256,9 +256,9 @@ class SamplingTensors:
 class RoundLimits:
     """Limits that the host, which knows every length, sets for one round.
 
-    max_accept  how many proposed nodes may be accepted in each slot; graphs take it as a tensor
-    max_rows    how many cache rows the longest sequence needs before this round (its root included)
-    multi_round   how far rounds may go before the host sees them; None: it sees every one
+    max_accept  maximum number of accepted nodes in each slot; graphs take it as a tensor
+    max_rows    cache rows that the longest sequence needs before this round (its root included)
+    multi_round   limits of several rounds in one call; None: one round
     used_slots    number of slots, from the first on, that hold every request that takes part: a graph may leave out
                   those after them; None: any slot may hold one
     """
@@ -273,9 +273,9 @@ class RoundLimits:
 class MultiRoundLimits:
     """Limits for several rounds in one call.
 
-    remaining   for each slot, how many proposed tokens could still be accepted before the first round. Each round's
-                commit is subtracted from it, and it limits the next one. No round follows once it is below 0 in a
-                slot, or every slot's limit is 0. `IDLE`: the slot holds no request
+    remaining   for each slot, number of proposed tokens that could still be accepted before the first round. Each
+                round's commit is subtracted, and the rest limits the next one. No round follows once it is below 0 in
+                a slot, or every slot's limit is 0. `IDLE`: the slot holds no request
     end_ids     ids that may stop a sequence: no round follows one in which a sequence gained such a token
     max_rounds  maximum number of rounds
     """
@@ -287,14 +287,14 @@ class MultiRoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """A round, as the host sees it.
+    """Result of a round for the host.
 
     tokens   that each slot gained
-    drafted  how deep the proposal went in each slot
-    seconds  that the round took
-    predicted  how many of the drafted tokens, from the first on, are from the slot's prediction; None = none
-    scores     of the tokens of every slot whose request asks for them; None = of no slot
-    replaced   with scores: for each slot, the tokens drafted at the place of the target's own token
+    drafted  depth of the proposal in each slot
+    seconds  duration of the round
+    predicted  number of leading drafted tokens that are from the slot's prediction; None = none
+    scores     of the tokens of every slot whose request needs them; None = of no slot
+    replaced   with scores: for each slot, the tokens drafted at the position of the bonus or recovered token
     """
 
     tokens: list[list[int]]
@@ -316,9 +316,9 @@ class RoundResult:
 
     commit          of the last one
     reports         of each
-    draft_seconds   that the drafter took outside of the verifier's graph
-    verify_seconds  that the verifier took, together with a drafter in its graph
-    draft_length    the one chosen for them, if every call chooses one
+    draft_seconds   time of the drafter outside the verifier's graph
+    verify_seconds  time of the verifier, together with a drafter in its graph
+    draft_length    draft length of these rounds, if every call chooses one
     """
 
     commit: Commit

@@ -136,7 +136,8 @@ class ModelWithCache(nn.Module):
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Tokens that `Kernels.sample_tokens` picks from `logits`, which a sharded model need not gather for it.
+        """Return the tokens that `Kernels.sample_tokens` samples from `logits`, which a sharded model need not gather
+        for it.
 
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32; any id in a slot without a request
         """

@@ -25,8 +25,8 @@ end.
 """
 
 CATCH_UP = 16
-"""Tokens of the smallest prefill graph of a draft. What it missed in a round or two, while a free drafter proposed, is
-no longer, and a graph of 64 rows takes about three times as long.
+"""Tokens of the smallest prefill graph of a draft. The commits it missed in a round or two, while a free drafter
+proposed, are not longer, and a graph of 64 rows takes about three times as long.
 """
 
 
@@ -43,7 +43,7 @@ class LoadOptions:
     A list becomes a tuple.
 
     Raises:
-        ConfigurationError: a value is unknown or out of range, whatever the model.
+        ConfigurationError: a value is unknown or out of range, regardless of the model.
     """
 
     backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")

@@ -1,8 +1,8 @@
-"""Drafters that need only the text: their base, which owns what all of them repeat, and the two simplest.
+"""Drafters that need only the tokens: their base class, and the two simplest.
 
-Write `TextDrafter.propose_text`, and, if looking through the whole text in every round costs too much, keep an index of
-it with `TextDrafter.new_text` and `TextDrafter.extend`. The quickest way to try an idea is a plain function:
-``SpeculativeGenerator(my_function, target, k=4)``. Not here: drafters with a head (`paceline.draft.heads`).
+Write `TextDrafter.propose_text`, and, if scanning the whole sequence in every round costs too much, keep an index of it
+with `TextDrafter.new_text` and `TextDrafter.extend`. The quickest way to try an idea is a plain function:
+``SpeculativeGenerator(my_function, target, k=4)``. Drafters with a head are in `paceline.draft.heads`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Text = TypeVar("Text")
-"""What a drafter keeps of one text: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
+"""State of a drafter for one sequence: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
 
 Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
 
@@ -31,7 +31,7 @@ class BatchTextDrafter(Drafter, Generic[Text]):
     """Base of `TextDrafter` without a proposal per sequence: `guess` is written for all slots at once.
 
     Raises:
-        ConfigurationError: ``k`` is negative, or no integer.
+        ConfigurationError: ``k`` is negative, or not an integer.
     """
 
     def __init__(self, k: int) -> None:
@@ -64,7 +64,7 @@ class BatchTextDrafter(Drafter, Generic[Text]):
 
     @property
     def movable(self) -> bool:
-        """Override it if anything but texts is kept by slot."""
+        """True; override it if other data is stored by slot."""
         return True
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
@@ -91,14 +91,15 @@ class TextDrafter(BatchTextDrafter[Text]):
     """Drafts chains of up to ``k`` tokens from the tokens only. A `paceline.core.protocols.Drafter`.
 
     Raises:
-        ConfigurationError: ``k`` is negative, or no integer.
+        ConfigurationError: ``k`` is negative, or not an integer.
     """
 
     @abstractmethod
     def propose_text(self, text: Text, limit: int) -> Sequence[int]:
-        """The tokens that may follow a text, at most ``limit`` of them (1 or more); empty = nothing to propose.
+        """Return the tokens that may follow a sequence, at most ``limit`` of them (1 or more); empty = nothing to
+        propose.
 
-        Called once a round for every text; ``text`` must not be changed.
+        Called once per round for every sequence; ``text`` must not be changed.
         """
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
@@ -129,7 +130,7 @@ Function = Callable[[list[int]], Iterable[int] | None]
 
 
 class FunctionDrafter(TextDrafter[list[int]]):
-    """Calls ``function(tokens of the text) -> tokens`` for every text and round, to draft up to ``k`` tokens.
+    """Calls ``function(tokens of the text) -> tokens`` for every sequence and round, to draft up to ``k`` tokens.
 
     The function may return any ids, or None for nothing: a chain ends at the first id that is out of range.
 

@@ -1,14 +1,14 @@
-"""Several drafters for one target: in every slot, the first in order that has something to propose does, or the best.
+"""Several drafters for one target: each slot uses the first one that has a proposal, or the best one.
 
-`FallbackDrafter` goes by order. A free drafter (n-grams, suffixes) in front of a model costs nothing where the text
-does not repeat, and spares the model where it does: it runs only in rounds in which some slot is left over.
+`FallbackDrafter` uses their order. A free drafter (n-grams, suffixes) before a model costs nothing if the text does not
+repeat, and saves the model's time if it does: the model runs only in rounds in which some slot has no proposal.
 
-`ChoiceDrafter` takes the best for the current text. Every drafter's proposals are compared with what the target writes
-(`ShadowScores`), also where another one's were verified. Those that look at the text alone propose in every round; the
-others, which cost time, where they are the best, at the beginning of a text, and now and then. In a batch every slot
-has its own choice.
+`ChoiceDrafter` uses the best for the current sequence. Every drafter's proposals are compared with the target's tokens
+(`ShadowScores`), even if another drafter's were verified. Drafters that need only tokens propose in every round; the
+others, which cost time, propose if they are the best, at the beginning of a sequence, and at intervals. In a batch
+every slot has a separate choice.
 
-Tokens do not depend on who proposes.
+Output tokens do not depend on the choice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _SeveralDrafters(Drafter):
         self._drafters = tuple(drafters)
         self.draft_lengths = tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths})) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
+        # The limit of the drafter that follows longest; the others are called only up to their own limits.
         ends = [drafter.max_positions for drafter in drafters]
         self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
 
@@ -127,9 +127,9 @@ def shortened_of(drafter: Drafter, length: int) -> Drafter:
     return drafter if drafter.draft_shape.num_draft_tokens <= length else drafter.shortened(length)
 
 
-_FORGETS_TEXT, _FORGETS_ALL = 0.9, 0.99  # weight of what is one forecast older, in a text and of all texts
-_PRIOR = 2.0  # forecasts that all other texts count as, in a text
-_FIRST = 1.0  # accepted tokens of a drafter that nothing is known of
+_FORGETS_TEXT, _FORGETS_ALL = 0.9, 0.99  # decay per forecast, in a sequence and over all sequences
+_PRIOR = 2.0  # weight of all other sequences in a sequence, in forecasts
+_FIRST = 1.0  # accepted tokens assumed of an unknown drafter
 _SMOOTHING, _OUTLIER = 0.9, 4.0  # of round times
 
 
@@ -165,11 +165,10 @@ class _TextScores:
 
 
 class ShadowScores:
-    """Scores of ``count`` drafters over all texts in slots. Drafters of several depths share one.
+    """Scores of ``count`` drafters over all sequences in slots. Drafters of several depths share one.
 
-    A proposal is a forecast of the text. It is compared with the tokens that are committed after it, whether or not
-    it was the one that was verified, so that nothing has to be tried out to be known. Means forget slowly, for
-    texts change.
+    A proposal is a forecast of the sequence. It is compared with the tokens committed after it, verified or not, so
+    that a drafter is scored without being used. Means decay slowly, because sequences change.
     """
 
     def __init__(self, count: int) -> None:
@@ -289,9 +288,8 @@ class ChoiceDrafter(_SeveralDrafters):
     """``drafters`` of chains that report no draft probabilities. At most one kind of features may be read.
 
     names         of the drafters, in statistics; default: their classes
-    shadow_every  a drafter that is not the best, and not a text drafter, proposes every so many rounds
-    choose_by     "speed": tokens for a second, with times as they are measured; "length": accepted tokens alone, which
-                  depends on no time
+    shadow_every  a drafter that is not the best, and not a text drafter, proposes once in this many rounds
+    choose_by     "speed": tokens/s, with measured times; "length": accepted tokens only, independent of time
 
     Raises:
         ConfigurationError: there are fewer than two, one proposes trees, or two read different states of the target.
@@ -384,8 +382,8 @@ class ChoiceDrafter(_SeveralDrafters):
     def _should_propose(
         self, index: int, order: Mapping[int, Sequence[int]], proposals: Sequence[Sequence[Sequence[int]]]
     ) -> bool:
-        """Whether a drafter that costs time proposes: somewhere it is the best of those that have something to say, or
-        little is known of it, or it is time again.
+        """Whether a drafter that costs time proposes: in some slot it is the best of those with a proposal, or too few
+        of its forecasts are known, or its interval has passed.
         """
         if self._scores.rounds % self._every == 0:
             return True

@@ -1,8 +1,8 @@
-"""Drafters with weights: what they compute (heads, and the steps that make graphs of them), and their base.
+"""Drafters with weights: heads, the steps that compile them into graphs, and the base of the drafters.
 
-A head is mathematics alone. `AutoregressiveHead` drafts one token after the other and may have a cache; `ParallelHead`
-drafts all tokens at once from one state of the target. `HeadDrafter` knows which commits it has read, which graph runs
-and what a round gets. Not here: drafters that need only the text (`paceline.draft.base`).
+A head is computation only. `AutoregressiveHead` drafts one token after the other and may have a cache; `ParallelHead`
+drafts all tokens at once from one state of the target. `HeadDrafter` tracks the commits it has read, selects the graph
+and makes the proposals. Drafters that need only the tokens are in `paceline.draft.base`.
 
 Letters: B slots, b lines of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head,
 F of a feature, V vocabulary.
@@ -46,7 +46,7 @@ from paceline.decoder.steps import move_rows, slot_numbers
 class DraftHead(nn.Module, ABC):
     """Weights and caches of a head. ``options`` are those of the target: slots, positions, number format.
 
-    reads  what it reads of the target besides tokens; None = nothing
+    reads  hidden states that it reads of the target; None = nothing
     """
 
     reads: FeatureSpec | None = None
@@ -110,8 +110,8 @@ class AutoregressiveHead(DraftHead):
     ) -> CachePosition:
         """``count`` rows from row [B] on in every slot, or in the first ones.
 
-        Rows outside of the cache are pulled back into it: slots without a request have such rows, and what they compute
-        is not used by anyone. ``sampling`` says which slots those are, for a head that can leave them out.
+        Rows outside the cache are clamped into it: slots without a request have such rows, and their results are not
+        used. ``sampling`` marks those slots, for a head that can skip them.
         """
         row = row.clamp(min=0, max=self.options.n_positions - 1)
         real = None if sampling is None else self.real_rows(sampling, count)
@@ -142,11 +142,11 @@ class ParallelHead(DraftHead):
 class ChainStep(nn.Module):
     """Read a commit, then draft ``k`` tokens one by one.
 
-    drawn       draw from the head's probabilities and report them; otherwise choose with the target's noise
-    confidence  from the first place on where the largest probability (no temperature, no filter) is below it, drafts
-                are PAD
-    reports     also give these probabilities, [B, k] float32, of all places
-    kind        of sampling, of the rounds it is for
+    drawn       sample from the head's probabilities and report them; otherwise choose with the target's noise
+    confidence  from the first position whose largest probability (no temperature, no filter) is below it, drafts are
+                PAD
+    reports     also return these probabilities, [B, k] float32, of all positions
+    kind        sampling mode of its rounds
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ChainStep(nn.Module):
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
     ) -> tuple[Tensor, ...]:
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them
-        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are drawn, and what ``reports`` asks for.
+        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are sampled, and those of ``reports``.
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
@@ -178,7 +178,7 @@ class ChainStep(nn.Module):
         distributions: list[Tensor] = []
         largest: list[Tensor] = []
         for index in range(self._k):
-            position = first_row + count + index  # of the token that is chosen now
+            position = first_row + count + index  # of the token being sampled
             if index:
                 place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
                 hidden = head.next(drafts[-1], hidden, place)
@@ -282,10 +282,10 @@ class _MissedTokens:
 
 
 class PendingCommits:
-    """``commits``, in order, and with each the slots whose requests have finished since.
+    """``commits``, in order, each with the slots whose requests have finished since.
 
-    A drafter with a cache reads the last commit when it proposes. While nothing is asked of it, commits gather
-    here; when it is asked again, they are read first, so that its cache has no gap.
+    A drafter with a cache reads the last commit when it proposes. While it is not called, commits collect here; when it
+    is called again, it reads them first, so that its cache has no gap.
     """
 
     def __init__(self) -> None:
@@ -339,11 +339,12 @@ _HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
 class HeadDrafter(TraceableDrafter):
     """Drafts with a head, in a separate graph or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
 
-    Its graphs are compiled, kept and shipped with those of ``decoder``, the target (or the head's own decoder), whose
-    slots, positions and number format it has. Trees and other steps: override `step`, `step_key` and `draft_shape`.
+    Its graphs are compiled, cached and saved with those of ``decoder``, the target (or the head's own decoder), and it
+    has the same slots, positions and number format. Trees and other steps: override `step`, `step_key` and
+    `draft_shape`.
 
     Raises:
-        ConfigurationError: ``k`` is negative, or more than a window of the target can verify.
+        ConfigurationError: ``k`` is negative, or more than the target can verify in a round.
     """
 
     def __init__(self, head: DraftHead, decoder: CompiledDecoder, k: int | DraftShape) -> None:
@@ -381,9 +382,7 @@ class HeadDrafter(TraceableDrafter):
         return DraftKey(type(self.head).__name__, self.draft_shape, bucket if self._has_cache else None)
 
     def cache_key(self) -> dict[str, object]:
-        """Return the shapes of all tensors, and the source of the head's module, which may be a file of the user's
-        own.
-        """
+        """Return the shapes of all tensors, and the source of the head's module, which may be a user's file."""
         module = inspect.getmodule(type(self.head))
         assert module is not None, "a class has a module"
         tensors = {name: [str(x.dtype), list(x.shape)] for name, x in self.head.state_dict().items()}
@@ -402,11 +401,11 @@ class HeadDrafter(TraceableDrafter):
     ) -> Generator[None, None, None]:
         """Prefill a prompt, unless it is longer than the head can follow: then the head never drafts for it.
 
-        A head that reads features leaves the last one for the first commit, which brings the token it predicted.
+        A head that reads features keeps the last one for the first commit, which has the token that it predicted.
         """
         if self.max_positions is not None and len(prompt) < self.max_positions:
             yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features, shared=True)
-        self._pending.forget(slot)  # now, for rounds that ran until then had commits of this slot too
+        self._pending.forget(slot)  # now, because rounds until now included commits of this slot
 
     def finish_request(self, slot: int) -> None:
         """Forget the commits of a slot; the next request overwrites the cache rows."""
@@ -481,8 +480,8 @@ class HeadDrafter(TraceableDrafter):
         last.
 
         features [>= n, F], the states that predicted the tokens, for a head that reads them
-        shared   they are the prompt of a request, whose rows stay as they are until it leaves the slot: a drafter may
-                 copy them from a slot, and to one, whose request has the same prompt
+        shared   they are the prompt of a request, whose rows do not change until it leaves the slot: a drafter may copy
+                   them between slots whose requests have the same prompt
         """
         assert isinstance(self.head, AutoregressiveHead), "only those have caches"
         offset, chunks = 0, self.decoder.options.chunks
@@ -505,7 +504,7 @@ class HeadDrafter(TraceableDrafter):
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a step of this drafter."""
-        shares_state = self.state is self.decoder.body  # then nothing in it is another model's
+        shares_state = self.state is self.decoder.body  # then nothing in it belongs to another model
         step = self.decoder.graph(
             key,
             lambda _body, bucket: make(bucket),

@@ -2,7 +2,7 @@
 
 It re-reads the whole last commit at a fixed width, so it needs no stored length and no repair when all its drafts were
 accepted. When the target samples, it chooses with the target's noise (coupled drafting), which keeps acceptance close
-to the best possible; under `Reject` it samples from its probabilities with separate noise and reports them.
+to the maximum; under `Reject` it samples from its probabilities with separate noise and reports them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelDrafter(HeadDrafter):
     """Drafts chains of ``k`` tokens with a decoder.
 
     vocabulary            between the target's ids and the decoder's
-    drawn                 draw from the model's probabilities and report them, for `Reject`; otherwise choose with the
+    drawn                 sample from the model's probabilities and report them, for `Reject`; otherwise choose with the
                           target's noise, for `Match`
     confidence_threshold  stop a proposal where the model's largest probability (no temperature, no filter) is below it
 
@@ -104,8 +104,8 @@ class ModelDrafter(HeadDrafter):
     def propose_with_confidence(
         self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
     ) -> tuple[Proposal, Tensor]:
-        """Propose without any threshold. -> also the largest probability at every position, [B, k] float32, with which
-        a threshold is compared.
+        """Propose without a threshold. -> also the largest probability at every position, [B, k] float32, for
+        comparison with a threshold.
 
         Raises:
             ConfigurationError: tokens are sampled from probabilities.
@@ -132,7 +132,7 @@ class ModelDrafter(HeadDrafter):
         features: Tensor | None = None,
         shared: bool = False,
     ) -> Generator[None, None, None]:
-        """Prefill the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
+        """Prefill the target's tokens into a slot from a cache row on, in the model's prefill graphs."""
         chunks, ids = self.decoder.options.draft_chunks, self.vocabulary.ids(tokens)
         yield from prefill_in_chunks(self.decoder, slot, ids, start=start, chunks=chunks, shared=shared)
 
@@ -162,7 +162,7 @@ class ModelDrafter(HeadDrafter):
         logits, _ = read(self.vocabulary.known(commit.tokens), commit.first_row)
         logits = at_index(logits, commit.count - 1)
         drafts: list[list[int]] = [[] for _ in most]
-        position = commit.first_row + commit.count  # of the token that is chosen next
+        position = commit.first_row + commit.count  # of the token sampled next
         for index in range(min(self.draft_shape.num_draft_tokens, max(most))):
             if index:
                 last = torch.tensor([[chain[-1]] for chain in drafts], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last tokens when they stood earlier in the text.
+"""Prompt lookup: propose the tokens after an earlier occurrence of the last tokens.
 
 The longest match wins; among equals the most recent one, or the first (``prefer="first"``). Sources: A. Saxena,
 "Prompt Lookup Decoding" (2023); the two preferences are those of llama.cpp and vLLM.

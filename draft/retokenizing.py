@@ -1,12 +1,12 @@
 """A draft model with another tokenizer: draft and target exchange text.
 
-The committed ids become text and the text becomes ids of the draft model; what the draft model drafts becomes text and
-then ids of the target, of which those are proposed that continue the committed ids. This is universal assisted
+The committed ids are decoded to text and encoded to ids of the draft model; its drafts are decoded to text and encoded
+to ids of the target. Those that continue the committed ids are proposed. This is universal assisted
 generation (Moshe et al., Hugging Face, 2024; transformers' AssistedCandidateGeneratorDifferentTokenizers). The output
 does not depend on it: proposals are verified like any other.
 
-The two vocabularies have no ids in common, so drafts cannot be coupled to the target's noise: they are the draft's
-likeliest tokens, at any temperature.
+The two vocabularies have no ids in common, so drafts cannot be coupled to the target's noise: they are the draft's most
+likely tokens, at any temperature.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 
 _CONTEXT = 8
-"""Tokens of context to encode or decode new text with: how a word is divided depends on what is before it."""
+"""Tokens of context to encode or decode new text with: how a word is split depends on what is before it."""
 
 _TAIL = 64
-"""Tokens at the end of a draft's text that are encoded again in every round, at least; usually at most twice as many.
+"""Minimum number of tokens at the end of a draft's text that are encoded again in every round; usually at most twice
+this.
 """
 
 
@@ -45,7 +46,7 @@ class TargetText:
         head, tail = list(prompt[:cut]), prompt[cut:]
         self._tokenizer, self._detokenizer = tokenizer, IncrementalDetokenizer(tokenizer, head)
         self.text = plain_text(tokenizer, head)
-        """All that is certain: it never ends inside a character."""
+        """The settled text: it never ends inside a character."""
         self._pieces: deque[tuple[list[int], str]] = deque(maxlen=_CONTEXT)
         self._unfinished: list[int] = []  # ids of a character that is not complete
         self.extend(tail)
@@ -61,11 +62,12 @@ class TargetText:
                 self.text, self._unfinished = self.text + piece, self._unfinished[finished:]
 
     def continuation(self, text: str) -> list[int] | None:
-        """Ids that continue the committed ones and say ``text``, which follows what is certain; None = there are none.
+        """Return ids that continue the committed ones and decode to ``text``, which follows the settled text; None if
+        none do.
 
         A proposal has to begin where the committed ids end. So the new text is encoded together with some of the old,
-        and the ids must begin with the committed ones; with less and less of the old text, since a model may have
-        divided a word as its tokenizer never would.
+        and the ids must begin with the committed ones; this is tried with less and less of the old text, since a model
+        may split a word as its tokenizer never does.
         """
         pieces = list(self._pieces)
         for first in range(len(pieces)):
@@ -85,7 +87,7 @@ class TargetText:
 
 
 class DraftText:
-    """The draft's side: the ids of a text that only grows. Only ids that may still change are encoded again."""
+    """Draft-side ids of a growing text. Only ids that may still change are encoded again."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -131,7 +133,7 @@ class TokenizerPair:
 
 @dataclass(slots=True)
 class RetokenizedText:
-    """A slot's text. ``cached``: the draft's ids whose keys and values are in the rows 0, 1, ... of its cache."""
+    """State of a slot. ``cached``: the draft's ids whose keys and values are in rows 0, 1, ... of its cache."""
 
     target: TargetText
     draft: DraftText
@@ -146,10 +148,10 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
     """Drafts ``k`` tokens of the draft model per round and proposes at most ``k`` of the target's.
 
     tokenizers            of both sides
-    eos                   the target's id for the end of a text, proposed where the draft says its own; None = never
-    confidence_threshold  as of `paceline.draft.model.ModelDrafter`
+    eos                   the target's eos id, proposed where the draft samples its own; None = never
+    confidence_threshold  as in `paceline.draft.model.ModelDrafter`
 
-    How far the draft follows depends on its own ids; past that it proposes nothing.
+    The maximum length of a sequence is in the draft's ids; past it nothing is proposed.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         super().move_request(slot, to, rows)
 
     def _fits(self, ids: list[int]) -> bool:
-        """Whether there is something to read, and room for it and for the drafts."""
+        """Return whether there are tokens to read, and positions for them and for the drafts."""
         return 0 < len(ids) <= self._decoder.n_positions - self.draft_shape.num_draft_tokens
 
     def _draft(self, texts: dict[int, list[int]], slots: int) -> list[list[int]]:
@@ -213,7 +215,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         count, first_row = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
         for slot, text in self._texts.items():
             if slot not in texts:
-                text.cached = []  # the idle slot's token is about to be written over it
+                text.cached = []  # the idle slot's token will overwrite it
         for slot, ids in texts.items():
             begin = self._read(slot, ids)
             tokens[slot, : len(ids) - begin] = torch.tensor(ids[begin:], dtype=torch.int32)
@@ -232,7 +234,9 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return drafts
 
     def _read(self, slot: int, ids: list[int]) -> int:
-        """Read what differs from the cache, but for what fits into a commit. Returns the row where that begins."""
+        """Prefill what differs from the cache, except the part that fits into a commit. Return the row where that part
+        begins.
+        """
         text = self._texts[slot]
         differs = next((i for i, (a, b) in enumerate(zip(ids, text.cached, strict=False)) if a != b), None)
         begin = min(len(ids), len(text.cached)) if differs is None else differs

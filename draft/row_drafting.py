@@ -1,9 +1,9 @@
-"""Drafting for rows with a prediction to draft from, or with rules about which tokens may follow.
+"""Drafting for rows with a prediction, or with a grammar that limits which tokens may follow.
 
-A prediction goes first. A draft is cut at the first token that a grammar forbids, and continues with the tokens that
-the grammar forces; a draft model chooses under the grammar's mask. So acceptance does not collapse where the target
-writes tokens that no drafter expects. The proposal changes no output token. Drafts that were sampled from probabilities
-are not cut: that would make the output's distribution wrong.
+A prediction is drafted first. A draft is cut at the first token that a grammar forbids, and continues with the tokens
+that the grammar forces; a draft model chooses under the grammar's mask. So acceptance stays high where the grammar
+forces tokens that no drafter expects. The proposal changes no output token. Drafts sampled from probabilities are not
+cut: that would make the output's distribution wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, 
 from paceline.draft.suffix import CopyTracker, SuffixAutomaton
 
 _BORDER = -2  # after the prediction; no token is negative, so nothing matches across it
-_TRUST = 8  # tokens that the beginning of an output counts as repeated: the request names it as the prediction's
-_MIN_MATCH = 2  # tokens that the output must share with a position to continue from it
+_TRUST = 8  # repeated tokens assumed at the start of an output, because the request expects the prediction
+_MIN_MATCH = 2  # tokens that must match before a position to continue from it
 
 
 class _PredictedText:
-    """The output of one request compared with its prediction. Ids outside the vocabulary do no harm: none is accepted.
+    """The output of one request compared with its prediction. Ids outside the vocabulary are harmless: none is
+    accepted.
 
-    It is followed from its beginning, over tokens that differ, and found again after a longer change by the longest end
-    of the output that occurs in it.
+    The prediction is followed from its beginning, past tokens that differ. After a longer change, the longest suffix of
+    the output that occurs in the prediction finds the position again.
     """
 
     def __init__(self, text: HostText) -> None:
@@ -61,9 +62,9 @@ class _PredictedText:
 class RowDrafter(Drafter):
     """Wrapper around another drafter.
 
-    slots        the text of every slot, or None; shared with the engine
-    draft_shape  of its proposals: the other drafter's, or a chain where that one drafts nothing
-    predicted    how many tokens of the last proposal, from the first on, are from the prediction, for every slot
+    slots        the sequence of every slot, or None; shared with the engine
+    draft_shape  of its proposals: the other drafter's, or a chain if that one drafts nothing
+    predicted    for every slot, number of leading tokens of the last proposal that are from the prediction
     """
 
     def __init__(self, drafter: Drafter, slots: Sequence[HostText | None], *, draft_shape: DraftShape) -> None:

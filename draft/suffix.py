@@ -1,7 +1,7 @@
-"""Propose what followed the longest repetition of the text's end, in the text itself or in earlier outputs, with the
-changes that were made in it so far.
+"""Propose what followed the longest repetition of the sequence's end, in the sequence or in earlier outputs, with the
+changes made in it so far.
 
-Prompt lookup without a largest n-gram. The idea of drafting from suffix structures over past outputs is that of SAM
+Prompt lookup without a maximum n-gram. The idea of drafting from suffix structures over past outputs is that of SAM
 decoding (Hu et al., arXiv 2411.10666) and SuffixDecoding (Oliaro et al., arXiv 2411.04975); that of a file of texts to
 draft from, REST (He et al., arXiv 2311.08252).
 """
@@ -16,16 +16,16 @@ from paceline.core.errors import ConfigurationError
 from paceline.draft.base import TextDrafter
 
 _CHANGE_FACTOR = 8
-"""A change divides the length of the repetition by this: most repetitions of a few tokens end where a token differs,
-most of many go on. Chosen among 2, 4 and 8 by replaying texts of the demo target and copies with changed names.
+"""Divisor of a repetition's length at a change: most short repetitions end where a token differs, most long ones
+continue. Chosen among 2, 4 and 8 by replaying outputs of the demo target and copies with changed names.
 """
 
 
 class CopyTracker:
     """Repetition in one sequence. ``run``: tokens repeated so far, less those lost by changes; 0 = no repetition.
 
-    A repetition does not end where one token differs: a file that is repeated with a name changed goes on as
-    before, and the name is changed wherever it comes.
+    A repetition does not end where one token differs: a file that is repeated with another name continues as before,
+    and the name is replaced wherever it occurs.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,12 @@ class CopyTracker:
         self._source: Sequence[int] = ()
         self._next = 0  # index in the source of the token that should come next
         self._changes: dict[int, int] = {}  # token of the source -> the token that replaces it
-        self._unconfirmed: tuple[int, int] | None = None  # a change after which nothing was repeated yet
+        self._unconfirmed: tuple[int, int] | None = None  # a change that no repeated token has followed yet
 
     def begin(self, source: Sequence[int], start: int, run: int) -> None:
-        """The last ``run`` tokens of the text occur in a source, where their continuation begins at ``start``."""
+        """Start of a repetition: the last ``run`` tokens of the sequence occur in a source, and continue at
+        ``start``.
+        """
         self._source, self._next, self.run, self._unconfirmed = source, start, run, None
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -47,7 +49,7 @@ class CopyTracker:
                 return
             expected = self._source[self._next]
             self._next += 1
-            if expected < 0:  # no token: the source ends, and another one begins
+            if expected < 0:  # no token: the source ends here
                 self.run = 0
                 return
             if token not in (expected, self._changes.get(expected)):
@@ -61,18 +63,18 @@ class CopyTracker:
             self.run += 1
 
     def ahead(self, count: int) -> list[int]:
-        """The next tokens if the repetition goes on, with the same changes."""
+        """Return the next tokens if the repetition continues, with the same changes."""
         return [self._changes.get(token, token) for token in self._source[self._next : self._next + count]]
 
 
-_MAX_LINKS = 32  # followed when ends are brought up to date; longer chains come from texts that repeat one token
+_MAX_LINKS = 32  # limit when ends are updated; longer chains come from sequences that repeat one token
 
 
 class SuffixAutomaton:
     """One growing sequence. A state represents all substrings that end at the same positions.
 
-    It grows by one token at a time (Blumer et al., 1985), knows every substring of a text in at most twice as many
-    states as tokens, and finds the longest end that occurred before, whatever its length.
+    It grows by one token at a time (Blumer et al., 1985), represents every substring in at most twice as many states as
+    tokens, and finds the longest suffix that occurred before, whatever its length.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Append a token to another sequence, whose last ``length`` tokens are those of ``state``; begin with (0, 0).
 
-        Returns the state and the length of the longest end, the token included, that this text contains.
+        Returns the state and the length of the longest suffix, the token included, that this sequence contains.
         """
         while state and token not in self._next[state]:
             state = self._link[state]
@@ -145,13 +147,13 @@ class SuffixAutomaton:
 
 _HALVED = 4  # proposals of at least this length may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it
-_CONTEXT = 64  # tokens at the end of a text that are looked up again in a corpus that was rebuilt
+_CONTEXT = 64  # tokens at the end of a sequence that are looked up again in a rebuilt corpus
 
 
 class OutputCorpus:
-    """Earlier outputs, at most ``size`` tokens; above that the older half is dropped.
+    """Earlier outputs, at most ``size`` tokens; when full, the older half is dropped.
 
-    ``generation`` changes whenever the automaton was rebuilt, so that states of the old one have no meaning any more.
+    ``generation`` changes whenever the automaton is rebuilt, which invalidates states of the old one.
     """
 
     def __init__(self, size: int) -> None:
@@ -173,11 +175,11 @@ class OutputCorpus:
 
 @dataclass(slots=True)
 class SuffixText:
-    """One text, what it repeats, and how much of its end is in the corpus.
+    """One sequence, its repetition, and its longest suffix in the corpus.
 
     prompt_length  tokens of the prompt, which never become part of the corpus
     generation     of the corpus that ``state`` and ``length`` belong to
-    state, length  of the corpus automaton: the longest end of the text that the corpus contains
+    state, length  of the corpus automaton: the longest suffix of the sequence that the corpus contains
     """
 
     prompt_length: int
@@ -191,17 +193,16 @@ class SuffixText:
 class SuffixDrafter(TextDrafter[SuffixText]):
     """Drafts chains of up to ``k`` tokens after repetitions of at least ``min_match`` tokens.
 
-    max_spec_factor    no more than so many tokens are drafted for each token that is repeated: a short repetition tells
-                       little, and the little that it proposes is verified in a smaller graph. SuffixDecoding has such
-                       a maximum too, of 1 to 4
-    max_cached_tokens  None = repetitions of the text alone; a number = also of that many tokens of earlier outputs of
-                       this drafter, which all its requests share. The text itself wins unless the corpus has a longer
+    max_spec_factor    maximum drafted tokens for each token that is repeated: a short repetition predicts little, and a
+                       short proposal is verified in a smaller graph. SuffixDecoding has the same maximum, of 1 to 4
+    max_cached_tokens  None = repetitions in the sequence only; a number = also in that many tokens of earlier outputs
+                       of this drafter, which all its requests share. The sequence wins unless the corpus has a longer
                        repetition
-    corpus             a file of token ids (`paceline.decoder.token_files`), best of texts that the target wrote: also
-                       repetitions of these. It is read when the drafter is made, and takes about 600 bytes of memory a
+    corpus             a file of token ids (`paceline.decoder.token_files`), best of outputs of the target: repetitions
+                       in it are also used. It is read when the drafter is made, and takes about 600 bytes of memory per
                        token
 
-    A token that differs does not end a repetition, and is changed again where it comes again (`CopyTracker`).
+    A token that differs does not end a repetition, and is replaced again where it occurs again (`CopyTracker`).
 
     Raises:
         ConfigurationError: a number is out of range, the file cannot be used, or ``corpus`` and ``max_cached_tokens``

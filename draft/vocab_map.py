@@ -1,8 +1,8 @@
 """Maps between the target's ids and a draft's: the same ids, or the tokens that both vocabularies have.
 
-With unequal vocabularies a draft proposes only tokens that the target has too, and reads what it lacks as its unknown
-token. This is the vocabulary intersection (TLI) of Timor et al., arXiv 2502.05202. Since a
-drafted token is verified like any other, only acceptance depends on it. Not here: reading tokenizers.
+With unequal vocabularies a draft proposes only tokens that the target also has, and reads tokens that it lacks as its
+unknown token. This is the vocabulary intersection (TLI) of Timor et al., arXiv 2502.05202. Since a drafted token is
+verified like any other, only acceptance depends on it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class VocabMap(nn.Module):
 
 
 class IntersectionVocabMap(VocabMap):
-    """Tokens that are in both vocabularies, under whatever ids.
+    """Tokens that are in both vocabularies, with equal or different ids.
 
-    target, draft  token -> id of each side; ``unknown`` is the draft's id for what it lacks
+    target, draft  token -> id of each; ``unknown`` is the draft's id for tokens that it lacks
     """
 
     index: Tensor

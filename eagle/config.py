@@ -83,14 +83,14 @@ def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | Non
         return overridden(where, ids or (), override)
     if ids is None:
         layers: tuple[int, ...] = default_layers(target.num_layers)
-        log.info("%s names no layers: the head reads residual streams %s of the target", where, list(layers))
+        log.info("%s: no layers are configured: the head reads residual streams %s of the target", where, list(layers))
         return layers
     if ids[0] != 1 or target.model_type in _STREAMS:
         log.info("%s: the head reads residual streams %s of the target", where, list(ids))
         return ids
     layers = tuple(i + 1 for i in ids)
     log.warning(
-        "%s: layer ids %s begin with 1 and are taken for layers whose output is read, as SGLang does: the head reads "
+        "%s: layer ids %s begin with 1 and are taken as layers whose outputs are read, as in SGLang: the head reads "
         "residual streams %s of the target; if that is wrong, set aux_layers=%s",
         where, list(ids), list(layers), ",".join(map(str, ids)),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | Non
 def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tuple[int, ...]:
     """Return the streams that the user requests, and log them with the checkpoint's (``before``)."""
     log.info(
-        "%s: the head reads residual streams %s of the target, by aux_layers; the file says %s",
+        "%s: the head reads residual streams %s of the target, as set by aux_layers; the file has %s",
         where, list(layers), list(before) or "nothing",
     )  # fmt: skip
     return tuple(layers)

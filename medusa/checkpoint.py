@@ -269,7 +269,7 @@ def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:
         )
     if claims.heads is not None and claims.heads < config.heads:
         # Published files say 2 and hold 5: Medusa's own loader overrides the number.
-        log.info("%s says %d heads and holds %d; all are used", folder, claims.heads, config.heads)
+        log.info("%s: the configuration has %d heads, the weights %d; all are used", folder, claims.heads, config.heads)
     if claims.layers is not None and claims.layers != config.layers:
         raise MissingWeightsError(
             f"{folder}/{CONFIG}: medusa_num_layers: expected {config.layers}, the number of blocks in the weights, "

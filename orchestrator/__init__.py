@@ -2,7 +2,7 @@
 
 from paceline import AutoDecoder, SpeculativeGenerator
 
-Every name below is imported when it is first used, so that a command that is refused, or a process that decodes
+Every name below is imported when it is first used, so that a command that is rejected, or a process that decodes
 nothing, does not load PyTorch.
 """
 

@@ -1,5 +1,5 @@
-"""`DecoderApplication`: the life of a decoder as a `NeuronApplicationBase` of NxD Inference has it. Thin: everything
-is done by `AutoDecoder`, `SlotCache` and the adapter, which programs may use without it.
+"""`DecoderApplication`: a decoder with the life cycle of NxD Inference's `NeuronApplicationBase`. A thin layer over
+`AutoDecoder`, `SlotCache` and the adapter, which programs may use without it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DecoderApplication:
             self._decoder.load(Path(folder))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Append tokens to the texts in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
+        """Append tokens to the sequences in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
 
         Raises:
             ConfigurationError: nothing is loaded yet.
@@ -96,11 +96,11 @@ class DecoderApplication:
     __call__ = forward
 
     def reset(self) -> None:
-        """Forget the texts in the slots: the next `forward` begins new ones."""
+        """Forget the sequences in the slots: the next `forward` begins new ones."""
         self._text = None
 
     def quantize(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint with weights of 8 bits; a `DecoderApplication` of that folder needs no ``quantization``.
+        """Write the checkpoint with 8-bit weights; a `DecoderApplication` of that folder needs no ``quantization``.
 
         Raises:
             ConfigurationError, CheckpointError, StorageError: as `save_quantized`.

@@ -1,6 +1,6 @@
-"""`AutoDecoder.from_pretrained`: a checkpoint becomes a decoder that can `sample`.
+"""`AutoDecoder.from_pretrained`: load a checkpoint as a decoder that can `sample`.
 
-Below it are the names of transformers-neuronx' classes, for programs written for them: `AutoDecoder`, one family each.
+It also has the class names of transformers-neuronx, for programs written for them: `AutoDecoder`, one family each.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class AutoDecoder:
     """Finds out from a checkpoint's configuration which family it is."""
 
     families: ClassVar[tuple[str, ...]] = ()
-    """Whose ``model_type`` alone is taken; none: every family's."""
+    """Restricts loading to this ``model_type``; none: every family."""
 
     @classmethod
     def _check_family(cls, found: Loadable) -> None:
@@ -132,19 +132,20 @@ class AutoDecoder:
     ) -> SamplingDecoder:
         """Load a decoder.
 
-        path      folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file, or a folder
-                  with one and no other weights; the name of a model that was fetched; or an id of the Hugging Face hub,
+        path      folder with config.json and safetensors or .bin weights, in one file or sharded; a GGUF file, or a
+                  folder with one and no other weights; the name of a fetched model; or an id of the Hugging Face hub,
                   ``owner/name`` or ``owner/name@revision``
-        progress  told (tensors loaded, tensors in all)
+        progress  receives (tensors loaded, tensors in all)
         options   the fields of `LoadOptions`: batch_size, n_positions, amp, backend, quantization, ...
 
-        Graphs are made at first use, or by ``compile()``. Neuron's are compiled, and found in the cache from then on.
+        Graphs are made at first use, or by ``compile()``. Neuron's are compiled once, and then loaded from the cache.
 
         Raises:
             CheckpointError: the folder or file cannot be used. FetchError: a model of the hub cannot be fetched.
             ConfigurationError: an option is unknown or out of range, keys and values do not fit into this machine's
-                memory, the model's rope scaling has no fixed table of so many positions, or it cannot be divided so.
-            BackendError: the backend cannot work here.
+                memory, the model's rope scaling has no fixed table of that size, or it cannot be sharded over that
+                number of ranks.
+            BackendError: the backend cannot run on this machine.
         """
         found = loadable(path, LoadOptions.of(options))
         cls._check_family(found)
@@ -179,8 +180,8 @@ def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
 
 @contextmanager
 def _few_threads(config: ModelConfig) -> Iterator[None]:
-    """Load with a thread for every `_A_THREAD` numbers: those of small tensors wait for each other longer than they
-    compute, and an idle one spins.
+    """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
+    ones spin.
     """
     usual = torch.get_num_threads()
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
@@ -192,7 +193,9 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> type[AutoDecoder]:
-    """The class of one family by its name of transformers-neuronx: ``LlamaForSampling``, ``GPT2ForSampling``, ..."""
+    """Return the class of one family by its transformers-neuronx name: ``LlamaForSampling``, ``GPT2ForSampling``,
+    ...
+    """
     if not name.endswith("ForSampling"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _for_sampling(name)

@@ -1,8 +1,8 @@
 """Load and build the drafter of a `DraftSpec`: its model or heads.
 
-`make_drafter` is the one way from a configuration to a drafter: generators, commands and workers use it.
-`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`), what is refused before
-anything is loaded (`paceline.draft_checks`), and rounds (`paceline.build`).
+`make_drafter` makes the drafter of a configuration, for generators, commands and workers. `AutoDrafter.from_pretrained`
+is for one folder. The grammar is in `paceline.draft_spec`, checks before loading in `paceline.draft_checks`, rounds in
+`paceline.build`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class AutoDrafter:
         """Load a drafter for ``target``.
 
         path     folder of a decoder, Medusa heads or an EAGLE head; of a decoder also a GGUF file, or the name of a
-                 model that was fetched; of each of them an id of the Hugging Face hub
-        options  the fields of `SpeculativeConfig` that say something about a draft (k: default 4, or what the tree of
-                 the heads says; acceptor, confidence_threshold, vocabulary), and those of the row: those of
-                 `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
-                 for heads, ``divided`` for an EAGLE head: whether the ranks of a divided target share its work, and
-                 ``aux_layers`` for one of version 3: the target's residual streams that it reads; ``quantization`` of
-                 an EAGLE head's own matrices (default: int8 where the target's are integers or blocks; "amp": none)
+                 fetched model; for each an id of the Hugging Face hub
+        options  the fields of `SpeculativeConfig` that concern a draft (k: default 4, or the depth of the heads' tree;
+                 acceptor, confidence_threshold, vocabulary), and those of the row: those of
+                 `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree`` for heads,
+                 ``divided`` for an EAGLE head: whether the ranks of a sharded target share its work, and ``aux_layers``
+                 for one of version 3: the target's residual streams that it reads; ``quantization`` of an EAGLE head's
+                 own matrices (default: int8 if the target's are integers or blocks; "amp": none)
 
         Raises:
             CheckpointError: the folder cannot be used.
@@ -65,10 +65,10 @@ class AutoDrafter:
 def load_draft_models(
     config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel = auto.load
 ) -> SpeculativeConfig:
-    """The same configuration with decoders in place of folders of draft models. Heads stay folders. All of it is
-    checked before the first is loaded; errors as `paceline.draft_checks.prepared`.
+    """Return the configuration with decoders in place of folders of draft models. Heads stay folders. Everything is
+    checked before the first is loaded; errors as in `paceline.draft_checks.prepared`.
 
-    load  `paceline.auto.load`, or the same with a progress bar around it
+    load  `paceline.auto.load`, possibly with a progress bar
     """
 
     def loaded(leaf: DraftSpec) -> DraftSpec:
@@ -79,12 +79,12 @@ def load_draft_models(
 
 
 def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Drafter, list[CompiledDecoder]]:
-    """The drafter that ``config.draft`` asks for, and the draft models it is made of, loaded or given.
+    """Make the drafter of ``config.draft``; return it and the draft models it is made of, loaded or given.
 
     Raises:
         CheckpointError: a folder cannot be used.
         PairingError: a draft model or heads do not fit the target.
-        ConfigurationError: an option is unknown, out of range, or of a draft model where there is none.
+        ConfigurationError: an option is unknown, out of range, or applies to a draft model and there is none.
     """
     if not config.draft or config.k == 0:
         return NoDrafter(), []
@@ -172,7 +172,7 @@ class _Makers:
         else:
             from paceline.eagle.tree import parse_draft_tree
 
-            tree = draft_tree  # an object of the user's own, or text
+            tree = draft_tree  # a user's object, or text
             if draft_tree is None or isinstance(draft_tree, str):
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree, **options)

@@ -26,7 +26,7 @@ from paceline.target.verifier import CompiledVerifier
 log = logging.getLogger("paceline")
 
 _UNDRAFTED_STEPS = 5
-"""Plain steps in one graph while adaptive drafting pauses. More save little, and steps behind the end of a text are
+"""Plain steps in one graph while adaptive drafting pauses. More save little, and steps after the end of a sequence are
 wasted."""
 
 
@@ -38,7 +38,7 @@ def engine(
     rule: AcceptanceRule,
     verify_width: int | None = None,
 ) -> Engine:
-    """An engine over these parts. ``verify_width``: rows of the verifying graph; None = as the drafter needs.
+    """Build an engine of these parts. ``verify_width``: rows of the verification graph; None = as the drafter needs.
 
     Raises:
         ConfigurationError: the acceptance rule does not fit the drafter, the drafter cannot be fused or shortened, or
@@ -99,12 +99,12 @@ def prediction_refusal(
 class RoundBuilder:
     """Builds the rounds of an engine.
 
-    exact        no rounding depends on what was proposed
-    fused        draft and verify in one graph; None = wherever that can be done
+    exact        rounding does not depend on proposals
+    fused        draft and verify in one graph; None = if possible
     controller   chooses the length of drafts; None = always that of the drafter
-    plain_steps  steps in one graph, where nothing is drafted at all
-    predicts     requests may bring a prediction to draft from
-    verify_width  rows of the verifying graph; None = as the drafter needs
+    plain_steps  steps in one graph, if nothing is drafted
+    predicts     requests may have a prediction to draft from
+    verify_width  rows of the verification graph; None = as the drafter needs
     """
 
     target: CompiledDecoder
@@ -166,15 +166,15 @@ class RoundBuilder:
         return RoundPlan(short, verifier, commit, drafts=length > 0, fused=fused and length > 0, alone=alone)
 
     def _plain(self, steps: int, width: int, slots: Sequence[Slot | None]) -> RoundPlan:
-        """The plan of rounds of plain steps. The drafter, if there is one, sees what they commit, so that it can go on
-        later.
+        """Return the plan of rounds of plain steps. The drafter, if there is one, sees their commits, so that it can
+        continue later.
         """
         verifier = AutoregressiveDecoder(self.target, steps, width=width, slots=slots)
         return RoundPlan(self.drafter, verifier, width, drafts=False)
 
     def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> RoundPlan:
         """The plan for requests some of which bring a prediction."""
-        # Where nothing else drafts, as many tokens as plain steps in one graph commit.
+        # If nothing else drafts: the number of tokens that plain steps in one graph commit.
         shape = widths.shape if widths.shape.num_draft_tokens else DraftShape.chain(width - 1)
         verifier = CompiledVerifier(
             self.target, shape, rule=self.rule, wide=widths.fixed, reads=self.drafter.reads, width=width, slots=slots
@@ -186,7 +186,7 @@ class RoundBuilder:
         from paceline.target.host_verifier import HostVerifier  # seldom needed
 
         if self.controller is not None or (self.fused is not False and isinstance(self.drafter, TraceableDrafter)):
-            level = logging.WARNING if self.fused else logging.INFO  # what was asked for by name is not done
+            level = logging.WARNING if self.fused else logging.INFO  # an option given by name cannot be applied
             log.log(level, "processors and scores need the host at every token: two graphs of one length, not one")
         shape = widths.shape
         verifier = HostVerifier(
@@ -198,10 +198,10 @@ class RoundBuilder:
         """Return the widths of graphs and commits."""
         drafter = self.drafter
         shape = drafter.draft_shape if width is None else _widened(drafter.draft_shape, width)
-        # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
+        # If a row's bits depend on the number of rows, every round of an exact generator has the same number.
         one_width = self.exact and shape.is_chain and not self.target.body.kernels.batch_invariant
         fixed = width is not None or one_width
-        # In two graphs a drafter may propose nothing, for which every width would need a narrow graph.
+        # With two graphs a drafter may propose nothing, and every width would need a narrow graph for that.
         own = self.controller is not None and not fixed and shape.is_chain and drafter.reads is None
         return _Widths(shape, one_width=one_width, fixed=fixed, own=own and self._can_fuse())
 
@@ -220,7 +220,7 @@ class RoundBuilder:
         """Whether a drafter shares a graph with a verifier of that shape.
 
         Raises:
-            ConfigurationError: it was asked for by name, and cannot be done.
+            ConfigurationError: the option was given by name, and cannot be applied.
         """
         chains = drafter.draft_shape.is_chain and shape.is_chain
         if self._can_fuse() and (chains or drafter.draft_shape == shape):
@@ -246,10 +246,10 @@ class RoundBuilder:
 class _Widths:
     """Widths of the graphs and commits of an engine.
 
-    shape      the proposals that the verifying graph takes
-    one_width  every round has that width, also one with a shorter draft
-    fixed      a round without a proposal goes through that graph too
-    own        every draft length has graphs and commits of its own width
+    shape      the proposals that the verification graph takes
+    one_width  every round has that width, even with a shorter draft
+    fixed      a round without a proposal uses that graph too
+    own        every draft length has separate graphs and commits of its width
     """
 
     shape: DraftShape

@@ -1,6 +1,6 @@
 """Drafting and verification options. `SpeculativeConfig` declares every key once: Python, commands, YAML, HTTP.
 
-Not here: how a draft is written (`paceline.draft_spec`) and how it is loaded (`paceline.auto_drafter`).
+The grammar of drafts is in `paceline.draft_spec`; `paceline.auto_drafter` loads them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from paceline.core.errors import ConfigurationError
 from paceline.draft_spec import DraftSpec, RuleSpec, integer, parse_draft, parse_rule
 
 DEFAULT_K = 4
-"""Drafted tokens per round, where nothing says how many."""
+"""Default number of drafted tokens per round."""
 
 DRAFT_LENGTHS = (0, 1, 2, 4, 8)
 """The draft lengths of ``k="auto"``."""
 
 OF_DRAFTS, OF_MODELS = "needs a draft", "needs a draft model"
-"""Marks of options that mean nothing without one."""
+"""Mark of options that have no effect without a drafter."""
 
 NOT_SERVED = "for measurements alone"
-"""Mark of options that no service has."""
+"""Mark of options that services do not have."""
 
 VOCABULARIES = ("same", "intersection", "retokenize")
 
@@ -162,7 +162,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def max_k(self) -> int:
-        """The largest number of drafted tokens per round that ``k`` asks for."""
+        """The largest number of drafted tokens per round in ``k``."""
         if self.k is None:
             return DEFAULT_K
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k
@@ -184,9 +184,9 @@ class SpeculativeConfig(BaseModel):
         return self.model_copy(update={"draft": tuple(spec.mapped(change) for spec in self.draft)})
 
     def draft_lengths(self, deepest: int, usual: tuple[int, ...] = ()) -> tuple[int, ...] | None:
-        """The lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one.
+        """Return the lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one.
 
-        ``usual``: those that "auto" stands for on a backend; () = `DRAFT_LENGTHS`.
+        ``usual``: those that "auto" means on a backend; () = `DRAFT_LENGTHS`.
         """
         if self.k == "auto":
             return (*(length for length in usual or DRAFT_LENGTHS if length < deepest), deepest)

@@ -1,7 +1,7 @@
-"""Checks of a draft before anything is loaded: folders, options, depths, and whether parts go together.
+"""Checks of a draft before anything is loaded: folders, options, depths, and whether parts fit together.
 
-Nothing here needs PyTorch, but for the trees of EAGLE heads. Not here: the grammar (`paceline.draft_spec`), and how
-drafters are loaded and made (`paceline.auto_drafter`).
+Only trees of EAGLE heads need PyTorch. The grammar is in `paceline.draft_spec`; `paceline.auto_drafter` loads and makes
+drafters.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
-    """The same configuration, checked, with `Loadable`s in place of folders of draft models.
+    """Return the checked configuration, with `Loadable`s in place of folders of draft models.
 
     Raises:
         CheckpointError: a folder cannot be used.
         PairingError: a draft model does not fit the target.
-        ConfigurationError: an option is unknown or out of range, or parts do not go together.
+        ConfigurationError: an option is unknown or out of range, or parts do not fit together.
     """
     rule = make_rule(config)
     if not config.draft or config.k == 0:
@@ -72,7 +72,7 @@ def check_model_keys(config: SpeculativeConfig, *, has_models: bool) -> None:
 
 
 def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool = True) -> None:
-    """Raise ConfigurationError if heads cannot draft k tokens a round: a chain can be cut, a tree has one depth."""
+    """Raise ConfigurationError if heads cannot draft k tokens per round: a chain can be cut, a tree has one depth."""
     if not isinstance(k, int) or k == shape.depth:
         return
     if not shape.is_chain or not 0 < k < shape.depth or not shortens:
@@ -175,14 +175,14 @@ class _Checks:
 
 
 def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:
-    """Return the shape of a drafter that reads only tokens: it is made, without the files that it would read."""
+    """Return the shape of a drafter that reads only tokens: it is constructed without the files that it would read."""
     files = {name for name, hint in _hints(row).items() if Path in get_args(hint)}
     unread = {name: value for name, value in options.items() if name not in files or not Path(value).is_file()}
     return cast("DraftShape", resolve(row.path)(k, **unread).draft_shape)
 
 
 def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
-    """The acceptance rule of a configuration.
+    """Return the acceptance rule of a configuration.
 
     Raises:
         ConfigurationError: an option of it is unknown or out of range.
@@ -199,7 +199,8 @@ def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
 
 
 def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Options of a row, as they are; those in ``options`` must be among its constructor's and of their types.
+    """Return the options of a row unchanged; those in ``options`` must be parameters of its constructor, of the right
+    types.
 
     Raises:
         ConfigurationError: one is unknown or of another type.
@@ -229,7 +230,7 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """The row of the registry that a checkpoint is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
+    """Return the registry row of a checkpoint: ``model``, ``medusa`` or ``eagle``, by its config.json.
 
     Raises:
         CheckpointError: there is no such folder, or no config.json in it.

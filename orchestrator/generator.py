@@ -31,23 +31,23 @@ log = logging.getLogger("paceline")
 
 
 class SpeculativeGenerator:
-    """Decodes several tokens in a round.
+    """Decodes several tokens per round.
 
     The tokens are those of plain decoding with the same seed, at any temperature, whatever the draft
     (``acceptor="match"``); ``acceptor="reject"`` preserves the target distribution but not the tokens, and accepts a
     little more. ``acceptor="typical"`` is LOSSY: above temperature 0 it preserves neither.
 
-    draft    who drafts, in the one grammar of `paceline.config`: a name with options ("ngram:prompt_lookup_max=4"), a
-             folder, a mapping, a list of these; or an object: a decoder, a drafter, a function from ids to ids. None
-             drafts nothing: plain decoding, with k + 1 steps in one graph
-    target   the decoder whose text it is
-    verify_width  rows of the verifying graph, at least k + 1, to compare generators at equal width; None = as the
+    draft    the drafter, in the grammar of `paceline.draft_spec`: a name with options ("ngram:prompt_lookup_max=4"), a
+             folder, a mapping, a list of these; or an object: a decoder, a drafter, a function from ids to ids. None:
+             plain decoding, with k + 1 steps in one graph
+    target   the decoder whose output is generated
+    verify_width  rows of the verification graph, at least k + 1, to compare generators at equal width; None = as the
                   drafter needs
     options  the fields of `paceline.config.SpeculativeConfig`: k, acceptor, exact, fused, ...
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
-        ConfigurationError: an option is out of range, or says something about a draft that is not there.
+        ConfigurationError: an option is out of range, or applies to a draft and there is none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SpeculativeGenerator:
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
         self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:
-            log.warning("acceptor %r is lossy: the text does not follow the target's distribution", self._rule.name)
+            log.warning("acceptor %r is lossy: the output does not follow the target's distribution", self._rule.name)
 
     @overload
     def sample(
@@ -117,7 +117,7 @@ class SpeculativeGenerator:
 
         input_ids        LongTensor [B, S], or lists of ids of unequal lengths; more prompts than slots queue
         sequence_length  as in `SamplingParams`
-        params           how to sample; ``overrides`` replace some of its fields, or give them without it
+        params           sampling values; ``overrides`` replace some of its fields, or set them without it
         attention_mask   [B, S], 0 where ``input_ids`` is padding (left or right); without it every id is real
         streamer         Hugging Face streamer, for one prompt
 
@@ -152,10 +152,10 @@ class SpeculativeGenerator:
         attention_mask: Tensor | None = None,
         **overrides: Any,
     ) -> OutputStream:
-        """The tokens of `sample`, as they are committed; `statistics` are those up to the last output.
+        """Stream the tokens of `sample` as they are committed; `statistics` are those up to the last output.
 
-        Bad input and a busy decoder raise here, not at the first output. The decoders are held from here on until the
-        stream is at its end, closed or dropped.
+        Bad input and a busy decoder raise in this call, not at the first output. The decoders are held until the stream
+        is exhausted, closed or dropped.
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
@@ -183,11 +183,11 @@ class SpeculativeGenerator:
         return HeldStream(self, begin)
 
     def compile(self, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
-        """Make every graph that a call without logits processors needs, so that no call has to wait for one.
+        """Make every graph that a call without logits processors needs, so that no call waits for one.
 
         kinds  of sampling: "greedy", "top-k" (1 to 256), "full" (other sampling) and "wide" (a larger top-k). Backends
-               whose graphs differ by kind (xla, neuron) compile these alone; another one is compiled, and logged, by
-               the first call that needs it
+               whose graphs differ by mode (xla, neuron) compile only these; the first call that needs another one
+               compiles and logs it
 
         Raises:
             ConfigurationError: a kind is unknown, or there is none.
@@ -224,7 +224,7 @@ class SpeculativeGenerator:
 
 
 Sampler = SpeculativeGenerator | SamplingDecoder
-"""What continues prompts."""
+"""Continues prompts."""
 
 
 Item = TypeVar("Item")
@@ -246,7 +246,7 @@ class HeldStream(Iterator[Item]):
         except BaseException:
             self.close()
             raise
-        self._note_drafters()  # who gets the last item may ask for the statistics before the call has ended
+        self._note_drafters()  # the consumer of the last item may read the statistics before the call has ended
         return item
 
     def close(self) -> None:
@@ -260,10 +260,10 @@ class HeldStream(Iterator[Item]):
 
 
 OutputStream = HeldStream[RequestOutput]
-"""Outputs of a call, one by one."""
+"""Iterator over the outputs of a call."""
 
 StepStream = HeldStream[list[RequestOutput]]
-"""Outputs of a call, step by step."""
+"""Iterator over the steps of a call, each a list of outputs."""
 
 
 class Streamer(Protocol):

@@ -1,6 +1,6 @@
-"""A checkpoint and the options to load it with, as far as they can be checked before its weights are opened.
+"""A checkpoint and its loading options, checked before its weights are opened.
 
-Nothing here needs PyTorch, so that a slip is answered at once. Not here: loading (`paceline.auto`).
+This module does not need PyTorch, so that errors are reported at once. `paceline.auto` loads checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Loadable:
     """Properties of a decoder before it is loaded.
 
-    folder   of the checkpoint, or its GGUF file; None: it was made of no file
+    folder   of the checkpoint, or its GGUF file; None: it was made without a file
     """
 
     folder: Path | None
@@ -59,7 +59,7 @@ def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
 
 
 def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> TargetLimits:
-    """Return the limits of a target for requests, as far as its configuration and the acceptance rule set them."""
+    """Return the limits of a target for requests, as set by its configuration and the acceptance rule."""
     config = target.config
     return TargetLimits(
         config.vocab_size,

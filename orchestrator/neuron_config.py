@@ -1,8 +1,8 @@
-"""`NeuronConfig`: how a decoder is loaded, read from the files of NxD Inference and transformers-neuronx.
+"""`NeuronConfig`: loading options of a decoder, read from the files of NxD Inference and transformers-neuronx.
 
-A typed value with the names of this package, which goes to JSON and back. Keys that nobody knows raise; those that
-change nothing here are in `without_effect`, each with the reason, and are logged. Not here: the application around it
-(`paceline.application`).
+A typed value with the names of this package, which can be written to JSON and read back. Unknown keys raise; keys
+without an effect in Paceline are in `without_effect`, each with the reason, and are logged. `paceline.application` uses
+it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NUMBER, NUMBERS = "a number, 0 or more", "a list of numbers"
 @dataclass(frozen=True, slots=True)
 class KeyTables:
     """The keys of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py` that have no
-    counterpart here: what is in ``neuron_config_keys.json``.
+    counterpart in Paceline, from ``neuron_config_keys.json``.
 
-    A file with a value that is none of its key's is not one that those projects read, so that nobody knows what it asks
-    for.
+    A file with a value outside its key's set is not one that those projects read, so its meaning is unknown.
 
-    without_effect   key -> why it changes nothing here; ``sampling_without_effect``: of NxD's sampling
-    values           key -> what its value must be; a key that is not there: true or false
-    choices          key -> the words it may be; a number format may begin with "torch."
-    refused          keys that would change what is computed -> the values that go, and what to do instead
-    quant            fields of transformers-neuronx' QuantizationConfig -> values that go (None: any), and why no others
-    kv_caches        `kv_cache_dtype` by the names of both projects for the type
-    kv_keys          the fields of what says how keys and values are quantised
+    without_effect   key -> reason why it has no effect; ``sampling_without_effect``: of NxD's sampling
+    values           key -> type of its value; keys not listed: true or false
+    choices          key -> allowed words; a number format may begin with "torch."
+    refused          keys that would change the computation -> the accepted values, and the remedy for others
+    quant            fields of transformers-neuronx' QuantizationConfig -> accepted values (None: any), and why no
+                     others
+    kv_caches        both projects' names of the type -> `kv_cache_dtype`
+    kv_keys          the fields of the quantization of keys and values
     """
 
     without_effect: Mapping[str, str]
@@ -91,17 +91,17 @@ class OnDeviceSampling(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeuronConfig(LoadOptions):
-    """Options to load a decoder, and its defaults of sampling and speculation.
+    """Loading options of a decoder, and its defaults of sampling and speculation.
 
     on_device_sampling  defaults of sampling
-    k                   drafted tokens of a round; None: the file asks for no speculation
-    fused               whether draft and target are to be one graph; None: wherever that can be done
-    draft_model_path    folder of the draft, where the file names it
-    prefix_caching      whether prompts that begin alike read their common part once
-    without_effect      keys of the file that change nothing here, and why
+    k                   drafted tokens per round; None: the file has no speculation
+    fused               whether draft and target are one graph; None: if possible
+    draft_model_path    folder of the draft, if the file names it
+    prefix_caching      whether a prefix shared by prompts is prefilled once
+    without_effect      keys of the file without an effect in Paceline, and why
 
     Raises:
-        ConfigurationError: a value is out of range, or it asks for what is not to be had here.
+        ConfigurationError: a value is out of range, or it needs an unsupported feature.
     """
 
     on_device_sampling: OnDeviceSampling | None = None
@@ -124,10 +124,10 @@ class NeuronConfig(LoadOptions):
         """Read a configuration of NxD Inference or transformers-neuronx.
 
         source  a mapping, JSON as text, a file, or a folder with neuron_config.json: the whole file that
-                ``InferenceConfig.save`` writes, or the fields of a NeuronConfig alone
+                ``InferenceConfig.save`` writes, or only the fields of a NeuronConfig
 
         Raises:
-            ConfigurationError: it is no such configuration, a key is unknown, or a value cannot be followed.
+            ConfigurationError: it is not such a configuration, a key is unknown, or a value is not supported.
         """
         source_fields = _read(source)
         fields = source_fields.get("neuron_config", source_fields)
@@ -147,7 +147,7 @@ class NeuronConfig(LoadOptions):
             without_effect=reader.without_effect,
         )
         for name, reason in options.without_effect.items():
-            log.info("%s has no effect here: %s", name, reason)
+            log.info("%s has no effect in Paceline: %s", name, reason)
         return options
 
     @classmethod
@@ -194,7 +194,7 @@ def _sampling(fields: object) -> OnDeviceSampling | None:
 
 
 def _is(value: object, wanted: str) -> bool:
-    """Return whether a value is of a kind, by the name that messages have for it. True and false are not numbers."""
+    """Return whether a value is of a kind, given by its name in messages. True and false are not numbers."""
     if wanted == NUMBER:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if wanted == NUMBERS:
@@ -204,10 +204,10 @@ def _is(value: object, wanted: str) -> bool:
 
 
 def _check(name: str, value: Any, wanted: str) -> Any:
-    """The same value, which is of that kind or None.
+    """Return the value, checked to be of that kind or None.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it is of another kind.
     """
     if value is None or _is(value, wanted):
         return value
@@ -243,15 +243,15 @@ def _json(text: str, where: str) -> dict[str, Any]:
 
 _DTYPES = {**{torchs: ours for ours, torchs in AMP.items()}, **{name: name for name in AMP}}
 _WHOLE, _CHANNEL = "per_tensor_symmetric", "per_channel_symmetric"
-_KV_DEFAULT = "float8_e4m3fn"  # what NxD stores keys and values as, where no type is named
+_KV_DEFAULT = "float8_e4m3fn"  # NxD's type of keys and values, if none is named
 
 
 class _Reader:
-    """Reads the fields of one file of NxD Inference or transformers-neuronx, as the options of `NeuronConfig`. What is
-    read is taken out; what is left over is unknown.
+    """Reads the fields of one file of NxD Inference or transformers-neuronx, as the options of `NeuronConfig`. Keys
+    that are read are removed; the remaining ones are unknown.
 
-    fields          what is left to be read
-    without_effect  keys that change nothing, and why
+    fields          keys not read yet
+    without_effect  keys that have no effect, and why
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class _Reader:
         """The options.
 
         Raises:
-            ConfigurationError: a key is unknown, or a value cannot be followed.
+            ConfigurationError: a key is unknown, or a value is not supported.
         """
         self._refuse()
         quantization, left_alone = self._quantization()
@@ -281,7 +281,7 @@ class _Reader:
             "kv_cache_dtype": self._kv_cache(),
             "on_device_sampling": self._sampling(),
             "k": length - 1 if length > 1 else None,
-            # A file that asks for no speculation has the flag, too, and then it says nothing.
+            # A file without speculation has the flag, too, and then it means nothing.
             "fused": fused if fused or length > 1 else None,
             "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
             "prefix_caching": bool(self._take("is_prefix_caching", "true or false")),
@@ -329,7 +329,7 @@ class _Reader:
     def _batches(self) -> int | list[int]:
         """Return the slots, or the numbers of slots with a separate graph, if the file lists them."""
         listed, own = self._take("token_generation_batches", NUMBERS) or [], self._one_or_more("batch_size")
-        if isinstance(own, (list, tuple)):  # transformers-neuronx'
+        if isinstance(own, (list, tuple)):  # those of transformers-neuronx
             listed, own = [*listed, *own], None
         sizes = [own, self._take("tkg_batch_size", NUMBER), self._take("max_batch_size", NUMBER)]
         most = max([size for size in sizes if size is not None] or listed or [1])
@@ -341,7 +341,9 @@ class _Reader:
         return _ascending([*listed, most]) if listed else most
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
-        """Buckets of the cache length and of prompts. Without bucketing there is one of each, as long as the text."""
+        """Return the buckets of the cache length and of prompts. Without bucketing there is one of each, of the
+        sequence's length.
+        """
         names = ("seq_len", "max_length", "max_context_length")
         length, longest, context = (self._take(name, NUMBER) for name in names)
         token_buckets, buckets, context_buckets = (
@@ -360,7 +362,7 @@ class _Reader:
         if lengths is not None:
             last_position = end if isinstance(end, int) else max(lengths)
             return _ascending([*lengths, last_position]), _listed(prompts)
-        # NxD's files say whether there are buckets; transformers-neuronx' n_positions always has them.
+        # NxD's files have a switch for buckets; transformers-neuronx' n_positions always has them.
         return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
 
     def _one_or_more(self, name: str) -> Any:
@@ -368,9 +370,9 @@ class _Reader:
         return self._take(name, NUMBER if value is None or isinstance(value, int) else NUMBERS)
 
     def _quantization(self) -> tuple[str | None, list[str]]:
-        """The format of the matrices, and the modules that keep that of ``amp``.
+        """Return the format of the matrices, and the modules that keep that of ``amp``.
 
-        Where a file of NxD's names no type or no dtype, NxD's own default counts.
+        If a file of NxD Inference names no type or no dtype, NxD Inference's default applies.
         """
         quantized, quant = self._take("quantized", "true or false"), self._take("quant", "an object")
         kind, dtype = self.fields.pop("quantization_type", None), self.fields.pop("quantization_dtype", None)

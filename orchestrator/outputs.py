@@ -25,17 +25,17 @@ class RequestOutput:
 
     index          of the request in its call
     tokens         in order; never padding, never past a stop
-    accepted       how many of them, from the first on, were drafted; the rest is the target's own
+    accepted       number of leading tokens that were drafted; the rest are bonus or recovered tokens
     finish_reason  set on the last output of a request
     logprobs       one for every token, if ``output_scores`` was set
-    drafted        how deep the proposal went that this round verified; 0 = nothing was drafted
-    token_logprobs   what the model says of each token's place, if ``logprobs`` was set
+    drafted        depth of the verified proposal; 0 = nothing was drafted
+    token_logprobs   log-probabilities of the model at each token's position, if ``logprobs`` was set
     accepted_prediction_tokens, rejected_prediction_tokens   tokens drafted from the request's prediction in this round:
                    those that are in the output, and the others
-    cached_tokens  with prefix caching, tokens of its prompt that were not read again, in the first output of a request
-    prompt_logprobs  of the prompt's tokens from the second on, if asked for, in the first output of a request
-    error          why the request ended, where the finish reason is "error"; the others go on
-    replaced       tokens drafted at the place of the target's own token, if ``logprobs`` was set
+    cached_tokens  with prefix caching, cached tokens of its prompt, in the first output of a request
+    prompt_logprobs  of the prompt's tokens from the second on, if requested, in the first output of a request
+    error          reason of the failure, if the finish reason is "error"; other requests continue
+    replaced       tokens drafted at the position of the bonus or recovered token, if ``logprobs`` was set
     """
 
     index: int
@@ -55,23 +55,23 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts over all requests of a call, and where its time went. Names follow vLLM's speculative decoding metrics.
+    """Counts over all requests of a call, and its times. Names follow vLLM's speculative decoding metrics.
 
-    num_rounds                   verifications, counted for every request that took part in one; several plain steps in
-                                 one graph are as many
-    num_drafts                   those of them in which something was drafted for the request
+    num_rounds                   verifications, counted per request that took part; each of several plain steps in one
+                                 graph counts
+    num_drafts                   those in which tokens were drafted for the request
     num_draft_tokens             tokens proposed
-    num_accepted_tokens          proposed tokens that are in the output; those behind a stop are not counted
+    num_accepted_tokens          proposed tokens that are in the output; those after a stop are not counted
     num_draft_tokens_per_pos     drafts that had a token at this position (first = index 0)
     num_accepted_tokens_per_pos  drafts whose token at this position was accepted
-    draft_lengths                length chosen for every round of the batch, where it is chosen anew every time
+    draft_lengths                length chosen for every round of the batch, if every round chooses one
     new_tokens                   tokens of all outputs
     prefix_cache_queries         with prefix caching, tokens of all prompts
-    prefix_cache_hits            those of them that were not read again
+    prefix_cache_hits            those that were cached
     *_seconds                    time in prefill, drafting, verification and everything else (host)
     drafter_health               of a drafter in another process, during this call; None for one in this process
-    drafters                     what each drafter of a choice did during this call, by its name; empty without one
-    acceptor                     name of the acceptance rule: "match", "reject", "typical", "synthetic" or a user's own
+    drafters                     counts of each drafter of a choice during this call, by its name; empty without one
+    acceptor                     name of the acceptance rule: "match", "reject", "typical", "synthetic" or a user's rule
     lossless                     whether the acceptance rule preserves the target distribution
     """
 
@@ -101,7 +101,7 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens of a round in which something was drafted: 1 + num_accepted_tokens / num_drafts, as in vLLM."""
+        """Mean tokens per round in which tokens were drafted: 1 + num_accepted_tokens / num_drafts, as in vLLM."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -166,13 +166,13 @@ class GenerationResult:
     """Everything about a call of ``sample``.
 
     sequences       [B, longest] int64, prompts included, rows padded on the right with the pad id
-    lengths         how many ids of each row are real
+    lengths         number of real ids in each row
     finish_reasons  "stop" (an eos id or a stop string), "length", "time" or "criteria"
-    logprobs        for every row the log-probability of each new token, when ``output_scores`` was set: softmax of
+    logprobs        for every row the log-probability of each new token, if ``output_scores`` was set: softmax of
                     the processed logits, before temperature and filters
     statistics      counts and times
-    token_logprobs  for every row what the model says of each new token's place, when ``logprobs`` was set
-    prompt_logprobs  for every row the same of its prompt's tokens from the second on, when ``prompt_logprobs`` was set
+    token_logprobs  for every row the model's log-probabilities at each new token's position, if ``logprobs`` was set
+    prompt_logprobs  for every row the same for its prompt's tokens from the second on, if ``prompt_logprobs`` was set
     """
 
     sequences: Tensor
@@ -190,7 +190,7 @@ class GenerationResult:
         """Combine the outputs of all requests; ``statistics`` are complete once all have finished.
 
         Raises:
-            RequestError: a request ended with it.
+            RequestError: a request failed with it.
         """
         import torch
 

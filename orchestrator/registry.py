@@ -1,9 +1,9 @@
-"""Drafters and acceptance rules that can be chosen by name, each a literal row with its capabilities.
+"""Drafters and acceptance rules that can be selected by name, each a literal row with its capabilities.
 
 Python, the command line, YAML, HTTP, the documents and the contract suite read these rows. A row names its class by a
 dotted path, so that reading the table imports nothing. Options of a row are the keyword-only parameters of its
-constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`. Not here: how
-drafters are made (`paceline.auto_drafter`).
+constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`. `paceline.auto_drafter`
+makes drafters.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Needs = Literal["choices", "probs", "both"]
 class DrafterRow:
     """A drafter.
 
-    name       in the grammar of `paceline.draft_spec`, or of its own kind where it has no place there
-    path       "module:Class" or "module:Class.method", what makes it; its keyword-only parameters are the options
+    name       in the grammar of `paceline.draft_spec`, or a name of its kind if it is not in the grammar
+    path       its constructor, "module:Class" or "module:Class.method", whose keyword-only parameters are the options
     summary    one line for tables
-    given_as   name: by its name; folder: by a folder, which is recognised; vocabulary: by the option of a draft model;
-               list: by several drafters; object: a Python object; process: a model of its own with ``draft_of``
+    given_as   name: by its name; folder: by a folder, whose kind is detected; vocabulary: by the option of a draft
+               model; list: by several drafters; object: a Python object; process: a separate model with ``draft_of``
     trees      can propose trees
-    draws      can report the probabilities its tokens were drawn from (acceptor="reject")
+    draws      can report the probabilities its tokens were sampled from (acceptor="reject")
     fused      can share a graph with the target
-    masks      chooses its drafts under the mask of a grammar; those of others are cut where the grammar forbids one, so
-               that every drafter takes structured output
-    ladder     which of its drafts can be had at several lengths (k="auto")
-    listable   can be one of a list
-    options    what its options are read from, where that is not ``path``
+    masks      drafts under the mask of a grammar; others' drafts are cut at the first forbidden token, so that every
+               drafter supports structured output
+    ladder     which of its drafts have several lengths (k="auto")
+    listable   can be in a list
+    options    callable that its options are read from, if it is not ``path``
     """
 
     name: str
@@ -52,12 +52,12 @@ class DrafterRow:
 class RuleRow:
     """An acceptance rule.
 
-    needs        what it decides from: the target's own choices, its probabilities, or both
-    draft_probs  reads the distribution that drafted tokens were drawn from
+    needs        inputs: the target's sampled tokens, its probabilities, or both
+    draft_probs  reads the distribution that drafted tokens were sampled from
     lossless     the output follows the target's distribution
     trees        can verify trees
-    on_host      can run on the host, where logits processors and scores need it
-    warning      what stands beside every text that it gave
+    on_host      can run on the host, for logits processors and scores
+    warning      shown with every output that it gave
     """
 
     name: str
@@ -183,7 +183,7 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
 _GIVEN = frozenset(
     {"batch_size", "confidence", "confidence_threshold", "drawn", "eos", "k", "progress", "tokenizers", "vocabulary"}
 )
-"""Keyword-only parameters that the target and the generator's own options settle."""
+"""Keyword-only parameters that the target and the generator's options set."""
 
 
 def resolve(path: str) -> Any:

@@ -1,6 +1,6 @@
 """Check whether draft and target have the same ids, and build the map between them if they differ.
 
-Sizes may differ by padding; meanings may not, unless something translates.
+Sizes may differ by padding; meanings may not, unless a map translates them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.loadable import Loadable
 
 LEAST_SHARED = 0.05
-"""Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
+"""Minimum share of the target's tokens in common. With fewer, nearly no draft would be accepted."""
 
 
 KINDS = ("same", "intersection", "retokenize")
@@ -45,14 +45,14 @@ def check(draft: Loadable | CompiledDecoder, target: Loadable | CompiledDecoder,
 def between(
     draft: CompiledDecoder, target: CompiledDecoder, kind: str | TokenizerPair = "same"
 ) -> VocabMap | TokenizerPair:
-    """Return the map between the ids of the two.
+    """Return the map between the ids of draft and target.
 
-    kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "retokenize":
-          they exchange text, by the tokenizers in their folders, or by those of a `TokenizerPair`
+    kind  "same": the tokenizers must be equal; "intersection": only common tokens are drafted; "retokenize": they
+          exchange text, with the tokenizers in their folders, or those of a `TokenizerPair`
 
     Raises:
-        PairingError: the two cannot work together like this.
-        ConfigurationError: no such kind.
+        PairingError: the two do not fit together in this way.
+        ConfigurationError: the kind does not exist.
     """
     from paceline.draft.retokenizing import TokenizerPair
     from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap

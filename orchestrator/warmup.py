@@ -1,6 +1,7 @@
-"""Makes graphs ahead of their first use, by running each once on tokens that mean nothing.
+"""Make graphs before their first use, by running each once on arbitrary tokens.
 
-A backend that wants all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them here.
+A backend that needs all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them from this
+module.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def compile_graphs(
     *,
     kinds: Sequence[SamplingKind] = COMPILED_KINDS,
 ) -> None:
-    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
+    """Make the prefill graphs of all decoders, and those of rounds with and without a proposal, in all buckets.
 
     decoders  the target first
-    kinds     of sampling that rounds get graphs for
+    kinds     sampling modes that rounds get graphs for
     """
     rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
     assert isinstance(rounds, Rounds), "as `build` made them"
@@ -58,7 +59,7 @@ def compile_graphs(
         commit = batch.commit
         sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
         for start, size in chunks(target):
-            # Through the round, which knows what the drafter reads of the target.
+            # Called on the round, which knows the hidden states that the drafter reads.
             features = finish(rounds.start(0, [0] * (start + size), sampling)).features
             if features is not None:
                 commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
@@ -77,7 +78,7 @@ def compile_graphs(
                     most = RoundLimits([length] * slots, rows, used_slots=used)
                     _run(rounds, plan, own, sampling=replace(batch.sampling, kind=kind), limits=most)
         if not backends.compiles(target.backend):
-            # Graphs that few requests need are made too where that takes no time: then no text waits for another's.
+            # Graphs that few requests need are made too if that takes no time: then no request waits for another's.
             reads = rounds.drafter.reads
             for start, size in chunks(target):
                 finish(steps.prefill_in_chunks(target, 0, [0] * size, start=start, reads=reads, each=_unread))
@@ -87,7 +88,7 @@ def compile_graphs(
                     if seldom is not None:
                         rounds.run(seldom, commit, sampling=batch.sampling, limits=most)
                         _verify_both(seldom.verifier, commit, sampling=batch.sampling, limits=most)
-            for draft, rows in product(decoders[1:], (1, width)):  # what a draft model makes of processed logits
+            for draft, rows in product(decoders[1:], (1, width)):  # a draft model's choice from processed logits
                 for bucket in draft.kv_buckets:
                     steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)
 
@@ -110,7 +111,7 @@ def fills(decoders: Sequence[CompiledDecoder]) -> list[int]:
 
 def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[int]]]:
     """Yield every plan, and limits that lead to all of its graphs."""
-    lowest = min(rounds.plans)  # of all lengths, the one that is taken where nothing can be accepted
+    lowest = min(rounds.plans)  # the length that is chosen when nothing can be accepted
     for length, plan in rounds.plans.items():
         yield plan, [length] if length != lowest else [0, length] if length else [0]
     if rounds.rest is not None:
@@ -118,10 +119,10 @@ def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[
 
 
 def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
-    """A round over texts of that length, in slots as the limits say."""
+    """Run a round over sequences of that length, in the slots of the limits."""
     result = rounds.run(plan, commit, sampling=sampling, limits=limits)
     features = result.commit.features
-    if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
+    if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them on the device
         rounds.run(plan, replace(commit, features=features), sampling=sampling, limits=limits)
     if any(limits.max_accept) and plan.drafts and not plan.fused:
         _lengthen(plan, commit, sampling=sampling, limits=limits, drafted=max(result.reports[-1].drafted))
@@ -138,7 +139,7 @@ def _verify_both(verifier: Verifier, commit: Commit, *, sampling: SamplingTensor
 
 
 def _lengthen(plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits, drafted: int) -> None:
-    """Verify proposals as long as those that a drafter will make, and has not ``drafted`` after made-up tokens."""
+    """Verify proposals of the lengths that a drafter will make, and has not ``drafted`` after made-up tokens."""
     reach = plan.drafter.max_positions
     if not isinstance(plan.verifier, CompiledVerifier) or (reach is not None and limits.max_rows > reach):
         return

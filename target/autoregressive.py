@@ -1,4 +1,6 @@
-"""Decoding without a draft, several tokens in one graph, so that the host's part of a round is paid once for all."""
+"""Decoding without a draft, several tokens in one graph, so that the host's time per round is shared by several
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from paceline.target.steps import root_of
 
 
 class AutoregressiveStep(nn.Module):
-    """``steps`` target passes over one token each, unrolled; ``width`` is that of a commit, and no less.
+    """``steps`` target passes over one token each, unrolled; ``width`` is that of a commit, at least ``steps``.
 
-    ``kind``: of sampling, of the rounds it is for.
+    ``kind``: sampling mode of its rounds.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class AutoregressiveStep(nn.Module):
 
 
 class AutoregressiveDecoder(TargetVerifier):
-    """Runs `AutoregressiveStep`: a verifier to which nothing is ever proposed.
+    """Runs `AutoregressiveStep`: a verifier that never receives a proposal.
 
-    ``width``: tokens a commit has room for, where it takes turns with verifiers.
+    ``width``: capacity of a commit in tokens, if it alternates with verifiers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Base of every verifier: the target, whose slots it prefills. Not here: how a proposal is verified."""
+"""Base of every verifier: the target, whose slots it prefills. Not in this module: verification."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from paceline.decoder.decoder import CompiledDecoder, first_slots, for_all_slots
 from paceline.decoder.steps import move_slot, prefill_in_chunks
 
 FindStep = Callable[[int, int, Sequence[Tensor]], Step]
-"""From a bucket of the cache length, lines as in `GraphKey`, and inputs to a step -> tokens, count (and features)."""
+"""Function from a bucket of the cache length, lines as in `GraphKey`, and inputs to a step -> tokens, count (and
+features).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A step, for as long as nothing changes that selects it. ``rows``: of the longest text, before a round."""
+    """A selected step, valid until its selection changes. ``rows``: of the longest sequence, before a round."""
 
     step: Step
     lines: int
@@ -40,10 +42,10 @@ class _Found:
 class TargetVerifier(Verifier):
     """A verifier over a decoder.
 
-    reads  what a drafter reads of the target; prompts and commits have these features
-    width  tokens that a commit has room for
-    slots  the text of every slot, or None; the engine, which adds what is committed, shares that list. () = no text
-           asks for anything that needs the host
+    reads  hidden states that a drafter reads; prompts and commits carry these features
+    width  capacity of a commit in tokens
+    slots  the sequence of every slot, or None; the list is shared with the engine, which appends commits. () = no
+           sequence needs the host
     """
 
     movable = True
@@ -96,7 +98,7 @@ class TargetVerifier(Verifier):
     def _inputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[Tensor]:
         """Return the inputs that every graph of a round takes first."""
         most, tensor = self._limit
-        if limits.max_accept != most:  # a new tensor costs more than all the rest
+        if limits.max_accept != most:  # a new tensor costs more than the rest of the call
             tensor = torch.tensor(limits.max_accept, dtype=torch.int32)
             self._limit = limits.max_accept, tensor
         return [commit.tokens, commit.count, commit.first_row, tensor, sampling.params, sampling.seeds]
@@ -134,10 +136,10 @@ def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> 
     """Return the score of a token, if its request needs scores. raw, processed: [V], the model's logits and the
     processed ones.
 
-    Processed rows without a committed token are not scored: a processor's result for drafts that it forbids is unused.
+    Processed rows without a committed token are not scored: a processor's result after a forbidden draft is unused.
 
     Raises:
-        SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
+        SamplingError: the processors cut every token, for instance a grammar at a dead end.
     """
     if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
         raise SamplingError(

@@ -1,9 +1,9 @@
 """The verifier of rounds in which some request needs the host at every token: logits processors, penalties, grammars
-and log-probabilities are properties of a row. The other rows keep their tokens.
+and log-probabilities. They are properties of a row; the other rows' tokens do not change.
 
 Processors see exactly the prefixes of plain decoding, in order, once each: under `Match` a row is processed only when
-all drafts before it are accepted and the sequence has not stopped before it, so that neither a rejected token nor one
-after the end leaves a trace, even in a processor with a memory.
+all drafts before it are accepted and the sequence has not stopped before it, so a rejected token, or one after the end,
+has no effect, even on a stateful processor.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from paceline.target.verifier import fitted
 
 
 class HostVerifier(TargetVerifier):
-    """Copies logits to the host and decides there, position by position.
+    """Copies logits to the host, which decides position by position.
 
     ``slots``: see `TargetVerifier`.
-    ``width``: tokens a commit has room for, where this one takes turns with other rounds.
+    ``width``: capacity of a commit in tokens, if it alternates with other verifiers.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class HostVerifier(TargetVerifier):
         parents: Sequence[int],
         sampling: SamplingTensors,
     ) -> tuple[list[int], list[int], list[TokenScore]]:
-        """Walk down from the root, one choice after the other. ``choices``: those of logits that nothing processes.
+        """Walk down from the root, one sampled token after the other. ``choices``: those of unprocessed logits.
 
         -> rows of the path, tokens that are committed, and their scores
         """
@@ -157,7 +157,7 @@ class HostVerifier(TargetVerifier):
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
         lines = [processed(text, ids, logits[0])]
         for place, token in enumerate(drafts):
-            # An id out of range, or one that may not follow, counts as drawn; it is rejected: the row after it is idle.
+            # An id out of range or forbidden here counts as sampled and is rejected: the row after it is idle.
             if token >= len(lines[-1]) or float(lines[-1][token]) <= reduce.NEGATIVE:
                 drafts = drafts[: place + 1]
                 lines.append(lines[-1])

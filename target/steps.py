@@ -1,6 +1,6 @@
 """The steps that verify: a commit and a proposal in, the next commit out; and a drafter's step fused with that.
 
-Only ids and counts leave them, and features for drafters that read them. Who runs them is `paceline.target.verifier`.
+They output only ids and counts, and features for drafters that read them. `paceline.target.verifier` runs them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.decoder.kernels.protocol import Kernels, Tree
 
 @dataclass(frozen=True, slots=True)
 class _VerifyInputs:
-    """A proposal as the target reads it.
+    """Target inputs of a proposal.
 
-    proposal  with PAD in place of every node that may not stand
-    depth     [B, T] int32 (or [T] for a chain), how far each row of the window is from the root
+    proposal  with PAD in place of every node that is not valid
+    depth     [B, T] int32 (or [T] for a chain), distance of each row of the window from the root
     tree      None for a chain
     """
 
@@ -63,8 +63,8 @@ class VerifyMask(nn.Module):
             shown = Tree.of(rows.expand(slots, nodes + 1).contiguous())
             depth = shown.depth
             level = depth[:, 1:]
-        # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the distribution stays
-        # exact.
+        # Ids out of range stay: no rule accepts them, and a sampled one counts as sampled, so that the distribution
+        # stays exact.
         tokens = torch.where((level <= limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
         return _VerifyInputs(Proposal(tokens, None if shown is None else shown.parents[:, 1:] - 1), depth, shown)
 
@@ -72,7 +72,7 @@ class VerifyMask(nn.Module):
 class VerifyStep(nn.Module):
     """Target pass over the root and the proposed tokens, probabilities, acceptance, and compaction of the cache.
 
-    ``kind``: of sampling, of the rounds it is for.
+    ``kind``: sampling mode of its rounds.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class VerifyStep(nn.Module):
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit; then limit [B] int32, params [B, 4], seeds [B, 4]; then, if N > 0, what a drafter's
-        step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, draft_probs [B, N, V] if they were drawn.
+        step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, draft_probs [B, N, V] if they were sampled.
 
-        -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
-        rounds of several depths share one shape of commits, or D + 1.
+        -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width`` if rounds
+        of several depths share one commit shape, else D + 1.
         """
         params, seeds, *proposed = rest
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
@@ -153,9 +153,9 @@ def target_view(
 class FusedStep(nn.Module):
     """A drafter's step and the verification of what it proposes, in one graph.
 
-    With a ``carry`` the features of the commit stay there instead of going out, and come from there if none are given.
-    ``lean`` gives as few tensors as possible, as it should be where they are copied from a device. Where they are not,
-    another one costs the graph nothing and saves the host an operation.
+    With a ``carry`` the features of the commit stay in it instead of being outputs, and are read from it if none are
+    given. ``lean`` returns as few tensors as possible, for devices whose outputs are copied. Elsewhere one more output
+    costs the graph nothing and saves the host an operation.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class FusedStep(nn.Module):
         """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 4]; and features [B, W, F] if they are
         read.
 
-        -> a report for the host, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
+        -> a report for the host, [B, W + 2] int32: tokens, count, and the proposal's depth; if not ``lean``, the
         next Commit's tokens, count and start, and its features if they are read and not kept.
         """
         params, seeds, *read = rest
@@ -205,12 +205,14 @@ def pad_draft_probs(draft_probs: Tensor, missing: int) -> Tensor:
 
 
 def pad_vocabulary(draft_probs: Tensor, size: int) -> Tensor:
-    """The draft's distribution over the target's ids, which may be more, or fewer. [B, N, V'] -> [B, N, size]."""
+    """Return the draft's distribution over the target's ids, which may be more, or fewer. [B, N, V'] -> [B, N,
+    size].
+    """
     return nn.functional.pad(draft_probs, (0, size - draft_probs.shape[-1]))
 
 
 def features_of(path: Tensor, features: Tensor) -> Tensor:
-    """The states that predicted the committed tokens: those of the root and of every accepted node.
+    """Return the states that predicted the committed tokens: those of the root and of every accepted node.
 
     path [B, D] int32, features [B, T, F] -> [B, D + 1, F]
     """

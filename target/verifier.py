@@ -1,8 +1,8 @@
 """The verifier: runs one step from a commit and a proposal to the next commit.
 
-The steps are in `paceline.target.steps`; what needs the host for every token (processors, scores) is in
-`paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds, where a backend
-copies what goes in and out. Not here: rounds in a row that the host's processor runs (`decoder/native/program.cpp`).
+The steps are in `paceline.target.steps`; requests that need the host for every token (processors, scores) use
+`paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds if the backend
+copies inputs and outputs. Consecutive rounds in one call on the CPU are in `decoder/native/program.cpp`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 @dataclass(frozen=True, slots=True)
 class _FusedRounds:
-    """Runner of fused rounds, valid until something changes that selects their graph.
+    """Runner of fused rounds, valid until the selection of their graph changes.
 
-    which    what selects it, besides buckets of the cache length
+    which    its selection, except the cache length
     bucket   that of the target
-    rows     of the longest text, before a round: with others, draft or target need another bucket
-    several  whether there may be several rounds in a call
-    run      runs rounds
+    rows     of the longest sequence, before a round: other lengths need another bucket of draft or target
+    several  whether a call may run several rounds
+    run      runs the rounds
     """
 
     which: tuple[TraceableDrafter, bool, SamplingKind, int | None]
@@ -67,9 +67,9 @@ class _FusedRounds:
 class CompiledVerifier(TargetVerifier):
     """Runs `VerifyStep` for one draft shape, for nothing proposed, and for chains shorter than the draft shape.
 
-    ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
-    ``depths``: of shorter chains that have a graph of their own.
-    ``width``: tokens a commit has room for, where this one takes turns with verifiers of deeper draft shapes.
+    ``wide``: a round without a proposal uses the graph of one with a proposal; otherwise a narrow one.
+    ``depths``: of shorter chains that have a separate graph.
+    ``width``: capacity of a commit in tokens, if it alternates with verifiers of deeper draft shapes.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ def _one_round(
     if lines:
         slots = len(inputs[0])
         packed = for_all_slots(packed, slots, [*idle_tokens(packed.shape[1] - 2), 1, 0])
-        outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they go out
+        outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they are outputs
     if lean or lines:
         outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
     return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs

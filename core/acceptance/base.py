@@ -1,8 +1,8 @@
 """The contract of acceptance rules: their inputs, their decision, and the commit that follows from it.
 
 A rule is a pure function of a proposal and of the target's outputs for it. It stays on the device and has static
-shapes, so that it compiles into the graph that verifies. Rules make no probabilities: those come from
-`paceline.core.probs`. Not here: the rules themselves, and the verifier that runs them (`paceline.target`).
+shapes, so that it compiles into the verification graph. Rules make no probabilities: those come from
+`paceline.core.probs`. The verifier that runs rules is in `paceline.target`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TargetView:
 
     positions      [B, T] int32, position in the sequence of the token that each row decides
     sampling       sampling values of every slot
-    depth          D, how many proposed tokens can be accepted at most
+    depth          D, the maximum number of proposed tokens that can be accepted
     choices        [B, T] int32, the token that the target samples after each row; None unless the rule needs choices
     probs          [B, T, V] float32, the target's distribution after each row; None unless the rule needs them
     sample_tokens  samples tokens from logits with the noise of their positions
@@ -79,13 +79,13 @@ class AcceptanceRule(Protocol):
     def on_host(self) -> bool:
         """Whether it can be used with logits processors and scores, which decide position by position on the host.
 
-        A lossless rule that needs choices then keeps a drafted token that equals the choice; any other rule is called
+        Then a lossless rule that needs choices keeps a drafted token that equals the choice; any other rule is called
         with one chain at a time.
         """
 
     @property
     def cache_key(self) -> str:
-        """Values that compiled graphs depend on besides the source: the name, and every number that is part of the
+        """Values other than the source that compiled graphs depend on: the name, and every number that is part of the
         graph.
         """
 

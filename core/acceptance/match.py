@@ -39,7 +39,7 @@ class Match:
 def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
     """Return the path from the root on which every token equals the choice after its parent.
 
-    Proposal of N tokens, choices [B, N + 1] int32; ``depth``: how many of them can be accepted at most
+    Proposal of N tokens, choices [B, N + 1] int32; ``depth``: maximum number of accepted tokens
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
 Keeps the target's distribution for chains whose tokens were sampled from a known distribution, and accepts more of
-them than `Match`, but the output is not token for token that of decoding without a drafter.
+them than `Match`, but the output tokens differ from those of decoding without a drafter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ class Reject:
     """Rejection sampling on a chain. An `AcceptanceRule`.
 
     A proposal without ``draft_probs`` counts as sampled from point masses. A token outside the vocabulary is rejected
-    like one to which the target gives no mass; ``draft_probs`` is then cut to V, so that its rows may sum to less
-    than one.
+    like one with target probability 0; ``draft_probs`` is then cut to V, so its rows may sum to less than one.
     """
 
     name: ClassVar[str] = "reject"
@@ -52,7 +51,7 @@ class Reject:
         count = standing.to(torch.float32).sum(-1).to(torch.int32)
         here = torch.arange(nodes + 1, device=target.device) == count.unsqueeze(-1)  # [B, N + 1]
         at = torch.where(here.unsqueeze(-1), target, zero).sum(1)  # p at the first rejected row
-        # A slot that proposed nothing at that row (PAD, or all accepted) takes nothing away from p.
+        # A slot that proposed nothing at that row (PAD, or all accepted) subtracts nothing from p.
         proposed = torch.where((here[:, :nodes] & (drafts != PAD)).unsqueeze(-1), drawn, zero).sum(1)
         residual = (at - proposed).clamp(min=0)
         weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
@@ -67,8 +66,8 @@ class Reject:
 def _unfiltered(sampling: SamplingTensors) -> SamplingTensors:
     """Return the sampling values for a residual: temperature 1 where the row samples, and no filters, since p has them.
 
-    A residual has no id that p lacks. So if every row has a top-k of 256 at most, the 256 largest are all it contains,
-    and a graph that reads only those costs a fraction of one over the vocabulary.
+    The ids of a residual are among those of p. So if every row has a top-k of at most 256, the 256 largest are all that
+    it contains, and a graph that reads only those costs a fraction of one over the vocabulary.
     """
     import torch
 

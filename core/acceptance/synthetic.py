@@ -1,8 +1,7 @@
 """Acceptance at a chosen rate, to measure speed. The output is NOT REAL TEXT.
 
-With models of any quality, even random ones, rounds take the course they would take if each drafted token were accepted
-with probability alpha (Leviathan et al., arXiv 2211.17192, section 3). The random numbers depend on seed and position,
-so runs repeat.
+With any models, even random ones, rounds proceed as if each drafted token were accepted with probability alpha
+(Leviathan et al., arXiv 2211.17192, section 3). The random numbers depend on seed and position, so runs repeat.
 """
 
 from __future__ import annotations

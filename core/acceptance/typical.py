@@ -1,10 +1,10 @@
 """Typical acceptance (Cai et al., arXiv 2401.10774): keep tokens that the target finds plausible. LOSSY.
 
 A drafted token is accepted when its probability is above min(epsilon, alpha * exp(-H)), where H is the entropy of the
-target's distribution at its position. A token that the target would hardly ever sample can therefore be accepted
-wherever the target is unsure. The output does not follow the target's distribution, and does not equal that of decoding
-without a drafter, except at temperature 0: the distribution is then one-hot and the rule equals `Match`. Everything
-that uses this rule says that it is lossy.
+target's distribution at its position. So a token that the target would rarely sample can be accepted where the target's
+entropy is high. The output does not follow the target's distribution, and does not equal that of decoding without a
+drafter, except at temperature 0: then the distribution is one-hot and the rule equals `Match`. Whatever uses this rule
+reports that it is lossy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Typical:
     """Keep the longest path of plausible tokens: of equally long ones the likeliest, of those the first. LOSSY.
 
     epsilon  a token above this probability is always accepted
-    alpha    scales the threshold where the target is unsure; Medusa takes the square root of epsilon
+    alpha    scales the threshold where the target's entropy is high; Medusa uses the square root of epsilon
 
     Raises:
         ConfigurationError: a value is not between 0 and 1.

@@ -28,7 +28,7 @@ Step = Callable[..., list[Tensor]]
 
 @runtime_checkable
 class MultiRoundStep(Protocol):
-    """A fused step that can run several rounds in one call, each on what the one before it committed.
+    """A fused step that can run several rounds in one call, each on the commit of the one before it.
 
     Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if any. Its
     outputs are the report of a round to the host, then tokens, count, first row and features of the next commit, of the
@@ -52,7 +52,7 @@ class Graph:
     key      identity of the graph within its decoder
     module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
     example  inputs of the shapes and types of every call
-    facts    everything it depends on besides the source: key, model, options, shapes
+    facts    everything it depends on except the source: key, model, options, shapes
     """
 
     key: GraphKey
@@ -103,7 +103,7 @@ class Backend(Protocol):
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """Give ranks 1 and up their modules ``others`` in place of rank 0's module ``first``, which later steps
-        contain: the same modules with other numbers. Not for a model's own body.
+        contain: the same modules with other values. Not for a model's own body.
         """
 
     def close(self) -> None:

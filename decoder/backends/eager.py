@@ -1,4 +1,4 @@
-"""No compiler: steps run as they are written, on plain PyTorch operations. For tests, debugging and comparison.
+"""No compiler: steps run eagerly, on plain PyTorch operations. For tests, debugging and comparison.
 
 `RankedBackend` is for backends of a sharded model whose ranks are processes: every step runs on all ranks.
 """

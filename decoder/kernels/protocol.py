@@ -74,7 +74,7 @@ class CachePosition:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Variations of a layer's attention besides weighting all earlier rows by their scores.
+    """Variations of a layer's attention.
 
     window  number of positions a token sees, its own included (sliding window); 0: all
     cap     scores become cap * tanh(score / cap), Gemma 2's soft cap; 0: no cap

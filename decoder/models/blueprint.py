@@ -1,7 +1,7 @@
-"""Structure of a decoder-only transformer: the choices that families differ in, and the names of their tensors.
+"""Structure of a decoder-only transformer: the options in which families differ, and the names of their tensors.
 
-Data alone. What a family's config.json means is in `paceline.decoder.models.family`, the families themselves in
-`paceline.decoder.models.registry`, and the computation in `paceline.decoder.models.network`.
+Data only. `paceline.decoder.models.family` reads a family's config.json, `paceline.decoder.models.registry` has the
+families, and `paceline.decoder.models.network` the computation.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Literal
 Norm = Literal["rms", "rms plus one", "layer"]
 Activation = Literal["silu", "gelu", "gelu tanh", "relu", "relu squared"]
 Joined = Literal["", "rows", "heads"]
-"""How a checkpoint keeps query, key and value: apart, below each other, or head by head (q, k, v of each head)."""
+"""Layout of query, key and value in a checkpoint: separate, concatenated by rows, or by head (q, k, v of each head)."""
 Norms = Literal["before", "after", "both"]
 HeadNorms = Literal["", "head", "own", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's MLP is several gated ones, of which each token takes some.
+    """Mixture of experts (MoE): a layer has several gated MLPs, of which each token activates some.
 
-    count      how many there are
-    chosen     how many a token takes: those of the largest router probabilities, the lowest numbers among equals
+    count      number of experts
+    chosen     active experts per token: those of the largest router probabilities, the lowest numbers among equals
     normalise  whether the chosen probabilities are divided by their sum
-    shared     the width of one more expert, which every token takes by the share that a router of its own gives it;
-               0: there is none
+    shared     width of a shared expert, which every token uses, weighted by a separate router; 0: none
     """
 
     count: int
@@ -37,34 +36,34 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """The choices. Those that are not given are Llama's.
+    """Options of a network; the defaults are Llama's.
 
     norm             "rms plus one": the weight is added to 1 (Gemma); "layer": with mean and bias
     norm_bias        whether a norm of the kind "layer" has a bias (Cohere's has none)
-    norms            where they are: before attention and MLP, after them and before each is added (OLMo 2), or both
+    norms            position of norms: before attention and MLP, after them before the addition (OLMo 2), or both
     activation       of the MLP; "gelu tanh" is the approximation by a hyperbolic tangent
-    gated            whether the MLP multiplies activation(gate) with a second product
+    gated            whether the MLP multiplies activation(gate) by a second matmul
     experts          a mixture of experts in place of one MLP
-    parallel         attention and MLP read the same stream and are added together
+    parallel         attention and MLP read the same input and are added together
     shared_norm      with ``parallel``: both read it through one norm
-    head_norms       queries and keys pass a norm before they are rotated: each "head" with the same weights (Qwen3) or
-                     its "own" (Cohere), or the "whole" width in one (OLMo 2)
-    joined           how query, key and value are kept in a checkpoint
-    turned           the share of a head's dimensions, from the first on, that rotary embeddings turn; 0: none
-    unturned         of each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
+    head_norms       queries and keys are normalised before rotation: each "head" with the same weights (Qwen3) or its
+                     "own" (Cohere), or the "whole" width at once (OLMo 2)
+    joined           layout of query, key and value in a checkpoint
+    turned           the share of a head's first dimensions that rotary embeddings rotate; 0: none
+    unturned         for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
     neighbours       rotary pairs are dimensions 2i and 2i + 1 (GPT-J), not i and i + half
-    local_rope       layers with a sliding window have rope settings of their own (Gemma 3)
-    windows          of each layer: how many positions a token sees, its own included; 0: all
+    local_rope       layers with a sliding window have separate rope settings (Gemma 3)
+    windows          for each layer: number of positions that a token attends to, its own included; 0: all
     score_cap        soft cap of attention scores; 0: none
     logit_cap        soft cap of logits; 0: none
-    query_scale      scores are q k times this; 0: one by the root of the head's width
-    embedding_scale, residual_scale, logit_scale   what embeddings, what attention and MLP each add, and logits are
-                     multiplied with (Granite)
-    learned          rows of a table of learned positions; 0: there is none
+    query_scale      scores are q k times this; 0: 1 / sqrt(head width)
+    embedding_scale, residual_scale, logit_scale   factors of embeddings, of the outputs of attention and MLP, and of
+                                                   logits (Granite)
+    learned          rows of a table of learned positions; 0: none
     learned_from     the row of position 0
-    alibi            scores fall linearly with distance
-    embedding_norm   a norm behind the embedding (BLOOM)
-    qkv_bias, out_bias, mlp_bias, head_bias   which products have a bias
+    alibi            scores decrease linearly with distance
+    embedding_norm   a norm after the embedding (BLOOM)
+    qkv_bias, out_bias, mlp_bias, head_bias   which matmuls have a bias
     """
 
     norm: Norm = "rms"
@@ -102,12 +101,12 @@ class Blueprint:
 class Names:
     """Names of a checkpoint's modules, without ".weight" and ".bias".
 
-    outer       "embedding", "norm", "head" and, where there are any, "positions" and "embedding norm"
+    outer       "embedding", "norm", "head" and, if present, "positions" and "embedding norm"
     layer       the prefix of layer {i}
     inner       "norm", "mlp norm", "post norm", "post mlp norm", "q", "k", "v" or "qkv", "out", "q norm", "k norm",
-                "gate", "up" (or "gate up", both below each other), "down"; of experts, with {e}, the last three, and
-                "router"; of the one that all tokens take, the same with "shared" before
-    transposed  products are stored as [in, out] (GPT-2)
+                "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last three,
+                and "router"; for the shared expert, the same with "shared" before
+    transposed  matrices are stored as [in, out] (GPT-2)
     """
 
     outer: Mapping[str, str]

@@ -1,12 +1,12 @@
 """Configuration of a model, read from a checkpoint: its sizes, its options and its special ids.
 
 Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4 (``rope_theta``,
-``rope_scaling``) or 5 (``rope_parameters``); of a GGUF file, its metadata in the words of config.json. What its keys
-mean is said by the model's family; `standard` reads those that most families have. Every key is read, or in a table
-here, or named in a warning: published files have keys that nobody could list. Runs no code from the folder, does not
-import transformers, and looks neither at the weights (`paceline.decoder.weights.checkpoint`) nor at the tokenizer. Keys
-that say nothing about the computation are ignored; those that would change it in a way that is not implemented are
-refused by name.
+``rope_scaling``) or 5 (``rope_parameters``); of a GGUF file, its metadata translated to the keys of config.json. The
+model's family defines its keys; `standard` reads those that most families have. Every key is read, or in a table of
+this module, or named in a warning, because published files have arbitrary keys. It runs no code from the folder, does
+not import transformers, and reads neither weights (`paceline.decoder.weights.checkpoint`) nor the tokenizer. Keys that
+do not affect the computation are ignored; keys that would change it in a way that is not implemented are rejected with
+an error that names them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Settings of every rope type; a type reads those it knows and leaves the others.
+    """Settings of every rope type; a type ignores those of others.
 
     ``factor`` None means ``max_position_embeddings / original_max_position_embeddings`` (yarn and longrope
     only).
@@ -81,7 +81,7 @@ STANDARD = frozenset(
         "per_layer_config",
     }
 )  # fmt: skip
-"""Read by `paceline.decoder.models.config.standard`, and so of every family."""
+"""Keys that `paceline.decoder.models.config.standard` reads for every family."""
 
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(
@@ -136,7 +136,7 @@ HARMLESS: dict[str, str] = {
     "n_ctx": "says what n_positions says",
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip
-"""Keys without effect on what a model computes here, and why."""
+"""Keys without effect on a model's computation in Paceline, and why."""
 
 NEUTRAL: dict[str, object] = {
     "is_encoder_decoder": False,
@@ -160,7 +160,7 @@ NEUTRAL: dict[str, object] = {
     "capacity_factor": None,
     "logit_scale": 1.0,
 }
-"""Keys that would change the numbers of a family that does not read them, and the value that changes nothing."""
+"""Keys that would change the results of a family that does not read them, with their neutral values."""
 
 
 def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
@@ -177,7 +177,7 @@ def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
 def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
     """Return the keys that Paceline does not know, in order; a null value counts as absent.
 
-    read  what the family reads besides `STANDARD`
+    read  keys that the family reads in addition to `STANDARD`
 
     Raises:
         UnknownArchitectureError: a key of `NEUTRAL` that the family does not read has another value.
@@ -216,7 +216,7 @@ _ROPE_KEYS = frozenset(
 class ModelConfig:
     """One model's sizes and options; a model may have no eos, pad or bos token at all.
 
-    local_rope  of layers with a sliding window, where they have settings of their own
+    local_rope  settings of layers with a sliding window, if they are separate
     """
 
     model_type: str
@@ -247,7 +247,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """The configuration of a checkpoint: a Hugging Face folder, a GGUF file, or a known model by its name."""
+        """Read the configuration of a checkpoint: a Hugging Face folder, a GGUF file, or a known model's name."""
         folder = checkpoint_path(path)
         if is_gguf(folder):
             from paceline.decoder.gguf.checkpoint import read_config  # loads PyTorch
@@ -275,8 +275,8 @@ class ModelConfig:
         return _parse(config, Fields({}, config.where))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values under these field names (not Hugging Face's), ready for JSON; of the blueprint what is not
-        Llama's, so that a new choice does not change the fingerprints of those who do not make it.
+        """Return plain values under these field names (not Hugging Face's), ready for JSON; of the blueprint only what
+        differs from Llama, so that a new option does not change the fingerprints of models without it.
         """
         values, usual = asdict(self), asdict(Blueprint())
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
@@ -300,8 +300,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     unknown = _unknown_keys(config, family.keys)
     if warn and unknown:
         log.warning(
-            "%s: nobody here knows what %s asks for, and nothing is done about it; if it changes what the model "
-            "computes, this will be another model",
+            "%s: unknown keys are ignored: %s; if they change the computation, the outputs will be wrong",
             config.where,
             ", ".join(unknown),
         )
@@ -385,7 +384,7 @@ def _special_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[t
             if tokens is not None:
                 _check_ids(fields.where, key, tokens, vocab_size=vocab_size)
                 return tokens
-        # An explicit null in config.json means none; only a key that is not there at all takes the default.
+        # An explicit null in config.json means none; only an absent key takes the default.
         return () if key in config.values else tuple(i for i in default if i < vocab_size)
 
     pad, bos = ids("pad_token_id", ()), ids("bos_token_id", (1,))
@@ -402,9 +401,9 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
 
 
 def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
-    """The rope settings and the base that holds where they say none. ``side``: of which layers, where they differ.
+    """Return the rope settings and the base to use if they have none. ``side``: which layers' settings, if they differ.
 
-    transformers 5 writes both sides below ``rope_parameters``; 4 wrote ``rope_theta``, ``rope_scaling`` and
+    transformers 5 writes both sides in ``rope_parameters``; 4 wrote ``rope_theta``, ``rope_scaling`` and
     ``rope_local_base_freq``.
     """
     base = config.number("rope_theta", 10000.0)
@@ -419,7 +418,7 @@ def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
         return own, base if side == "full_attention" else config.number("rope_local_base_freq")
     if side == "sliding_attention":
         return Fields({}, config.where), config.number("rope_local_base_freq")
-    # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
+    # transformers 5 renamed rope_scaling; if a file has both, the old name wins, as in transformers.
     settings = (config.child(key) for key in ("rope_scaling", "rope_parameters"))
     return next((fields for fields in settings if fields is not None and fields.values), Fields({}, config.where)), base
 
@@ -430,7 +429,7 @@ def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> Rope
     _refuse_rope(config, rope, kind, whole=plan.turned == 1.0)
     max_positions = config.integer("max_position_embeddings", 2048)
     pairs = int(_head_dim(config, config.integer("hidden_size"), num_heads) * plan.turned) // 2
-    # Some checkpoints keep this one outside the rope settings, and then transformers prefers it there.
+    # Some checkpoints have this key outside the rope settings; then transformers prefers that value.
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )

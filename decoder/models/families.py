@@ -1,6 +1,6 @@
-"""Families of Llama's kind: RMS norms (but for Cohere), rotary embeddings, gated MLPs (but for Arcee).
+"""Llama-like families: RMS norms (except Cohere), rotary embeddings, gated MLPs (except Arcee).
 
-Defaults are those of transformers' configuration classes, except that the sizes of a network have none.
+Defaults are those of transformers' configuration classes, except that sizes have no default.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _where_all_is_seen(config: Fields) -> tuple[bool, ...]:
     return tuple(not slides for slides in kinds_of_layers(config, _all_but_every))
 
 
-# ---- as Llama
+# ---- Llama and equal architectures
 
 _LLAMA = Family(
     "llama",
@@ -218,7 +218,7 @@ _GEMMA3 = replace(
     },
 )
 
-# ---- others that are nearly Llama
+# ---- other variants of Llama
 
 _SMOLLM3 = Family(
     "smollm3",
@@ -299,7 +299,7 @@ _GEMMA = replace(
     defaults={key: one for key, one in _GEMMA2.defaults.items() if key != "sliding_window"} | {"pad_token_id": 0},
 )
 
-# ---- OLMo, EXAONE, GLM, Cohere: norms in other places
+# ---- OLMo, EXAONE, GLM, Cohere: norms in other positions
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279}
 _AFTER = {"post_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}

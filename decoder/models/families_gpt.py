@@ -1,6 +1,6 @@
-"""Families of GPT's kind: LayerNorm, and mostly MLPs without a gate and biases everywhere.
+"""GPT-like families: LayerNorm, and mostly MLPs without a gate and with biases.
 
-Defaults are those of transformers' configuration classes, except that the sizes of a network have none.
+Defaults are those of transformers' configuration classes, except that sizes have no default.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _GPT_NEOX = Family(
 
 # ---- OPT and BLOOM
 
-_OPT_FIRST = 2  # rows of the table before position 0, where fairseq kept padding
+_OPT_FIRST = 2  # rows of the table before position 0, which fairseq used for padding
 _OPT = Family(
     "opt",
     "OPT, with norms before",

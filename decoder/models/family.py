@@ -1,6 +1,6 @@
-"""A model family as a row of data: which network it has, how its config.json says so, and which tensors there are.
+"""A model family as a row of data: its network, the keys of its config.json, and its tensors.
 
-No network is computed here, so that all of this is known without PyTorch: `Family.build` imports one.
+This module does not need PyTorch; `Family.build` imports the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.decoder.models.network import DecoderModel
     from paceline.decoder.parallel.collectives import Collectives
 
-# ---- what config.json decides
+# ---- fields read from config.json
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -38,8 +38,8 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A field of a blueprint in config.json: the keys that are read, besides those of every family, and what is made of
-    them.
+    """A field of a blueprint in config.json: the keys to read, in addition to those of every family, and the function
+    that makes its value.
     """
 
     names: tuple[str, ...]
@@ -76,7 +76,7 @@ def activation(name: str = "hidden_act", default: str = "silu") -> Key:
 
 
 def share_turned(default: float = 1.0) -> Key:
-    """How much of a head rotary embeddings turn: ``partial_rotary_factor``, of the file or of its rope settings."""
+    """Return the rotated share of a head: ``partial_rotary_factor``, of the file or of its rope settings."""
 
     def value(config: Fields) -> float:
         for fields in (config.child("rope_parameters"), config.child("rope_scaling"), config):
@@ -90,8 +90,9 @@ def share_turned(default: float = 1.0) -> Key:
 def windows(
     slides: Callable[[Fields, int], bool] = lambda *_: True, *, names: tuple[str, ...] = (), when: str = ""
 ) -> Key:
-    """The window of each layer, 0 for none. ``layer_types`` says which slide; where it is missing, ``slides`` of the
-    file, which reads ``names``, and the layer's number. With ``when``, none do unless that key is true.
+    """Return the window of each layer, 0 for none. ``layer_types`` lists the sliding ones; if it is missing, ``slides``
+    decides by the file, of which it reads ``names``, and the layer's number. With ``when``, none slide unless that key
+    is true.
     """
 
     def value(config: Fields) -> tuple[int, ...]:
@@ -123,10 +124,10 @@ def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tu
 def experts(
     name: str, *, count: int | None = None, chosen: int | None = None, normalise: bool | None = None, shared: str = ""
 ) -> Key:
-    """A mixture: the key of how many there are, and what holds where the file does not say it.
+    """An MoE: the key of the number of experts, and the defaults of absent keys.
 
-    normalise  None: a key says it
-    shared     the key of the width of the expert that every token takes
+    normalise  None: read from a key
+    shared     the key of the width of the shared expert
     """
 
     def value(config: Fields) -> Experts:
@@ -141,29 +142,30 @@ def experts(
     return Key((*asked, *((shared,) if shared else ())), value)
 
 
-# ---- a row
+# ---- a row of the table
 
 _HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
 _NULLABLE = ("sliding_window", "_token_id")
-"""Ends of the keys of which null says that there is none, and not that the default holds."""
+"""Suffixes of keys whose null means none instead of the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. One whose network or tensors are of another kind derives from it and writes `tensors`, `build`.
+    """A model family. A family with another kind of network or tensors derives from it and overrides `tensors`,
+    `build`.
 
     name         the ``model_type`` of config.json
     summary      one line for tables
-    names        what its checkpoints call the parts
-    plan         the choices that all of its models share
-    reads        those that config.json decides, by the field of `Blueprint`
-    defaults     what config.json need not say, as transformers has it; a function makes it of the rest of the file.
-                 Sizes have none
-    renamed      keys of the file that other families call otherwise
-    neutral      keys whose other values would change the computation, and the value, or a function of the file, that
-                 changes nothing
-    bare_prefix  what names begin with that a checkpoint of the network without its head leaves away
-    ignored      a pattern: tensors that a checkpoint may hold without any effect
+    names        names of the parts in its checkpoints
+    plan         the options that all of its models share
+    reads        options that config.json determines, by the field of `Blueprint`
+    defaults     values of absent keys, as in transformers; a function computes one from the rest of the file. Sizes
+                 have none
+    renamed      keys of the file that have other names in other families
+    neutral      keys whose other values would change the computation, with the neutral value, or a function of the file
+                 that returns it
+    bare_prefix  prefix of names that is missing in checkpoints of the network without its head
+    ignored      a pattern of tensors in a checkpoint that have no effect
     """
 
     name: str
@@ -179,13 +181,15 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys of config.json that it reads, besides those of every family (`paceline.decoder.models.config`)."""
+        """Keys of config.json that it reads, in addition to those of every family
+        (`paceline.decoder.models.config`).
+        """
         return frozenset(name for key in self.reads.values() for name in key.names).union(self.renamed, self.neutral)
 
     def translated(self, config: Fields) -> Fields:
-        """The file with the keys that most families use, and what it does not say, said.
+        """Return the file with the keys that most families use, and with defaults for absent keys.
 
-        A special token that the file says is null stays none, and one outside of a small vocabulary is not made up.
+        A special token that is null in the file stays none, and a default outside a small vocabulary is not used.
         """
         values = {key: one for key, one in config.values.items() if key not in self.renamed}
         for old, new in self.renamed.items():
@@ -212,9 +216,10 @@ class Family:
         return replace(self.plan, **{name: key.value(config) for name, key in self.reads.items()})
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of that name without any effect here.
+        """Whether a tensor of that name in a checkpoint has no effect in Paceline.
 
-        Of every family, heads that draft for it, in the names of Medusa and of NxD Inference: `paceline.medusa`'s.
+        For every family this includes draft heads, by the names of Medusa and of NxD Inference, which `paceline.medusa`
+        loads.
         """
         return bool(_HEADS.fullmatch(name) or (self.ignored and re.fullmatch(self.ignored, name)))
 
@@ -240,7 +245,9 @@ class Family:
     def build(
         self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
-        """The network of a rank. Takes its tensors out of ``weights``, which holds the parts of ``shard`` by name."""
+        """Build the network of a rank. It removes its tensors from ``weights``, which holds the parts of ``shard`` by
+        name.
+        """
         from paceline.decoder.models.network import DecoderModel, Part
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
@@ -313,7 +320,9 @@ def _norm(name: str, size: int, plan: Blueprint) -> dict[str, TensorSpec]:
 
 
 def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> dict[str, TensorSpec]:
-    """A linear layer. A bias is divided like the rows of its weight, and added once after a sum over the ranks."""
+    """Return the tensors of a linear layer. A bias is sharded like the rows of its weight, or added once after a sum
+    over the ranks.
+    """
     shape = spec.shape[::-1] if transposed else spec.shape
     specs = {f"{name}.weight": replace(spec, shape=shape, transposed=transposed)}
     if bias:

@@ -1,4 +1,4 @@
-"""Layers that the networks of models and of their draft heads share: a gated MLP, biases, and parameters."""
+"""Layers shared by the networks of models and of draft heads: a gated MLP, biases, and parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.weights.quantize import Stored
 
 Weights = dict[str, Stored]
-"""Tensors of a checkpoint by name, in the type a decoder computes with, or quantised."""
+"""Tensors of a checkpoint by name, in the decoder's compute dtype, or quantised."""
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of the positions of a window, each [b, T, 1, D]."""
 

@@ -1,8 +1,8 @@
-"""The network of a family: embedding, layers, norm and head, put together as its `Blueprint` says.
+"""The network of a family: embedding, layers, norm and head, as described by its `Blueprint`.
 
-Holds weights (of one rank, where the model is divided) and reads caches that it is given; holds no length and knows
-neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: none is rounded but
-inside of a product (`Kernels.linear`), so no fusion can change one. Each block ends with a sum over the ranks.
+It holds weights (of one rank, if the model is sharded) and reads the caches that it receives; it stores no length and
+does not depend on backends or rounds. Activations are float32, whatever the type of the weights: they are rounded only
+inside a matmul (`Kernels.linear`), so no fusion can change them. Each block ends with a sum over the ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Part:
 class DecoderModel(nn.Module):
     """The network of one rank.
 
-    positions  how long a text may be; rows of a window past it read the last rotation, and mean nothing
+    positions  maximum length of a sequence; rows of a window past it read the last rotation, and are not used
     """
 
     def __init__(self, part: Part, weights: Weights, positions: int) -> None:
@@ -92,8 +92,8 @@ class DecoderModel(nn.Module):
     ids: Tensor
 
     def layer(self, part: Part, weights: Weights, index: int) -> nn.Module:
-        """One layer. It is called with hidden states [b, T, H], a `CachePosition`, its cache [slots, G, R, D] twice,
-        which it changes in place, and the rotation of the positions, or None; it gives hidden states.
+        """Call one layer with hidden states [b, T, H], a `CachePosition`, its cache [slots, G, R, D] twice, which it
+        changes in place, and the rotation of the positions, or None. -> hidden states
         """
         return DecoderLayer(part, weights, index)
 
@@ -105,7 +105,7 @@ class DecoderModel(nn.Module):
         *,
         reads: FeatureSpec | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the features [b, T, F] asked for.
+        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the requested features [b, T, F].
 
         Changes ``caches`` in place.
         """
@@ -140,8 +140,8 @@ class DecoderModel(nn.Module):
         return [None if plan.unturned and plan.unturned[index] else side for index, side in enumerate(sides)]
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; of the first ``count`` [b] rows of every line, as
-        in `Kernels.linear`.
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; for the first ``count`` [b] rows of every batch
+        row, as in `Kernels.linear`.
         """
         logits = scaled(biased(self._kernels.linear(hidden, self.head, count), self.head_bias), self.plan.logit_scale)
         cap = self.plan.logit_cap
@@ -149,9 +149,9 @@ class DecoderModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, with the norms around them, each added to the stream.
+    """Attention and MLP with their norms, each added to the residual stream.
 
-    Kernels that know one of them as a whole, with its norm before and its sum, compute what is no different from Llama.
+    Kernels that compute a whole block, with its norm and its addition, are used for blocks equal to Llama's.
     """
 
     def __init__(self, part: Part, weights: Weights, index: int) -> None:
@@ -268,7 +268,9 @@ class Attention(nn.Module):
         return biased(self._group.reduce(self._kernels.linear(mixed, self.out, place.real)), self.out_bias)
 
     def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Products of this rank's rows of both matrices [b, T, n] -> the heads of its cache, [b, T, G, D] each."""
+        """Map keys and values of this rank's rows of both matrices, [b, T, n], to the heads of its cache, [b, T, G, D]
+        each.
+        """
         shape = (*keys.shape[:-1], -1, self._shard.config.head_dim)
         if not self._shard.gathers:
             return keys.view(shape), values.view(shape)
@@ -278,9 +280,9 @@ class Attention(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """A norm of queries or keys [b, T, n, D]: of every head by itself, or over all heads of the model at once.
+    """A norm of queries or keys [b, T, n, D]: for every head separately, or over all heads of the model at once.
 
-    heads  which heads a rank has; -1: one that fills it up
+    heads  heads of the rank; -1: padding
     """
 
     def __init__(self, part: Part, weight: Stored, heads: Callable[[Shard], Sequence[int]]) -> None:
@@ -296,7 +298,7 @@ class HeadNorm(nn.Module):
             rows = self.weight.view(-1, width)[torch.tensor([max(0, head) for head in own])]
             self.weight = frozen(rows.flatten() if self._whole and shard.degree == 1 else rows)
             self.register_buffer("ones", torch.ones(width, dtype=rows.dtype))
-        if self._whole and shard.degree > 1:  # of a head that several ranks have, each adds its part to the sum
+        if self._whole and shard.degree > 1:  # of a head that several ranks have, each adds a part of the sum
             every = [heads(Shard(part.config, shard.layout, rank)) for rank in range(shard.degree)]
             copies = [sum(list(one).count(head) for one in every) for head in own]
             parts = [1 / count if head >= 0 else 0.0 for head, count in zip(own, copies, strict=True)]
@@ -356,7 +358,7 @@ class Mlp(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A row adds up the experts that it chose: exact, and independent of the other rows. No row is ever dropped."""
+    """A row sums its active experts: exact, and independent of other rows. No row is dropped."""
 
     def __init__(self, part: Part, weights: Weights, inner: Mapping[str, str]) -> None:
         super().__init__()
@@ -380,12 +382,12 @@ class MixtureOfExperts(nn.Module):
         mixed = self.experts(x, self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1)), real)
         if self.shared is not None and self.shared_router is not None:
             logits = self._kernels.linear(x, self.shared_router, real)
-            taken = 0.5 * torch.tanh(0.5 * logits) + 0.5  # a sigmoid, of operators that were seen to lower to HLO
+            taken = 0.5 * torch.tanh(0.5 * logits) + 0.5  # a sigmoid, made of operators that are known to lower to HLO
             mixed = mixed + taken * self.shared.share(x, real)
         return self._group.reduce(mixed)
 
     def chosen(self, probs: Tensor) -> Tensor:
-        """Router probabilities [b, T, E] -> of each expert what it counts for, 0 of those that are not chosen."""
+        """Map router probabilities [b, T, E] to the weight of each expert, 0 for inactive ones."""
         numbers = torch.arange(probs.shape[-1], device=probs.device)
         own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
         ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
@@ -412,9 +414,9 @@ class ChosenExperts(nn.Module):
 
 
 class EveryExpert(nn.ModuleList):
-    """Every expert computes every row, for graphs of fixed shape that cannot follow what a row chose.
+    """Compute every row with every expert, for graphs of fixed shape that cannot select experts.
 
-    That reads all experts' weights, for a single token as for a window.
+    This reads all experts' weights, even for a single token.
     """
 
     def __init__(self, part: Part, weights: Weights, named: Sequence[dict[str, str]]) -> None:
@@ -432,7 +434,7 @@ def alibi_slopes(heads: int) -> list[float]:
     """Return the slope of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 /
     2^n) on.
 
-    Other numbers take every second one of twice as many, as the authors' code and BLOOM do.
+    For other numbers the rest are every second slope of the next power of two, as in the authors' code and BLOOM.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
@@ -440,7 +442,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _gathered(part: Part, weights: Weights, inner: Mapping[str, str], *, kind: str) -> Stored:
-    """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
+    """Return query, key and value of this rank concatenated by rows, with rotary pairs half a head apart."""
     names = [inner["qkv"]] if part.plan.joined else [inner[side] for side in "qkv"]
     sides = [part.matrix(weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in names]
     packed = [side for side in sides if isinstance(side, QuantizedTensor)]
@@ -464,7 +466,7 @@ def _ordered(part: Part, rows: Tensor) -> Tensor:
 
 
 def _apart(rows: Tensor, width: int, rotated: int) -> Tensor:
-    """Rows of heads [n * width, ...] whose rotary pairs 2i, 2i + 1 move to i, i + half. Scores do not change."""
+    """Reorder rows of heads [n * width, ...]: rotary pairs 2i, 2i + 1 move to i, i + half. Scores do not change."""
     order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width)]
     moved: Tensor = rows.view(-1, width, *rows.shape[1:])[:, order]
     return moved.flatten(0, 1)

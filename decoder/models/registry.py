@@ -10,10 +10,10 @@ MODEL_FAMILIES: dict[str, Family] = {row.name: row for row in (*families.FAMILIE
 
 
 def family(model_type: str, where: str = "config.json") -> Family:
-    """The row of a family.
+    """Return the row of a family.
 
     Raises:
-        UnknownArchitectureError: there is none for this ``model_type``, which ``where`` names.
+        UnknownArchitectureError: no family has this ``model_type``; ``where`` names its file.
     """
     if model_type not in MODEL_FAMILIES:
         raise UnknownArchitectureError(

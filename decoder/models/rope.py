@@ -1,15 +1,15 @@
 """Rotary position embedding: its settings, and its tables for a fixed number of positions.
 
-Every type that Hugging Face's Llama knows how to read from a checkpoint is here. What is not here:
-frequencies that follow the length of the running sequence. A compiled decoder rotates keys once, when they
-enter the cache, with a table fixed at build time; so does every graph of a model, which is what makes their
-results agree. Two types depend on the length in Hugging Face's code, and a fixed table treats them so:
+Every rope type of Hugging Face's Llama is supported, except frequencies that depend on the current length of the
+sequence. A compiled decoder rotates keys once, when they enter the cache, with a table fixed at build time. All graphs
+of a model use the same table, so their results agree. In Hugging Face's code two types depend on the length; with a
+fixed table:
 
-- ``dynamic`` equals ``default`` up to ``max_position_embeddings`` and is refused beyond.
+- ``dynamic`` equals ``default`` up to ``max_position_embeddings``; longer sequences are rejected.
 - ``longrope`` has one set of factors for sequences up to the original length and one for longer sequences, which
-  transformers chooses anew in every forward: a short text would be rotated otherwise in a long table than in
-  transformers, and a text that grows past the border would hold keys of both sets. So it is refused beyond
-  ``original_max_position_embeddings``, and ``long_factor`` is read and never used.
+transformers selects again in every forward pass. With the long table a short sequence would be rotated differently than
+in transformers, and a sequence that grows past the border would hold keys of both sets. So sequences beyond
+``original_max_position_embeddings`` are rejected, and ``long_factor`` is read and never used.
 """
 
 import math
@@ -23,10 +23,9 @@ from paceline.decoder.models.config import ROPE_TYPES, RopeConfig, check_positio
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each float32 [positions, head_dim], with the type's attention scaling folded in.
+    """Return cos and sin, each float32 [positions, head_dim], multiplied by the type's attention scaling.
 
-    Columns are laid out for `paceline.decoder.kernels.plain.apply_rope`: the head_dim / 2 angles, then the same angles
-    once more.
+    Columns are laid out for `paceline.decoder.kernels.plain.apply_rope`: the head_dim / 2 angles, twice.
     """
     if positions < 1 or head_dim < 2 or head_dim % 2:
         raise ConfigurationError(
@@ -49,8 +48,7 @@ def rotation_at(at: Tensor, cos: Tensor, sin: Tensor, *, kernels: Kernels) -> tu
 
 def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
-    # The order of operations in this file follows Hugging Face's, so that float32 tables come out the same
-    # bits.
+    # The order of operations in this file follows Hugging Face's, so that float32 tables are bitwise identical.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     wavelengths = config.theta**exponents
     if config.type in ("default", "dynamic"):

@@ -527,7 +527,7 @@ class _Rounds:
         self._inputs, self._left = _lend(example), (ctypes.c_int64 * self._slots)()
         commit = [*example[:_COMMIT], *example[_AFTER:]]
         # Two of each, since a call reads the results of the one before it.
-        with torch.inference_mode(False):  # whatever the caller's mode is: the host writes into commits, in any
+        with torch.inference_mode(False):  # in any mode of the caller: the host writes into commits
             buffers = [[torch.empty_like(one) for one in commit] for _ in range(2)]
         self._made = [(one, (ctypes.c_void_p * len(one))(*(x.data_ptr() for x in one))) for one in buffers]
         self._call = _RoundsCall(

@@ -1,8 +1,8 @@
 """Tensor parallelism: shards of a model's tensors and heads per rank. Pure arithmetic on a ModelConfig.
 
 A family declares how each of its tensors is sharded (`TensorSpec`); the user chooses the layout of the K/V heads of
-grouped-query attention (`GQA`). If heads or columns cannot be divided evenly, ranks are padded with zeros, which add
-exactly nothing. Files are read by `paceline.decoder.weights.checkpoint`, collectives are in
+grouped-query attention (`GQA`). If heads or columns cannot be divided evenly, ranks are padded with zeros, which do not
+change sums. Files are read by `paceline.decoder.weights.checkpoint`, collectives are in
 `paceline.decoder.parallel.collectives`.
 """
 

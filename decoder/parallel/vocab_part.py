@@ -45,8 +45,7 @@ class VocabPart:
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` largest of every row, descending, and their indices; among equals, whichever the backend
-    picks.
+    """Return the ``count`` largest of every row, descending, and their indices; among equals, the backend's choice.
 
     x [..., n] float32 -> [..., count] float32, [..., count] int32
     """

@@ -4,9 +4,9 @@ The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17
 for every position instead of one alpha): a round of k drafts yields 1 + sum over i <= k of P(first i drafts accepted)
 tokens and takes the time measured for that length.
 
-A machine is faster at one time than at another, by more than lengths differ, and the times of a length are as old as
-its last round. So times are kept relative to a level, how slow the machine is just now, which every round shows; and
-the neighbours of the chosen length are explored now and then, to be compared with it at one level.
+The speed of a machine varies with time by more than lengths differ, and the times of a length are as old as its last
+round. So times are kept relative to a level, the current slowness of the machine, which every round shows; and the
+lengths next to the chosen one are explored at intervals, to be compared with it at one level.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from typing import TypeVar
 from paceline.core.types import MultiRoundLimits, RoundLimits, RoundResult
 
 DECAY = 0.98
-"""Weight of a round against the next one: about the last fifty count."""
+"""Decay per round: about the last fifty rounds count."""
 
 PRIOR = (0.7, 4.0)
-"""Acceptance assumed before any round, and how many drafts that assumption is worth."""
+"""Acceptance assumed before any round, and the weight of that assumption in drafts."""
 
 KEPT_TIMES = 25
-"""Times kept of every length. Their median counts."""
+"""Number of times kept for every length. Their median is used."""
 
 ENOUGH_TIMES = 3
-"""From this many times on, the first round after one of another length is left out: it finds code and data cold."""
+"""Number of times from which the first round after a change of length is ignored: code and data are cold."""
 
 MARGIN = 1.03
-"""How much better another length must look before it is taken: switching for noise costs more than it gains."""
+"""Minimum gain of another length before it is chosen: switching because of noise costs more than it gains."""
 
 LEVEL_ROUNDS = 5
-"""Rounds that tell how slow the machine is: the level changes before longest of ``KEPT_TIMES`` do."""
+"""Rounds that determine the level of the machine's speed, which changes faster than the ``KEPT_TIMES`` of a length."""
 
 ROUNDS_PER_CHOICE = 32
 """Rounds between two choices, if there is nothing to explore. Code that runs once in some milliseconds is cold and
-takes several times as long as it has to, and a length that was best stays best for longer than this.
+takes several times as long, and the best length stays the best for longer than this.
 """
 
 EXPLORE_AFTER = (1, 8)
-"""Choices after which a neighbour is explored: so many at first, twice as many after every exploration, up to the
-second number, and half as many when another length is chosen.
+"""Choices after which an adjacent length is explored: the first number, doubled after every exploration up to the
+second, and halved when another length is chosen.
 """
 
 EXPLORE_ROUNDS = 2
 """Rounds of an exploration, of which the first one is cold."""
 
 PROBE_AFTER = (64, 4096)
-"""Adaptive drafting backs off exponentially when it does not pay: after so many rounds without a draft one is tried
+"""Adaptive drafting backs off exponentially when it does not pay: after this many rounds without a draft one is tried
 again, twice as many after every trial that failed, up to the second number.
 """
 
@@ -62,7 +62,7 @@ class StepTimes:
     typical: dict[int, float] = field(default_factory=dict)
     _times: dict[int, list[float]] = field(default_factory=dict)
     _ran: set[int] = field(default_factory=set)
-    _recent: list[float] = field(default_factory=list)  # times of the last rounds over what is typical of their lengths
+    _recent: list[float] = field(default_factory=list)  # of the last rounds, relative to those lengths' typical times
     _last: int | None = None
 
     def record(self, length: int, seconds: float | None) -> None:
@@ -85,7 +85,7 @@ class StepTimes:
 class Exploration:
     """Exploration of the lengths next to the chosen one."""
 
-    left: int = 0  # rounds that are left of the exploration under way
+    left: int = 0  # remaining rounds of the current exploration
     _after: int = EXPLORE_AFTER[0]
     _since: int = 0
     _deeper: bool = False
@@ -118,12 +118,12 @@ ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
-    It knows no model and no clock: it is told what every round did and how long it took, and the same trace gives the
+    It has no model and no clock: it receives every round's result and time, and the same trace gives the
     same choices.
 
     Every length is tried twice first, from the longest down: the first round of a length may include making its
-    graph and is not counted. A trial after a pause goes on for as long as half of its drafts are accepted, so that a
-    draft that has become useful is soon used. ``rounds``: how many the last choice is meant for.
+    graph and is not counted. A trial after a pause continues while half of its drafts are accepted, so that a draft
+    that has become useful is soon used. ``rounds``: number of rounds of the last choice.
     """
 
     draft_lengths: tuple[int, ...]
@@ -143,7 +143,7 @@ class DraftLengthController:
         self._length = self.draft_lengths[-1]
 
     def sibling(self: ControllerSelf) -> ControllerSelf:
-        """Another one, for rounds of other costs: it shares what is known of acceptance, and knows no times yet."""
+        """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
         sibling = copy.copy(self)
         sibling._step_times, sibling._exploration, sibling._recorded = StepTimes(), Exploration(), []
         sibling._length, sibling._settled, sibling.rounds = self.draft_lengths[-1], False, 1
@@ -151,9 +151,9 @@ class DraftLengthController:
         return sibling
 
     def choose(self, deepest: int) -> int:
-        """The draft length of the next round, in which no slot can accept more than ``deepest`` tokens.
+        """Return the draft length of the next round, in which no slot can accept more than ``deepest`` tokens.
 
-        No length is taken beyond the first one that holds them; that may be 0, if nothing can be accepted.
+        No length is chosen above the first one that covers them; that may be 0, if nothing can be accepted.
         """
         if self._settled and len(self._recorded) < ROUNDS_PER_CHOICE and deepest >= self._length:
             return self._length
@@ -170,7 +170,7 @@ class DraftLengthController:
         if untimed is not None:
             return untimed
         if self._length == 0 and self._idle < self._pause:
-            return 0  # nothing is learnt meanwhile
+            return 0  # nothing is learnt until then
         tokens = self.expected(draft_lengths[-1])
         rates = {k: tokens[k] / typical[k] for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
@@ -184,25 +184,25 @@ class DraftLengthController:
         return self._exploration.instead(self._length, draft_lengths)
 
     def expected(self, deepest: int) -> list[float]:
-        """Tokens expected of a round of length 0, 1, ...: 1 + the sum over positions of the chance that all drafts up
-        to there are accepted.
+        """Return the expected tokens of a round of length 0, 1, ...: 1 + the sum over positions of the probability that
+        all drafts up to that position are accepted.
         """
         self._learn()
         standing, expected = 1.0, [1.0]
         belief, worth = PRIOR
         for hits, tries in zip(self._hits[:deepest], self._tries, strict=False):
-            # What is not known of a place is taken from the one before it: acceptance changes slowly with depth.
+            # An unknown position takes the value of the one before it: acceptance changes slowly with depth.
             belief = (hits + belief * worth) / (tries + worth)
             standing *= belief
             expected.append(expected[-1] + standing)
         return expected
 
     def record(self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
-        """Record a round of this length: how many drafts every slot requested and how many were accepted.
+        """Record a round of this length: drafts requested by every slot and drafts accepted.
 
-        A draft that was requested and not proposed, by a drafter in doubt or without a match, counts as rejected.
-        ``seconds`` is None if other work is included. At length 0 ``accepted`` counts plain steps after the first,
-        where a round takes several: each of them is a round to the cost model.
+        A draft that was requested and not proposed, because of low confidence or no match, counts as rejected.
+        ``seconds`` is None if other work is included. At length 0 ``accepted`` counts plain steps after the first, if a
+        round takes several: each of them is a round in the cost model.
         """
         self._recorded.append((length, requested, accepted, seconds))
 
@@ -226,16 +226,14 @@ class DraftLengthController:
         self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
         self._tries[:] = [DECAY * x for x in self._tries]
         for requested_here, accepted_here in zip(requested, accepted, strict=True):
-            for place in range(
-                min(requested_here, accepted_here + 1)
-            ):  # behind the first rejection nothing was decided
+            for place in range(min(requested_here, accepted_here + 1)):  # after the first rejection nothing was decided
                 self._tries[place] += 1
                 self._hits[place] += place < accepted_here
 
 
 class ControllersByFill:
     """A controller for every batch fill: the cost of a round, and so the best length, depends on the number of requests
-    in it. Fills within a factor of two share a controller. Acceptance statistics are common to all.
+    in it. Fills within a factor of two share a controller. All share the acceptance statistics.
     """
 
     def __init__(self, first: DraftLengthController) -> None:
@@ -262,11 +260,11 @@ def _middle(numbers: list[float]) -> float:
 
 
 class Pace:
-    """Chooses the draft length of every round, and learns from what it did.
+    """Chooses the draft length of every round, and learns from its result.
 
     controller  chooses the length; those of other batch fills are its siblings
-    lines       how many lines the graph has that serves so many slots (0 = all), where what a round costs follows that;
-                None: it follows the requests
+    lines       batch rows of the graph that serves a number of slots (0 = all), if they determine the cost of a round;
+                None: the number of requests does
     """
 
     def __init__(self, controller: DraftLengthController, *, lines: Callable[[int | None], int] | None = None) -> None:
@@ -285,7 +283,7 @@ class Pace:
             self._lagging.add(to)
 
     def choose(self, limits: RoundLimits, seated: Collection[int]) -> tuple[int, RoundLimits]:
-        """The length of the next round, and what it may do: no more rounds than the choice is meant for.
+        """Return the length of the next round, and its limits: no more rounds than the choice covers.
 
         seated  slots that take part
         """
@@ -298,9 +296,9 @@ class Pace:
         return length, RoundLimits(limits.max_accept, limits.max_rows, multi, limits.used_slots)
 
     def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
-        """Tell the controller what rounds of this length did.
+        """Report the results of rounds of this length to the controller.
 
-        ``early``: the first of them also read earlier commits, so that its time is not that of its length.
+        ``early``: the first of them also read earlier commits, so its time is not typical of its length.
         """
         max_accept = limits.max_accept
         remaining = max_accept if limits.multi_round is None else limits.multi_round.remaining

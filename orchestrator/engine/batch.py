@@ -1,6 +1,6 @@
-"""Slots and the texts in them. Requests join and leave between rounds; shapes never change.
+"""Slots and the sequences in them. Requests join and leave between rounds; shapes never change.
 
-Holds the only lengths that the host knows, all of them derived from commits. Knows no model and no drafter.
+It holds the only lengths on the host, all derived from commits. It does not depend on a model or a drafter.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from paceline.text.row_processing import RowProcessing
 class RoundShape:
     """Properties of the rounds that a batch needs.
 
-    max_accept     most proposed tokens that a round can accept
-    width          most tokens that a round commits: W of its commits
+    max_accept     maximum number of proposed tokens that a round can accept
+    width          maximum number of tokens that a round commits: W of its commits
     max_positions  positions that the drafter can follow; None = all
     kv_buckets     lengths of the target's cache, ascending; the rows of a round never cross the end of a bucket
-    batch_buckets  numbers of slots that rounds can be of, ascending: the first ones; () = always all
+    batch_buckets  possible numbers of slots of a round, ascending: the first ones; () = always all
     """
 
     max_accept: int
@@ -52,7 +52,7 @@ class RoundShape:
 
 
 MAX_CONSECUTIVE_ROUNDS = 32
-"""Rounds without a look at the queue: a request that arrives during them waits."""
+"""Rounds between two checks of the queue: a request that arrives during them waits."""
 
 _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
@@ -61,9 +61,9 @@ _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 class Slot:
     """A request that is being served. A `paceline.core.protocols.HostText`.
 
-    kind   of its sampling; None: its prompt is being read, and it takes no part in rounds yet
-    depth  most nodes that a round may accept for it
-    left   nodes that it could accept in a round that is deep enough
+    kind   its sampling mode; None: its prompt is in prefill, and it takes no part in rounds yet
+    depth  maximum number of nodes that a round may accept for it
+    left   nodes that it could accept in a round of sufficient depth
     """
 
     request: Request
@@ -114,11 +114,11 @@ class Slot:
 
 
 class Batch:
-    """Commit, sampling and limits of all slots, and the texts in them.
+    """Commit, sampling and limits of all slots, and the sequences in them.
 
-    The kind of ``sampling`` is the widest of the requests that take part in rounds now.
-    ``slots`` holds the request of every slot or None; the list is shared with who decides on the host.
-    ``freed`` lists slots whose request has left; who tells the rounds of it takes them out.
+    The mode of ``sampling`` is the widest of the requests that take part in rounds.
+    ``slots`` holds the request of every slot or None; the list is shared with verifiers that decide on the host.
+    ``freed`` lists slots whose request has left; the caller that reports them to the rounds removes them.
     """
 
     def __init__(self, slots: list[Slot | None], shape: RoundShape, statistics: Statistics) -> None:
@@ -134,9 +134,9 @@ class Batch:
         tokens[:, 0] = 0
         zeros = torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, torch.ones_like(zeros), zeros)
-        self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
+        self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot is computed
         self._end_ids: frozenset[int] | None = frozenset()  # as where there is no request
-        self._stale = True  # what is left in slots has to be worked out anew
+        self._stale = True  # the remaining tokens of slots must be computed again
 
     def keep_rows(self, rows: Callable[[int], int]) -> None:
         """Keep the first ``rows(slot)`` rows of idle slots unchanged: rounds write after them."""
@@ -145,9 +145,9 @@ class Batch:
             self._set_commit(slot, 0, rows(slot))
 
     def seat(self, slot: int, request: Request) -> None:
-        """Give a slot to a request whose prompt is about to be read.
+        """Give a slot to a request before its prefill.
 
-        Meanwhile rounds compute harmless tokens in its slot, from the first row behind the prompt on.
+        Until then rounds compute unused tokens in its slot, from the first row after the prompt on.
         """
         self.slots[slot] = Slot.of(request)
         self._requests_changed()
@@ -156,10 +156,10 @@ class Batch:
     def join(
         self, slot: int, row: SamplingTensors, first: PrefillResult, *, cached: int | None = None
     ) -> RequestOutput:
-        """Let the request in a slot take part in rounds: its prompt is read, and its first token is known.
+        """Let the request in a slot take part in rounds: its prefill is done, and its first token is known.
 
-        row     how it samples
-        cached  tokens of its prompt that were not read again; None: without prefix caching
+        row     its sampling values
+        cached  tokens of its prompt that were cached; None: without prefix caching
         """
         seated = self.slots[slot]
         assert seated is not None
@@ -183,7 +183,7 @@ class Batch:
         """Take over what rounds committed; one output for every request and round."""
         self.commit = commit = result.commit
         if len(self.active) < len(self.slots):
-            for index, seated in enumerate(self.slots):  # the round moved the idle ones on, as it did the others
+            for index, seated in enumerate(self.slots):  # the round advanced the idle ones like the others
                 if seated is None:
                     commit.first_row[index] = self._first_idle(index)
                 elif seated.kind is None:
@@ -201,7 +201,7 @@ class Batch:
                 tokens, drafted = report.tokens[slot], report.drafted[slot]
                 seated.left -= len(tokens)
                 self._stale |= seated.left < 0
-                # Several plain steps in one graph commit tokens that nobody drafted.
+                # Several plain steps in one graph commit tokens that no drafter proposed.
                 accepted = min(len(tokens) - 1, drafted)
                 scores = () if report.scores is None else report.scores[slot]
                 replaced = () if report.replaced is None else tuple(report.replaced[slot])
@@ -218,8 +218,8 @@ class Batch:
         return outputs
 
     def next_move(self) -> tuple[int, int, int] | None:
-        """A slot whose request should go to a free one, that one, and rows of the text: where fewer slots could be
-        computed if those in use came first. None: they do, as far as it matters.
+        """Return a slot whose request should move to a free one, that one, and rows of its sequence, if rounds of fewer
+        slots could then be computed; else None.
         """
         buckets = self._shape.batch_buckets
         if len(buckets) < 2 or not self.active:

@@ -1,7 +1,7 @@
-"""The engine: requests in, outputs out. Seats requests in free slots, runs rounds, hands out what was committed.
+"""The engine: requests in, outputs out. Assigns requests to free slots, runs rounds, returns the committed tokens.
 
-It is built once for a generator; what a request asks is a property of its row. Knows no model, no drafter and no
-backend.
+It is built once for a generator; the options of a request are properties of its row. It does not depend on a model, a
+drafter or a backend.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class RequestQueue(Protocol):
 
     @property
     def paced(self) -> bool:
-        """Whether a caller waits for every token, and may abort. Prefill is then chunked, one chunk between two
-        rounds.
-        """
+        """Whether a caller waits for every token, and may abort. Then one chunk is prefilled between two rounds."""
 
     def pop(self) -> Request | None:
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
@@ -54,10 +52,10 @@ class ListQueue:
 
 
 class KeptPrompts(Protocol):
-    """Prompts that stay in their slots, for requests that begin alike (prefix caching)."""
+    """Prompts that stay in their slots, for requests with a shared prefix (prefix caching)."""
 
     def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
-        """The best of the free slots for a prompt."""
+        """Return the best free slot for a prompt."""
 
     def rows(self, slot: int) -> int:
         """Return how many rows of a free slot must stay unchanged."""
@@ -71,8 +69,8 @@ class Engine:
     """Serves requests, one run at a time.
 
     slots   the request of every slot, or None, during a run; the rounds share the list
-    rounds  what serves them, and ``shape``, what a batch must know of it
-    kept    with prefix caching
+    rounds  runner of their rounds; ``shape``: its limits for a batch
+    kept    prompts for prefix caching
     """
 
     slots: list[Slot | None]
@@ -81,12 +79,12 @@ class Engine:
     kept: KeptPrompts | None = None
 
     def run(self, queue: RequestQueue, statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
-        """Run until the queue is empty and every request has finished. A step is what prompts, or one call of the
-        rounds, gave to all requests together; at most one output for a request and round.
+        """Run until the queue is empty and every request has finished. A step has the outputs of prefills, or of one
+        call of the rounds, for all requests; at most one output per request and round.
 
-        A step may be empty: it is a sign of life, after a chunk of a prompt. The queue is asked again between any two
-        of them. Where it is ``paced``, one chunk of one prompt is read between two rounds, so that who is in a slot
-        never waits longer than a chunk and a round; otherwise all free slots are filled first.
+        A step may be empty, after a chunk of a prompt. The queue is polled between any two steps. If it is ``paced``,
+        one chunk of one prompt is prefilled between two rounds, so that a request in a slot never waits longer than a
+        chunk and a round; otherwise all free slots are filled first.
 
         ``statistics`` are up to date at every step. The consumer's time, between two steps, is not counted.
         """
@@ -127,26 +125,26 @@ class Engine:
 
 
 class _Prompts:
-    """Reads the prompts of the requests that take the free slots of a batch.
+    """Prefills the prompts of the requests that take the free slots of a batch.
 
-    outputs  what the last call of `read` gave
-    seconds  that prompts took in it
+    outputs  outputs of the last call of `read`
+    seconds  prefill time in it
     """
 
     def __init__(self, queue: RequestQueue, batch: Batch, rounds: Round, *, kept: KeptPrompts | None) -> None:
         self._queue, self._batch, self._rounds, self._kept = queue, batch, rounds, kept
         self._slot = -1
-        self._reading: Reading | None = None  # of the prompt that is being read, into that slot
+        self._reading: Reading | None = None  # of the prompt in prefill, into that slot
         self.outputs: list[RequestOutput] = []
         self.seconds = 0.0
 
     def read(self) -> bool:
-        """Read a chunk of one prompt if the queue is paced, otherwise prompts for all free slots. -> whether there was
-        anything to read
+        """Prefill a chunk of one prompt if the queue is paced, otherwise prompts for all free slots. -> whether there
+        was any
         """
         batch, paced = self._batch, self._queue.paced
         self.outputs, self.seconds, read = [], 0.0, False
-        for _ in range(len(batch.slots)):  # no more: where texts end at once there is always a free slot
+        for _ in range(len(batch.slots)):  # no more: if sequences finish at once there is always a free slot
             if self._reading is None and (len(batch.active) == len(batch.slots) or not self._seat()):
                 break
             read = True
@@ -155,7 +153,7 @@ class _Prompts:
                 cached = None if self._kept is None else self._kept.shared(self._slot)
                 self.outputs.append(batch.join(self._slot, self._sampling, first, cached=cached))
                 self._reading = None
-                if batch.freed:  # the text ended with its first token
+                if batch.freed:  # the sequence finished with its first token
                     _finish_requests(self._rounds, batch)
             if paced:
                 break
@@ -175,7 +173,7 @@ class _Prompts:
             return False
         free = [slot for slot, seated in enumerate(self._batch.slots) if seated is None]
         self._slot = free[0] if self._kept is None else self._kept.choose(request.prompt, free)
-        self._batch.seat(self._slot, request)  # before the round is chosen by what the request needs
+        self._batch.seat(self._slot, request)  # before the round is selected by the needs of the request
         self._sampling = sampling_tensors([request.sampling])
         self._reading = self._rounds.start(self._slot, request.prompt, self._sampling)
         return True

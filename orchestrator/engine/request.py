@@ -30,16 +30,16 @@ _LOGITS_FIELDS: dict[str, object] = {
     "logits_processor": None, "repetition_penalty": None, "no_repeat_ngram_size": None, "presence_penalty": 0,
     "frequency_penalty": 0, "logit_bias": None, "min_tokens": 0, "structured_outputs": None,
 }  # fmt: skip
-"""Fields of `SamplingParams` that do something to logits, and what they are where they do not."""
+"""Fields of `SamplingParams` that change logits, with their neutral values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
     """Limits of a target for requests: size of its vocabulary, longest sequence, and default stop ids.
 
-    sampling_refusal    why it takes greedy requests alone, with what to do; None = it takes all
-    host_refusal        why it takes no request whose tokens have to be decided on the host
-    prediction_refusal  why it takes no prediction
+    sampling_refusal    reason why it takes greedy requests only, with a remedy; None = it takes all
+    host_refusal        reason why it takes no request whose tokens are decided on the host
+    prediction_refusal  reason why it takes no prediction
     grammars            compiles grammars for its vocabulary
     """
 
@@ -57,12 +57,12 @@ class LogitsRules:
     """Logits rules of one request.
 
     processor          Hugging Face logits processors, as one
-    presence_penalty   taken from the logit of every token that is in the output
-    frequency_penalty  the same, for each time that it is there
+    presence_penalty   subtracted from the logit of every token in the output
+    frequency_penalty  the same, for each occurrence
     logit_bias         token id -> added to its logit
-    min_tokens         no eos id before so many tokens of output, unless the grammar leaves nothing else
-    grammar            what the output must be
-    eos                ids that end the text
+    min_tokens         minimum of output tokens before an eos id, unless the grammar forces one
+    grammar            constraint on the output
+    eos                ids that stop the sequence
     """
 
     processor: Processor | None = None
@@ -82,16 +82,16 @@ class LogitsRules:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to continue.
+    """One prompt to continue.
 
-    index            its place in the call
-    use_speculation  whether anything is drafted for it
-    max_draft_tokens most drafted tokens of a round that are verified; None = as many as there are
-    rules            what is done to its logits, on the host; None = nothing
-    output_scores    whether log-probabilities in the processed logits are wanted
-    num_logprobs     how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    index            its position in the call
+    use_speculation  whether tokens are drafted for it
+    max_draft_tokens maximum number of drafted tokens verified in a round; None = all
+    rules            processing of its logits on the host; None = nothing
+    output_scores    whether to report log-probabilities in the processed logits
+    num_logprobs     number of the model's most likely tokens to report at each position; None = no log-probabilities
     num_prompt_logprobs   the same of the prompt's tokens
-    prediction       ids that its output will probably be
+    prediction       expected ids of its output
     """
 
     index: int
@@ -133,7 +133,7 @@ class Request:
         attention_mask  [B, S], 0 where ``input_ids`` is padding (left or right); without it every id is real
 
         Raises:
-            PromptError, ContextError, SamplingError: something cannot be served.
+            PromptError, ContextError, SamplingError: a request cannot be served.
         """
         rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
         for name in ("use_speculation", "seed"):
@@ -284,7 +284,7 @@ def _rows_of_ids(value: object) -> list[list[int]]:
     """Prompts from a sequence of sequences of ids.
 
     Raises:
-        PromptError: it is something else, or holds something that is no integer.
+        PromptError: it has another type, or an item is not an integer.
     """
     if hasattr(value, "keys"):
         raise PromptError(

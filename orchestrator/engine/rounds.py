@@ -32,15 +32,15 @@ evicts its code and data from the caches. A larger budget delays streaming and a
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One way through a round.
+    """Drafter and verifier of a round.
 
     drafter   sees every commit, and proposes
-    verifier  takes what is proposed
+    verifier  verifies the proposals
     width     W of the commits that it reads and makes
-    drafts    whether anything is asked of the drafter
-    fused     draft and verify in one graph: one call a round, and only ids and counts come back
-    alone     where no slot can accept anything, a fused round runs without the drafter's step. Not so where features
-              stay on the device: the verifier's own graph would bring them to the host
+    drafts    whether the drafter is called
+    fused     draft and verify in one graph: one call per round, which returns only ids and counts
+    alone     if no slot can accept anything, a fused round runs without the drafter's step. False if features stay on
+              the device: the verifier's own graph would copy them to the host
     """
 
     drafter: Drafter
@@ -52,18 +52,18 @@ class RoundPlan:
 
 
 class Rounds:
-    """A `paceline.core.protocols.Round` that goes one of several ways, all over the same decoders and drafter.
+    """A `paceline.core.protocols.Round` that selects one of several plans, all with the same decoders and drafter.
 
-    A row may have to be decided on the host, or bring a prediction to draft from. While no row does, rounds go through
-    the graphs of a generator without such requests. No row's tokens depend on its neighbours.
+    A row may have to be decided on the host, or have a prediction to draft from. While no row does, rounds use the
+    graphs of a generator without such requests. No row's tokens depend on other rows.
 
     drafter    of all plans
-    plans      by draft length, for requests that ask for nothing but tokens
+    plans      by draft length, for requests without logits rules or predictions
     slots      the request of every slot, or None; shared with the engine
     pace       chooses the draft length in every round; None = there is one
-    rest       several plain steps, in place of length 0 while every text has room for them
-    on_host    makes the plan for requests some of which are decided on the host
-    predicted  makes the plan for requests some of which bring a prediction; None = none may
+    rest       several plain steps, in place of length 0 while every sequence has positions for them
+    on_host    makes the plan for batches in which a request is decided on the host
+    predicted  makes the plan for batches in which a request has a prediction; None = none may
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Rounds:
     ) -> None:
         self.drafter, self.plans, self.rest, self._slots, self._pace = drafter, dict(plans), rest, slots, pace
         self._usual = next(reversed(self.plans.values()))
-        self.verifier = self._usual.verifier  # any: prompts, ends and moves are the same for all
+        self.verifier = self._usual.verifier  # any: prefill, finish and moves are the same for all
         self._make = {"on_host": on_host, "predicted": predicted}
         self._made: dict[str, RoundPlan] = {}
         self._special: RoundPlan | None = None  # while some request needs it
@@ -222,10 +222,10 @@ def drafted_last(proposal: Proposal, tokens: Sequence[Sequence[int]]) -> list[li
 
 
 def fitted(commit: Commit, width: int, *, on_device: bool = False) -> tuple[Commit | None, Commit]:
-    """A commit as one of another width, with its last tokens, and one of those before them, for the drafter to see
+    """Return a commit of another width with the last tokens, and one with those before them, for the drafter to read
     first. The latter has ``count`` and ``first_row`` 0 in slots that need none, and is None if no slot needs one.
 
-    Features come to the host, where no other round overwrites them; ``on_device``: they may stay.
+    Features are copied to the host, where no other round overwrites them; ``on_device``: they may stay.
     """
     missing = width - commit.tokens.shape[1]
     if not missing and (on_device or not isinstance(commit.features, DeviceFeatures)):

@@ -1,7 +1,7 @@
-"""`SamplingParams`: sampling and stopping values of a call, checked when it is made.
+"""`SamplingParams`: sampling and stopping values of a call, checked at construction.
 
-The keywords of `sample` are the fields of `SamplingParams`, and nowhere written again: commands, HTTP and workers
-build the same value. Not here: the requests made of it (`paceline.engine.request`).
+The keywords of `sample` are the fields of `SamplingParams`, which declares them once: commands, HTTP and workers build
+the same value. `paceline.engine.request` makes requests of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers.generation import logits_process as hf
     from transformers.generation.logits_process import LogitsProcessor
 else:
-    LogitsProcessor = Callable  # for who reads the types of the fields
+    LogitsProcessor = Callable  # for code that reads the types of the fields
 
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "True or False": lambda value: isinstance(value, bool),
@@ -42,7 +42,7 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
     "a string or a list of integers": lambda value: (
         isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(_CHECKS["an integer"], value)))
     ),
-    "a StructuredOutput": lambda _value: False,  # but for the class that `_Kind.also` names
+    "a StructuredOutput": lambda _value: False,  # except the class in `_Kind.also`
 }
 _USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
 _MOST_BIAS = 100
@@ -53,7 +53,7 @@ _PLURALS = {"True or False": "truth values", "an integer": "integers", "a string
 class _Kind:
     """Allowed values of a keyword.
 
-    one       a value of it, as messages say it
+    one       name of such a value, for messages
     optional  None is possible
     listed    a list or tuple of such values is possible
     also      a class whose objects are possible
@@ -93,8 +93,7 @@ class _Kind:
 def _param(default: Any, kind: _Kind | None, text: str | None = None, *, in_process: bool = False) -> Any:
     """A field of that kind; None: of any.
 
-    text        what the help of commands and the schema of the HTTP API say of it, which have those that have one, and
-                so have experiments
+    text        help text; commands, the HTTP API and experiments have the fields with one
     in_process  it holds objects of this process, which cannot be sent to another one
     """
     return field(default=default, metadata={"kind": kind, "help": text, "in_process": in_process})
@@ -104,34 +103,35 @@ def _param(default: Any, kind: _Kind | None, text: str | None = None, *, in_proc
 class SamplingParams:
     """Sampling and stopping values of a call; the names are those of Hugging Face's `generate`.
 
-    sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
-    max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
-    do_sample               False (default): greedy, whatever the next four say
+    sequence_length         maximum length of a sequence, prompt included; the smaller of this and ``max_new_tokens``
+                            holds
+    max_new_tokens          maximum number of tokens after the prompt; default: up to the decoder's positions
+    do_sample               False (default): greedy, the next four have no effect
     temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off, and -1 top-k. Equal logits at the
-                            border of top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is
-                            not greedy
-    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row; None: any
-    eos_token_id            ids that end a text; default: the checkpoint's; [] for none
+                            border of top-k are all kept, so ``top_k=1`` samples among equal largest ones: it is not
+                            greedy
+    seed                    row 0 samples with it, row b with a hash of it and b; or one seed for every row; None: any
+    eos_token_id            ids that stop a sequence; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
-    stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
+    stop_strings            strings that stop a sequence, as Hugging Face's; need ``tokenizer``; see `StopStrings`
     stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
     logits_processor        Hugging Face processors, called once per decided token, on the host
     no_repeat_ngram_size, repetition_penalty   as in Hugging Face, over prompt and output; they run as processors
-    presence_penalty, frequency_penalty   -2 to 2, as in OpenAI's API: taken from the logit of every token of the
-                            output, once and as often as it is there. The prompt does not count
+    presence_penalty, frequency_penalty   -2 to 2, as in OpenAI's API: subtracted from the logit of every token of the
+                                          output, once and per occurrence. The prompt does not count
     logit_bias              token id -> -100 to 100, added to its logit
-    min_tokens              no eos id before so many new tokens; stop strings and criteria may end the text earlier
-    ignore_eos              no id ends a text
-    n                       continuations of every prompt, each with a seed of its own: rows 0 to n - 1 are the first's
-    logprobs                0 to 20: also give the model's log-probability of every new token and of so many of its
-                            likeliest ones there, as in vLLM: before processors, penalties, grammar and temperature
-    prompt_logprobs         0 to 20: the same of every token of the prompt but the first
-    output_scores           also give the log-probability of every new token in the processed logits
-    structured_outputs      what the whole output must be; needs ``tokenizer``, a fast one of Hugging Face
-    prediction              what the output will probably be, as text (needs ``tokenizer``) or as ids: it is drafted
-                            from, and changes no token
+    min_tokens              minimum number of new tokens before an eos id; stop strings and criteria may stop earlier
+    ignore_eos              no id stops a sequence
+    n                       continuations of every prompt, each with a separate seed: rows 0 to n - 1 are the first's
+    logprobs                0 to 20: also return the model's log-probability of every new token and of this number of
+                            the most likely ones, as in vLLM: before processors, penalties, grammar and temperature
+    prompt_logprobs         0 to 20: the same for every token of the prompt except the first
+    output_scores           also return the log-probability of every new token in the processed logits
+    structured_outputs      constraint on the whole output; needs ``tokenizer``, a fast one of Hugging Face
+    prediction              expected output, as text (needs ``tokenizer``) or as ids: a source of drafts that changes no
+                            token
     use_speculation         False, or one entry for every prompt: draft nothing for it
-    max_draft_tokens        most drafted tokens of a round that are verified; None = as many as the drafter proposes
+    max_draft_tokens        maximum number of drafted tokens verified in a round; None = all that the drafter proposes
 
     Raises:
         SamplingError: a value has the wrong type or is out of range.
@@ -268,7 +268,7 @@ class SamplingParams:
         return frozenset(one.name for one in fields(cls) if one.metadata["in_process"])
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
-        """Return the sampling of one continuation of a prompt. All values are checked, also if it is greedy and uses
+        """Return the sampling of one continuation of a prompt. All values are checked, even if it is greedy and uses
         none.
         """
         assert self.seed is not None, "it was drawn when this was made"
@@ -327,7 +327,8 @@ def processor_list(
     """Hugging Face logits processors in the order `generate` applies them: penalties first, then the user's own; None
     if there is nothing to do.
 
-    Their module is imported here: it takes as long as half of PyTorch, and every worker would wait for it.
+    Their module is imported in this function: it takes half of PyTorch's import time, which every worker would wait
+    for.
 
     Raises:
         SamplingError: a value is out of range.
@@ -352,7 +353,7 @@ def _check_kinds(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is None and kind.optional:
             continue
-        # Most values are plain, and asking abstract classes takes a microsecond each.
+        # Most values are plain, and a check against an abstract class takes a microsecond.
         if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
             remedy = "put a single one into a list" if kind.one == "a list of callables" else "correct it"
             raise SamplingError(f"{name}: expected {kind}, got {shown(value)}; {remedy}")

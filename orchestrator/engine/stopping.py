@@ -1,7 +1,7 @@
 """Stop conditions of a sequence: every token is checked, in order, so that the earliest reason wins.
 
 Hugging Face's `StoppingCriteria` are called once for every committed token with the growing prefix, as plain decoding
-would call them. Not here: the search for stop strings (`paceline.text.stop_strings`).
+would call them. The search for stop strings is in `paceline.text.stop_strings`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Criterion = Callable[..., object]
 class Stopping:
     """Limits of one request.
 
-    max_length    of the whole text in tokens, prompt included
-    eos           ids that end the text and stay in it
-    stop_strings  texts that end it; the token that completes one stays in it
+    max_length    of the sequence in tokens, prompt included
+    eos           ids that stop the sequence and stay in it
+    stop_strings  strings that stop it; the token that completes one stays in it
     tokenizer     turns ids into text; needed for ``stop_strings``
     criteria      Hugging Face's stopping criteria
     """
@@ -39,10 +39,10 @@ class Stopping:
 
 
 class StopChecker:
-    """Follows one text and says where it ends.
+    """Tracks one sequence and finds where it stops.
 
     text               prompt and all tokens so far
-    checks_each_token  whether only a look at every single token can say if the text ends
+    checks_each_token  whether every single token must be checked to find the stop
     """
 
     def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class StopChecker:
         if stopping.stop_strings is not None and stopping.tokenizer is not None:
             self._filter = StopStringFilter(stopping.stop_strings, stopping.tokenizer, prompt)
         self.checks_each_token = self._filter is not None or bool(stopping.criteria)
-        self._appended = 0  # tokens added by `append` since the last `extend`, and why the text ends with them
+        self._appended = 0  # tokens added by `append` since the last `extend`, and the stop reason among them
         self._reason: FinishReason | None = None
 
     @property
@@ -61,9 +61,9 @@ class StopChecker:
         return self._stopping.max_length - len(self.text)
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a token; the reason if the text ends with it.
+        """Add a token; return the reason if the sequence stops with it.
 
-        A verifier that decides a round token by token calls this as it goes; `extend` is then given the same tokens.
+        A verifier that decides a round token by token calls this for each; `extend` then receives the same tokens.
         """
         self.text.append(token)
         self._appended += 1
@@ -71,9 +71,9 @@ class StopChecker:
         return reason
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Add the tokens of a commit, up to the one that ends the text.
+        """Add the tokens of a commit, up to the one that stops the sequence.
 
-        -> how many of them are in the text now, and the reason if it ends.
+        -> number of tokens that were appended, and the reason if it stops.
         """
         stopping = self._stopping
         if self._appended:
@@ -138,9 +138,10 @@ def no_scores(criterion: Criterion) -> SamplingError:
 
 
 def reads_scores(criterion: Criterion) -> bool:
-    """Whether a criterion written in Python looks into its second argument, and does not ask first if it is None.
+    """Whether a criterion written in Python reads its second argument without checking for None first.
 
-    Seen in its bytecode, before anything is decoded. One that only passes the scores on is not known.
+    This is found in its bytecode, before anything is decoded. A criterion that only passes the scores on is not
+    detected.
     """
     method = type(criterion).__dict__.get("__call__")
     code = getattr(criterion if isfunction(criterion) else method, "__code__", None)

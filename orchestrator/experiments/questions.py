@@ -336,7 +336,7 @@ def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int =
             policies = list(_grid(trace, name, max_depth))
             answers += [ask(trace, policy, batch_size=batch_size, times=times) for policy in policies]
         except ConfigurationError as error:
-            log.warning("%s is left out: %s", name, error)
+            log.warning("%s skipped: %s", name, error)
     return sorted(answers, key=lambda answer: -(answer.tokens_per_second or 0.0))
 
 

@@ -147,7 +147,7 @@ class _Group:
                 log.warning("%s cannot be recorded: %s", one.cell.title(), error)
                 continue
             if texts and [row.text for row in rows] != list(texts):
-                log.warning("%s is left out of the trace: beside it the target wrote other texts", one.cell.title())
+                log.warning("%s is not in the trace: its output differs from the first drafter's", one.cell.title())
                 continue
             texts = texts or [row.text for row in rows]
             if not one.cell.drafter.plain:

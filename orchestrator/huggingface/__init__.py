@@ -1,1 +1,3 @@
-"""Decoders as models of `transformers`: `generate`, `pipeline`, beam search, and assisted generation on our engine."""
+"""Decoders as models of `transformers`: `generate`, `pipeline`, beam search, and assisted generation on Paceline's
+engine.
+"""

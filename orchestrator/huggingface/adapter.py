@@ -1,13 +1,14 @@
 """`HuggingFaceGenerationAdapter`: a decoder or a generator as a model of `transformers`.
 
-Its `generate` is that of `transformers`: arguments, `GenerationConfig`, processors, criteria and streamers are prepared
-there. Two things can run after that:
+Its `generate` is that of `transformers`: it prepares arguments, `GenerationConfig`, processors, criteria and streamers.
+Then one of two loops runs:
 
     transformers' own loops, on `forward`   greedy, sampling, beam search of a decoder
-    our engine (`engine_call`)              what speculates: a generator, `assistant_model`, `prompt_lookup_num_tokens`
+    our engine (`engine_call`)              calls with speculation: a generator, `assistant_model`,
+    `prompt_lookup_num_tokens`
 
-Greedy tokens are the same either way. Sampled ones follow `torch.manual_seed` either way; in the loop they are those
-that `transformers` draws, on the engine those of plain decoding here with a seed drawn from PyTorch's generator.
+Greedy tokens are the same either way. Sampled ones follow `torch.manual_seed` either way; in the loop they are sampled
+by `transformers`, on the engine they are those of plain decoding with a seed from PyTorch's generator.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from paceline.outputs import Statistics
 log = logging.getLogger("paceline")
 
 CACHE_FIELD = "cache" if "cache" in {one.name for one in fields(CausalLMOutputWithPast)} else "past_key_values"
-"""Under which name this version of `transformers` hands a cache on."""
+"""Argument name of the cache in this version of `transformers`."""
 
 
-_Model: Any = PreTrainedModel  # their annotations differ between the versions of transformers that this runs with
+_Model: Any = PreTrainedModel  # their annotations differ between the supported versions of transformers
 _Generation: Any = GenerationMixin
 
 
 class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     """A causal language model of `transformers` whose logits are a decoder's.
 
-    A batch (prompts x beams or returned sequences) needs as many slots: ``batch_size`` of the decoder. Prompts are
-    padded on the left and masked, or of one length.
+    A batch (prompts x beams or returned sequences) needs a slot for each row: ``batch_size`` of the decoder. Prompts
+    are padded on the left and masked, or of one length.
 
-    model  a decoder, or a `SpeculativeGenerator`, whose drafter then drafts for greedy and sampled calls
+    model  a decoder, or a `SpeculativeGenerator`, which drafts for greedy and sampled calls
 
     Raises:
         ConfigurationError: ``model`` is neither.
@@ -104,16 +105,16 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
-        """Logits after tokens. input_ids [R, T]; attention_mask [R, T] or, with a cache, [R, columns + T].
+        """Return the logits after tokens. input_ids [R, T]; attention_mask [R, T] or, with a cache, [R, columns + T].
 
-        cache, past_key_values  what an earlier call gave, under the name of this or of an older `transformers`; without
-                                one the texts begin here, and what the slots held is gone
-        logits_to_keep          of how many last columns; 0: of all
+        cache, past_key_values  result of an earlier call, under the name of this or of an older `transformers`; without
+                                one new sequences begin, and the slots' contents are dropped
+        logits_to_keep          number of last columns; 0: all
 
         -> logits [R, T or ``logits_to_keep``, V] float32 (0 for padding) and the cache.
 
         Raises:
-            ConfigurationError: an input that a decoder does not take.
+            ConfigurationError: an input that a decoder does not support.
             PromptError, ContextError, DecoderBusyError: as `SlotCache.read`.
         """
         if input_ids is None or input_ids.dim() != 2 or not input_ids.shape[1]:
@@ -149,7 +150,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
         Raises:
             ConfigurationError: an option that changes how a decoder would have to run, such as ``custom_generate``.
-            ContextError: the texts could become longer than the decoder's positions.
+            ContextError: the sequences could become longer than the decoder's positions.
             PromptError, SamplingError: as `SpeculativeGenerator.sample`.
         """
         for name, reason in _REFUSED.items():
@@ -171,7 +172,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         )
 
     def generate_batch(self, *_: object, **__: object) -> Any:
-        """Refused: continuous batching of `transformers` brings a cache of its own.
+        """Reject continuous batching of `transformers`, which has its own cache.
 
         Raises:
             ConfigurationError: always.
@@ -181,7 +182,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             "`sample` or `stream` of a SpeculativeGenerator, which batches continuously"
         )
 
-    # ---- the places at which transformers' `generate` asks its model
+    # ---- hooks that transformers' `generate` calls
 
     def _validate_generation_mode(
         self, generation_mode: object, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
@@ -328,7 +329,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return self._assisted[key]
 
     def _of_assistant(self, name: str, config: GenerationConfig, assistant: object | None) -> Any:
-        """An option of drafting: the call's, else that of the assistant's own configuration, as in `transformers`."""
+        """Return a drafting option: the call's, else that of the assistant's configuration, as in `transformers`."""
         asked = getattr(config, name)
         if isinstance(assistant, HuggingFaceGenerationAdapter) and asked == getattr(self.generation_config, name):
             return getattr(assistant.generation_config, name)
@@ -339,9 +340,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     ) -> Tensor | GenerateDecoderOnlyOutput:
         self._last = generator
         result = engine_call.run(generator, call)
-        one_slot = len(call.input_ids) == 1 and not generator.config.prefix_caching  # then the text is in slot 0
+        one_slot = len(call.input_ids) == 1 and not generator.config.prefix_caching  # then the sequence is in slot 0
         if not isinstance(result, Tensor) and one_slot and call.config.use_cache is not False:
-            new = result.sequences.shape[1] - call.real.shape[1]  # the last of them is not read yet
+            new = result.sequences.shape[1] - call.real.shape[1]  # the last of them is not in the cache yet
             real = torch.nn.functional.pad(call.real, (0, new - 1), value=True)
             result[CACHE_FIELD] = SlotCache.after(self.decoder, real)
         return result
@@ -362,7 +363,7 @@ _REFUSED: dict[str, str] = {
     "negative_prompt_attention_mask": "it needs a second text in the cache for every row",
     "synced_gpus": "ranks are driven by one process, with tp_degree",
 }
-"""Arguments of `generate` that are refused, and why."""
+"""Arguments of `generate` that are rejected, and why."""
 
 _CHECKED = ("guidance_scale", "cache_implementation", "output_attentions", "output_hidden_states", "token_healing")
 

@@ -1,7 +1,7 @@
 """Contents of a decoder's slots as a cache of `transformers`: row b of a batch is slot b.
 
-Padding is not stored. A row's real tokens lie one behind the other in its slot, so that their positions are the ones
-that `transformers` derives from an attention mask. Not here: the model around it (`paceline.huggingface.adapter`).
+Padding is not stored. A row's real tokens are consecutive in its slot, so that their positions are the ones that
+`transformers` derives from an attention mask. `paceline.huggingface.adapter` has the model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.decoder.options import MAX_WIDTH
 
 
 class SlotCache(Cache):
-    """The texts that a decoder's slots hold, for one loop of `transformers`.
+    """Sequences in a decoder's slots, for one loop of `transformers`.
 
-    mask  [R, columns] bool: which tokens of the texts so far are real; the others are padding
+    mask  [R, columns] bool: which tokens of the sequences are real; the others are padding
     """
 
     def __init__(self, decoder: CompiledDecoder) -> None:
@@ -39,10 +39,11 @@ class SlotCache(Cache):
         return cache
 
     def __deepcopy__(self, memo: dict[int, object]) -> SlotCache:
-        """The same texts, which stay as they are while the decoder reads others: using either puts them back.
+        """Return a copy of the sequences that stays valid while the decoder reads others: using either restores its
+        rows.
 
         Raises:
-            ConfigurationError: what the slots hold is not in this process's memory.
+            ConfigurationError: the slots' contents are not in this process's memory.
             DecoderBusyError: another generation has used the slots since.
         """
         if self._saved is None:
@@ -59,7 +60,7 @@ class SlotCache(Cache):
         copied.mask, copied._saved = self.mask.clone(), self._saved
         return copied
 
-    # ---- what transformers asks of a cache
+    # ---- interface of a transformers cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far, padding included."""
@@ -83,7 +84,7 @@ class SlotCache(Cache):
         self.mask = torch.zeros(0, 0, dtype=torch.bool)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last ``-tokens_to_remove`` columns away.
+        """Remove the last ``-tokens_to_remove`` columns.
 
         Raises:
             ConfigurationError: the number is positive, as older versions of `transformers` had it.
@@ -124,13 +125,13 @@ class SlotCache(Cache):
 
     @torch.no_grad()
     def read(self, tokens: Tensor, real: Tensor, keep: int) -> Tensor:
-        """Append columns and read what is real of them.
+        """Append columns and prefill their real tokens.
 
         tokens [R, T] int64, real [R, T] bool -> logits [R, keep, V] float32 of the last columns; 0 for padding
 
         Raises:
-            PromptError: the decoder has fewer slots than rows, or an id is outside of the vocabulary.
-            ContextError: a text is longer than the decoder's positions.
+            PromptError: the decoder has fewer slots than rows, or an id is outside the vocabulary.
+            ContextError: a sequence is longer than the decoder's positions.
             DecoderBusyError: another generation has used the slots since, or is using them.
         """
         before = self.mask.sum(1) if len(self.mask) else torch.zeros(len(tokens), dtype=torch.int64)
@@ -194,7 +195,9 @@ class SlotCache(Cache):
                 one[: saved.shape[0], :, : saved.shape[2]] = saved
 
     def _read_prompts(self, rows: list[list[int]], before: list[int]) -> Tensor:
-        """Logits after the last token of every row, [R, 1, V]. A text that several rows begin with is read once."""
+        """Return the logits after the last token of every row, [R, 1, V]. A shared prefix of several rows is prefilled
+        once.
+        """
         if any(before):
             logits = [steps.prefill(self.decoder, i, row, start=before[i])[0] for i, row in enumerate(rows)]
             return torch.cat(logits)
@@ -214,7 +217,7 @@ class SlotCache(Cache):
             tokens = torch.zeros(decoder.batch_size, width, dtype=torch.int32)
             row = torch.zeros(decoder.batch_size, dtype=torch.int32)
             for index, ids in enumerate(rows):
-                # A row that is through reads its last token again, so that no row of its text is written over.
+                # A finished row reads its last token again, so that none of its cache rows is overwritten.
                 begin = min(offset, max(0, len(ids) - 1))
                 part = ids[begin : begin + width]
                 tokens[index, : len(part)] = torch.tensor(part, dtype=torch.int32)

@@ -1,6 +1,7 @@
-"""A call of `generate` on our engine: what `transformers` has prepared, as requests, and their outputs in its form.
+"""A call of `generate` on Paceline's engine: requests from the arguments that `transformers` prepared, and its output
+types.
 
-The adapter comes here where something speculates. Everything else runs in the loops of `transformers` itself.
+The adapter uses it for calls with speculation. All others run in the loops of `transformers`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _ROW_BY_ROW = (
     hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper,
 )
-"""Processors that are known to look at one row at a time, and not at which row it is."""
+"""Processors that treat every row alike and separately."""
 
 _WARPERS = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
-"""What our sampling does itself, in this order."""
+"""Warpers that Paceline's sampling replaces, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class PreparedCall:
     """Arguments of a decoding method of `transformers`.
 
     input_ids   [R, S] int64, rows repeated for ``num_return_sequences``
-    mask        [R, S] int64, 0 for padding, or None; longer where the texts begin in a cache
+    mask        [R, S] int64, 0 for padding, or None; longer if the sequences begin in a cache
     """
 
     input_ids: Tensor
@@ -99,7 +100,7 @@ class PreparedCall:
 def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode with a generator. -> [R, longest] int64, rows padded on the right; or with scores, as the call asks.
 
-    A call that samples draws its seed from PyTorch's generator, so that `torch.manual_seed` governs it.
+    A call that samples takes its seed from PyTorch's generator, so that `torch.manual_seed` determines it.
 
     Raises:
         RequestError: a request cannot be served.
@@ -212,6 +213,6 @@ class _Recorder(LogitsProcessor):
         self._record, self._prompt = record, prompt
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        del self._record[ids.shape[1] - self._prompt :]  # a place that is looked at again
+        del self._record[ids.shape[1] - self._prompt :]  # a position that is checked again
         self._record.append(scores.clone())
         return scores

@@ -269,7 +269,7 @@ async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
     try:
         await lifecycle.restore()
     except PacelineError as error:  # most likely it is as the models file says
-        log.warning("what is loaded could not be found out (%s)", error)
+        log.warning("reading the list of loaded models failed (%s)", error)
     watching = asyncio.ensure_future(lifecycle.watch())
     try:
         yield

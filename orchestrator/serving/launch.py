@@ -212,7 +212,7 @@ def _warned() -> Iterator[None]:
     try:
         yield
     except _RAY_ERRORS as error:
-        log.warning("the service could not be taken down (%s)", summary(error))
+        log.warning("shutting down the service failed (%s)", summary(error))
 
 
 def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:

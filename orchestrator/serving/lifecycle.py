@@ -276,7 +276,7 @@ class ModelLifecycle:
             try:
                 await self.unload_idle()
             except Exception as error:  # the next check may succeed
-                log.warning("idle models could not be unloaded (%s: %s)", type(error).__name__, error)
+                log.warning("unloading idle models failed (%s: %s)", type(error).__name__, error)
 
     async def unload_idle(self) -> None:
         """Unload every model whose idle time exceeds its time to live."""
@@ -287,7 +287,7 @@ class ModelLifecycle:
             async with self._changing:
                 idle_s = (await self._movable(name)).get(name, 0.0)
                 if idle_s > limit and await self._unload(name, unless_used=True):
-                    log.info("%s had no request for %.0f s and was unloaded", name, idle_s)
+                    log.info("%s was unloaded after %.0f s without a request", name, idle_s)
 
     async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
         """Apply and store an operator's decision. Raises RefusedError (503) if it cannot be stored; then it has no
@@ -346,7 +346,7 @@ class ModelLifecycle:
             for other in leave:
                 if not await self._unload(other, unless_used=True):
                     break  # a request arrived in between: check again
-                log.info("%s was unloaded to make room for %s", other, name)
+                log.info("%s was evicted to load %s", other, name)
             else:
                 return
 

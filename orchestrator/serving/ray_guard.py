@@ -100,7 +100,7 @@ class RayActor:
         try:
             ray.kill(self._handle(), no_restart=False)
         except (ValueError, RayError):
-            log.warning("%s was gone when it was to be killed", self.name)
+            log.warning("cannot kill %s: it no longer exists", self.name)
 
     def _handle(self) -> Any:
         return ray.get_actor(self.name, namespace=self.namespace)
@@ -128,7 +128,7 @@ class Watch:
         self._missed = self._missed + 1 if process == self._process else 1
         self._process = process  # changed if another process has replaced it
         if process is not None and self._missed >= _MISSES:
-            log.error("%s (process %s) did not answer %s times in a row; it is killed", self._name, process, _MISSES)
+            log.error("%s (process %s) failed %s health checks in a row; killing it", self._name, process, _MISSES)
             self._actor.kill()
             self._missed = 0
 
@@ -160,7 +160,7 @@ def _go_on(watch: Watch) -> None:
             watch.look()
             pause = pause_s(len(nodes.living()), suspects=watch.suspects)
         except Exception:  # for example of Ray's client while its store is unavailable: this thread must not end
-            log.exception("a watched actor could not be asked")
+            log.exception("the health check of a watched actor failed")
 
 
 Ask = Callable[[str], Awaitable[bool]]

@@ -189,7 +189,7 @@ class ModelReplica:
         """Raise WorkerError if no round succeeds, or one does not end."""
         failure = self._target.engine.failure
         if isinstance(failure, RankError):
-            log.error("a rank of the model is lost; this replica ends, to be replaced", exc_info=failure)
+            log.error("a rank of the model failed; this replica exits so that Ray Serve replaces it", exc_info=failure)
             os._exit(1)  # its processes cannot be connected again
         if failure is not None:
             raise WorkerError(

@@ -148,7 +148,7 @@ class ServeLifecycle:
         try:
             self._states = await self._call("states", seconds=_ANSWER_S) or self._states
         except WorkerError as error:
-            log.warning("nobody says which models are in memory (%s)", error)
+            log.warning("the list of loaded models is not available (%s)", error)
         return self._states
 
     async def demand(self, name: str) -> None:
@@ -212,7 +212,7 @@ class ServeLifecycle:
                     raise error.cause from error
                 lost = error
                 break
-        log.warning("the actor of the lifecycle did not answer %s", method, exc_info=lost)
+        log.warning("the lifecycle actor did not respond to %s", method, exc_info=lost)
         raise WorkerError("the process that loads and unloads models does not respond; see its log") from lost
 
     async def _find(self) -> Any:
@@ -266,7 +266,7 @@ class ServeLoader:
             try:
                 await self.unload(name)
             except WorkerError:
-                log.warning("%s does not start, and cannot be ended either", name)
+                log.warning("%s does not start, and stopping it failed", name)
             raise
 
     async def unload(self, name: str) -> None:
@@ -337,7 +337,7 @@ class ServeLoader:
         try:
             await change()
         except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
-            log.warning("Ray Serve did not start or end %s", name, exc_info=error)
+            log.warning("Ray Serve did not start or stop %s", name, exc_info=error)
             raise WorkerError(f"Ray Serve did not start or stop {name}; see its log") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:

@@ -186,7 +186,7 @@ class ServeRouter:
                     attempt.close()
             if deadline is None:
                 deadline = monotonic() + (self._resume_s if accepted else self._recovery_s)
-            log.warning("%s was lost when %s tokens of an answer were sent: %s", model, sent, failed.message)
+            log.warning("%s: the replica was lost after %s tokens of a response: %s", model, sent, failed.message)
             if monotonic() > deadline:
                 yield failed
                 return

@@ -1,6 +1,4 @@
-"""Conversations as prompts, by the chat template of a model's tokenizer. Not in this module: reading and showing
-them.
-"""
+"""Conversations as prompts, by the chat template of a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ _WORD = "paceline-probe-"
 
 
 def roles_in_parts(tokenizer: Tokenizer) -> frozenset[str]:
-    """Roles whose content the chat template reads as a list of parts alone: of a text it would leave out every word.
+    """Return the roles whose content the chat template reads only as a list of parts: it would drop a plain string.
 
-    Found out by rendering short conversations both ways, since a template is a program.
+    They are found by rendering short conversations both ways, since a template is a program.
     """
     found: set[str] = set()
     for roles in (("user",), ("system", "user", "assistant", "user")):
@@ -30,7 +28,9 @@ def roles_in_parts(tokenizer: Tokenizer) -> frozenset[str]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], in_parts: Collection[str]) -> list[dict[str, Any]]:
-    """Messages with contents as texts, as the template of a model reads them. ``in_parts``: see `roles_in_parts`."""
+    """Return messages with contents as strings, in the form that the model's template reads. ``in_parts``: see
+    `roles_in_parts`.
+    """
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message["role"] in in_parts
@@ -43,15 +43,16 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     chat_tokenizer: Any = tokenizer
     try:
         return str(chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception:  # templates are programs that raise what they like
+    except Exception:  # templates are programs that may raise any exception
         return ""
 
 
 def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation, with the beginning of the assistant's next turn. Messages are {"role", "content"}.
+    """Return the ids of a conversation, with the beginning of the assistant's next turn. Messages are {"role",
+    "content"}.
 
     Raises:
-        PromptError: the model has no chat template, or its template refuses the messages.
+        PromptError: the model has no chat template, or its template rejects the messages.
     """
     chat_tokenizer: Any = tokenizer
     if not getattr(chat_tokenizer, "chat_template", None):
@@ -59,7 +60,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     try:
         read = for_template(messages, roles_in_parts(tokenizer))
         text = chat_tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs that raise what they like
+    except Exception as error:  # templates are programs that may raise any exception
         raise PromptError(
             f"messages: the chat template rejects them ({error}); correct the roles or their order"
         ) from error
@@ -68,10 +69,10 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, within the length that a model reads.
+    """Messages so far, within the model's context length.
 
-    room    most ids of a prompt: what the model reads, less what an answer may have
-    system  the first message; None leaves it to the template
+    room    maximum ids of a prompt: the model's context, less the maximum of a response
+    system  the first message; None: the template's default
     """
 
     tokenizer: Tokenizer
@@ -80,10 +81,10 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str) -> tuple[list[int], int]:
-        """Add a question. -> its prompt's ids, and how many messages at the beginning were forgotten to make room
+        """Add a question. -> its prompt's ids, and how many messages at the beginning were dropped to fit the context
 
         Raises:
-            PromptError: it is too long by itself, or the template refuses it. It is not added then.
+            PromptError: it is too long by itself, or the template rejects it. Then it is not added.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
         for forgotten in range(0, len(turns), 2):  # a question and its answer at a time

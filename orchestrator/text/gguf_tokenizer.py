@@ -1,9 +1,9 @@
 """The tokenizer that a GGUF file describes: vocabulary, merges, special tokens and chat template from its metadata.
 
-Built with `tokenizers`, as the published tokenizer.json of such a model is. A GGUF file names how text is split before
-merging (`tokenizer.ggml.pre`) without saying it, so each name stands for what llama.cpp does by it; an unknown name is
-refused, because another split gives other tokens. transformers' own reading passes over most of these names, those of
-SmolLM among them. Not here: tokenizers of Hugging Face folders (`paceline.text.tokenizer`).
+It is built with `tokenizers`, like the published tokenizer.json of such a model. A GGUF file only names the split of
+text before merging (`tokenizer.ggml.pre`), so each name has the meaning of llama.cpp; an unknown name is rejected,
+because another split gives other tokens. transformers ignores most of these names, including those of SmolLM.
+`paceline.text.tokenizer` reads tokenizers of Hugging Face folders.
 """
 
 # ruff: noqa: RUF001 - patterns name characters of many scripts, some of which resemble others
@@ -35,7 +35,11 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(after: str = "", *, but: str = "") -> str:
-    """Words whose capitals come first, as GPT-4o splits them. ``after``: pattern that may follow; ``but``: letters to leave out."""
+    """Words whose capitals come first, as GPT-4o splits them.
+
+    after  pattern that may follow
+    but    letters to leave out
+    """
     upper, lower = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{after}|{before}{upper}+{lower}*{after}"
@@ -62,10 +66,10 @@ _CHARACTERS = "[一-龥ࠀ-一가-퟿]+"
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Pre-tokenization: how text is split before merges.
+    """Pre-tokenization: the split of text before merges.
 
     patterns  of the pieces, one after another: what matches is a piece, and what is between two
-    whole     a piece that is a token stays one, whatever the merges say
+    whole     a piece that is a token stays one, regardless of merges
     bos       a text begins with bos by default
     raw       merges are of characters, not of bytes, and a space is written as SentencePiece does
     """
@@ -144,10 +148,10 @@ _MODELS = ("gpt2", "llama", "t5", "gemma4")
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers.
+    """Return the tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers.
 
     Raises:
-        CheckpointError: the file cannot be read, or describes a tokenizer in a way that is not known here.
+        CheckpointError: the file cannot be read, or describes an unknown kind of tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -171,7 +175,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def gguf_vocabulary(path: Path) -> dict[str, int]:
-    """Token -> id of a GGUF file, without ids that mean nothing.
+    """Return the token -> id map of a GGUF file, without unused ids.
 
     Raises:
         CheckpointError: the file cannot be read, or has no vocabulary.
@@ -281,9 +285,10 @@ def _merges(
 def _merges_of_scores(
     header: GgufHeader, vocabulary: Mapping[str, int], types: Mapping[int, int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece keeps scores: every cut of a token into two tokens is a merge, as urgent as the token's score.
+    """Return the merges of a SentencePiece vocabulary: every cut of a token into two tokens is a merge, ranked by the
+    token's score.
 
-    Of cuts with equal scores the one with the longer first part comes first, as in converted tokenizer.json files.
+    Of merges with equal scores the one with the longer first part comes first, as in converted tokenizer.json files.
     """
     scores = _list(header, "tokenizer.ggml.scores", float)
     if len(scores) <= max(vocabulary.values()):

@@ -1,7 +1,7 @@
 """Logits processing of one request, in the order of vLLM: bias, Hugging Face processors, penalties, then the mask of
-tokens that may follow. A function of the sequence so far, so that callers can go along a draft and back.
+tokens that may follow. The result is a function of the sequence so far, so that callers can follow a draft and return.
 
-Not here: how a token is chosen from the logits (`paceline.core.probs`), nor where (`paceline.target.host_verifier`).
+`paceline.core.probs` samples tokens from the logits, called by `paceline.target.host_verifier`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.text.structured_output import GrammarState
 
 _FORCED = 1e15
-"""For a score of infinity: above any logit, and still a number over the least temperature."""
+"""Substitute for a score of infinity: above any logit, and finite when divided by the minimum temperature."""
 
 
 class RowProcessing:
@@ -37,7 +37,7 @@ class RowProcessing:
 
     def process(self, ids: list[int], logits: Tensor) -> Tensor:
         rules, output = self._rules, ids[self._prompt :]
-        logits = logits.clone()  # processors may write into what they get
+        logits = logits.clone()  # processors may write into their input
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if rules.processor is not None:

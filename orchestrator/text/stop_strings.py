@@ -1,7 +1,7 @@
-"""Stop strings: where a growing text ends because of what it says, and how much of it can be shown until then.
+"""Stop strings: find where a growing text stops, and how much of it can be shown before.
 
-The one search for stop strings. The engine asks it whether a text is at its end; a server shows the text that it
-hands out. Not here: end-of-sequence ids and lengths (`paceline.engine.stopping`).
+The engine uses it to detect the end of a sequence, a server to release text. End-of-sequence ids and lengths are in
+`paceline.engine.stopping`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Literal
 from paceline.core.detokenizer import REPLACEMENT, Decodes, IncrementalDetokenizer, plain_text
 from paceline.core.errors import SamplingError
 
-_EXTRA_TOKENS = 8  # of context in front of the part of the prompt in which a stop string may begin
+_EXTRA_TOKENS = 8  # of context before the part of the prompt in which a stop string may begin
 
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """Texts that end a generation. The token that completes one stays in the output.
+    """Strings that stop a generation. The token that completes one stays in the output.
 
-    strings  in any order; the one that is complete first counts
+    strings  in any order; the first complete one counts
     scope    "text": as Hugging Face's `StopStringCriteria`; a string may begin in the prompt, and special tokens are
              part of the text. "output": as OpenAI's API; only new text counts, without special tokens, except that a
-             string which is a special token's own text ends the generation too
+             string equal to a special token's text also stops the generation
 
     Raises:
         SamplingError: a string is empty or cannot be written as UTF-8, or the scope is unknown.
@@ -56,16 +56,16 @@ class StopStrings:
         """Convert the user's value; None if nothing stops."""
         if isinstance(strings, StopStrings):
             return strings if strings.strings else None
-        listed = (strings,) if isinstance(strings, str) else tuple(strings or ())  # an empty text is one, and refused
+        listed = (strings,) if isinstance(strings, str) else tuple(strings or ())  # "" is one, and rejected
         return cls(listed) if listed else None
 
 
 class StopStringFilter:
-    """Turns tokens into text until a stop string is complete; neither that string nor what follows it is handed out.
+    """Turns tokens into text until a stop string is complete; that string and the text after it are not returned.
 
-    Text that may turn out to begin a stop string is held back. ``finished`` says that a stop string is complete; it
-    may be so one token before `push` could hand out the text, since an unfinished character can follow the string.
-    Without stop strings this is incremental detokenising.
+    Text that may begin a stop string is held back. ``finished``: a stop string is complete; this may be one token
+    before `push` can return the text, since an incomplete character can follow the string. Without stop strings this is
+    incremental detokenization.
     """
 
     def __init__(self, stop: StopStrings | None, tokenizer: Decodes, prompt: Sequence[int] = ()) -> None:
@@ -74,7 +74,7 @@ class StopStringFilter:
         self._tokenizer = tokenizer
         self._text = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=self._in_output)
         self._held = "" if self._in_output else self._end_of(prompt)
-        self._searched = self._held  # the text that was looked through for a stop string so far
+        self._searched = self._held  # the text searched for a stop string so far
         self.finished = False
 
     def push(self, token: int) -> str:

@@ -1,10 +1,9 @@
 """Structured output, with vLLM's names (`StructuredOutput`), and masks of the tokens that may follow: llguidance
 grammars.
 
-Grammars are compiled where a request is made, in the caller's thread, never between rounds. A state is a function of
-the output so far: it is rolled back and forth along drafts, and leaves no trace of rejected ones. Another library has
-to write the mask of every draft: xgrammar 0.2.8 leaves out those under an end token. Not here: the processing of logits
-(`paceline.text.row_processing`).
+Grammars are compiled when a request is made, in the caller's thread, never between rounds. A state is a function of
+the output so far: it follows drafts and is rolled back from rejected ones. A library must provide the mask at every
+drafted token: xgrammar 0.2.8 omits those after an end token. `paceline.text.row_processing` applies the masks.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ if TYPE_CHECKING:
 StructuredKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 MAX_SOURCE_BYTES = 1 << 16
-"""Of a schema, expression or grammar as UTF-8. What a longer one compiles to is past the limits of size anyway."""
+"""Maximum length of a schema, expression or grammar as UTF-8. A longer one compiles to more than the size limits
+allow.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """Around free text before a structured answer.
+    """Markers of free text before structured output.
 
-    end    the text, or the special token, behind which the answer must be what was asked for
-    start  what opens the free text, if there is any; "": the prompt has opened it, so that it comes first in any case
+    end    the text, or the special token, after which the constraint applies
+    start  opens the free text, if there is any; "": the prompt has opened it, so it always comes first
     """
 
     end: str
@@ -48,10 +49,10 @@ class StructuredOutput:
            matches from its first to its last character (without look-around); grammar: a context-free grammar in
            llguidance's Lark format; choice: one of some strings
     value  the schema (a mapping, or JSON text), None, the expression, the grammar, or the strings
-    after  how reasoning is marked that may come first; None: there is none
+    after  markers of reasoning that may come first; None: there is none
 
     Raises:
-        SamplingError: the kind is unknown, or the value is not of it.
+        SamplingError: the kind is unknown, or the value does not match it.
     """
 
     kind: StructuredKind
@@ -86,7 +87,7 @@ class StructuredOutput:
 
     @property
     def source(self) -> str:
-        """The value as text: the same for the same demand.
+        """Return the value as text: equal for equal constraints.
 
         Raises:
             SamplingError: the schema cannot be written as JSON.
@@ -102,14 +103,14 @@ class StructuredOutput:
 
 
 _KEPT = 64
-"""Compiled grammars, and tokenizers, that are kept for requests to come."""
+"""Number of compiled grammars, and of tokenizers, cached for later requests."""
 
 _Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
-"""Of a compiled grammar: identity of the tokenizer, what was asked for, and the eos ids."""
+"""Key of a compiled grammar: identity of the tokenizer, the constraint, and the eos ids."""
 
 
 class Grammar:
-    """A compiled grammar, shared by all requests that ask for it. ``matcher`` is never moved from its beginning."""
+    """A compiled grammar, shared by all requests with that constraint. ``matcher`` always stays at its start."""
 
     def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Collection[int]) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, sorted(eos)
@@ -131,15 +132,15 @@ class GrammarState:
         self._read: list[int] = []
 
     def allowed(self, output: Sequence[int]) -> Tensor:
-        """Return the mask of tokens that may follow: [V] bool. An eos id may exactly where the grammar accepts the
-        text.
+        """Return the mask of tokens that may follow: [V] bool. An eos id may follow exactly where the grammar accepts
+        the text.
 
         Raises:
-            SamplingError: the grammar is more work than one token may be.
+            SamplingError: the grammar exceeds the work limit of a token.
         """
         import torch
 
-        if not self._go_to(output):  # a draft that continues after an end, or where it must not
+        if not self._go_to(output):  # a draft that continues after an end, or with a forbidden token
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._check(len(output))
@@ -160,7 +161,7 @@ class GrammarState:
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
         """Return up to ``limit`` tokens that the grammar forces, as the tokenizer would encode them.
 
-        A proposal and no more: the same characters may also be encoded as other tokens.
+        Only a proposal: the same characters may also be encoded as other tokens.
         """
         if not self._go_to(output):
             return []
@@ -172,7 +173,9 @@ class GrammarState:
         return tokens
 
     def _go_to(self, output: Sequence[int]) -> bool:
-        """Roll back to where both texts part, and read on as far as the grammar goes. -> whether that is all of it."""
+        """Roll back to where the outputs differ, and read on as far as the grammar allows. -> whether that is all of
+        it.
+        """
         read, output = self._read, list(output)
         same = len(read) if output[: len(read)] == read else _common(read, output)
         if same < len(read):
@@ -208,10 +211,11 @@ class GrammarCompiler:
         self._grammars: OrderedDict[_Key, Grammar] = OrderedDict()
 
     def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
-        """The grammar of a request.
+        """Return the grammar of a request.
 
         Raises:
-            SamplingError: it is no grammar, uses what is not supported, is too large, or the tokenizer cannot be used.
+            SamplingError: it is not a grammar, has an unsupported feature, is too large, or the tokenizer is
+                unsuitable.
         """
         key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
         with self._lock:
@@ -247,7 +251,7 @@ class GrammarCompiler:
         self._tokenizers[id(tokenizer)] = (tokenizer, words)
         if len(self._tokenizers) > _KEPT:
             self._tokenizers.popitem(last=False)
-            self._grammars.clear()  # another tokenizer may get its identity now
+            self._grammars.clear()  # another tokenizer may get its identity from now on
         return words
 
 
@@ -273,7 +277,7 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
     if requested.after is not None:
         grammar = _behind_reasoning(requested.after, grammar, tokenizer)
     # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
-    # that the same grammar is refused on every machine.
+    # that the same grammar is rejected on every machine.
     limits = LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -293,7 +297,7 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
 
 def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object) -> str:
     """Return the grammar with free text before it, and the line breaks that templates write after a marker."""
-    is_list = grammar.lstrip().startswith("{")  # of grammars, as llguidance makes it of a schema; else it is Lark
+    is_list = grammar.lstrip().startswith("{")  # llguidance's list, made of a schema; else it is Lark
     answer, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
     special = _special_token(markers.end, tokenizer)
     text = "/(?s:.*)/"

@@ -1,4 +1,4 @@
-"""Tokenizers from checkpoints, and prompts as ids. Pieces of growing text: `paceline.core.detokenizer`."""
+"""Tokenizers of checkpoints, and prompts as ids. `paceline.core.detokenizer` decodes growing sequences."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["IncrementalDetokenizer", "Tokenizer", "has_tokenizer", "load_tokeniz
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint: a folder, a GGUF file, or a fetched model. No code in it is run.
+    """Load the tokenizer of a checkpoint: a folder, a GGUF file, or a fetched model. No code in it is run.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: it has no readable tokenizer.
     """
     folder = checkpoint_path(folder)
     if is_gguf(folder):
@@ -50,12 +50,12 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> list[int]:
-    """A prompt's ids, at least one. ``name`` is what an error calls it.
+    """Return a prompt's ids, at least one. ``name`` is its name in errors.
 
     Raises:
-        PromptError: it gives none.
+        PromptError: it has no ids.
     """
-    ids = tokenizer.encode(text, verbose=False)  # verbose: what is too long is said further on, with the remedy
+    ids = tokenizer.encode(text, verbose=False)  # verbose=False: a later check reports too long prompts
     if not ids:
         raise PromptError(
             f"{name}: expected text, got an empty one, and this model's tokenizer adds no first token; give some text"
@@ -64,10 +64,10 @@ def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> lis
 
 
 _CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Names of the class in tokenizer_config.json. Others change what tokenizer.json says."""
+"""Class names in tokenizer_config.json that keep tokenizer.json unchanged."""
 
 _OWN_CLASS = frozenset({None, "qwen2"})
-"""Values of ``model_type`` for which `AutoTokenizer` takes another class, whatever the file says."""
+"""Values of ``model_type`` for which `AutoTokenizer` uses another class, regardless of the file."""
 
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _WITHOUT_EFFECT = frozenset({"tokenizer_class", "backend", "is_local", "chat_template", "model_max_length"})
@@ -75,12 +75,12 @@ _WITHOUT_EFFECT = frozenset({"tokenizer_class", "backend", "is_local", "chat_tem
 
 
 class QuickTokenizer:
-    """Tokenizer of a folder that needs no code of models, without transformers: importing that takes a third of
-    PyTorch's import time, and its `AutoTokenizer` imports PyTorch and code of models as well.
+    """Tokenizer of a folder, without transformers: importing transformers takes a third of PyTorch's import time, and
+    its `AutoTokenizer` also imports PyTorch and model code.
 
-    Ids and text come from the `tokenizers` library (``backend_tokenizer``), as they do in transformers'
-    `PreTrainedTokenizerFast`. Any other attribute, such as a chat template, comes from that class, which is imported
-    then. The behaviour of transformers was seen in 4.57 and 5.24.
+    Ids and text come from the `tokenizers` library (``backend_tokenizer``), as in transformers'
+    `PreTrainedTokenizerFast`. Any other attribute, such as a chat template, comes from that class, which is imported on
+    first use. The behaviour of transformers was seen in 4.57 and 5.24.
     """
 
     def __init__(self, folder: Path, backend: Any) -> None:
@@ -120,10 +120,10 @@ class QuickTokenizer:
 
 
 def quick_tokenizer(folder: Path) -> QuickTokenizer | None:
-    """The tokenizer of a folder; None: transformers has to say what it is.
+    """Return the tokenizer of a folder; None: only transformers can load it.
 
     Raises:
-        Exception: tokenizer.json cannot be read; the library has no other.
+        Exception: tokenizer.json cannot be read; the library raises no subclass.
     """
     try:
         settings, model = (read_json_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
@@ -145,7 +145,7 @@ def quick_tokenizer(folder: Path) -> QuickTokenizer | None:
     if mapped.exists():
         named += read_json_object(mapped).values()
     if backend.truncation or backend.padding or any(token is not None and token not in special for token in named):
-        return None  # transformers changes it
+        return None  # transformers changes this value
     return QuickTokenizer(folder, backend)
 
 
@@ -153,16 +153,16 @@ _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))
 }
-"""Characters of a byte-level vocabulary, GPT-2's, and the bytes that they stand for."""
+"""Characters of a byte-level vocabulary, GPT-2's, and the bytes that they represent."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """The bytes of single tokens, which join to those of a text.
+    """The bytes of single tokens, whose concatenation is that of the text.
 
-    The text of one token by itself is something else: a mark where it is a part of a character, and without the space
-    before a word in vocabulary of SentencePiece's kind.
+    The decoded text of one token differs: a replacement mark if it is part of a character, and no space before a word
+    in SentencePiece vocabularies.
     """
 
     def __init__(self, tokenizer: Decodes) -> None:
@@ -187,10 +187,10 @@ class TokenBytes:
 
 
 class MarkerTokens:
-    """Decodes as its tokenizer does, except that it shows some special tokens where it leaves out the others.
+    """Decodes like its tokenizer, except that it shows some special tokens and skips the others.
 
-    Hugging Face's tokenizers leave out all special tokens of a text or none. Mistral's [TOOL_CALLS] and [THINK] are
-    special tokens, which parsers of answers look for, and so is the end of the text, which nobody is to see.
+    Hugging Face's tokenizers skip all special tokens of a text or none. Mistral's [TOOL_CALLS] and [THINK] are special
+    tokens that parsers of responses need, and so is the eos token, which is not shown.
     """
 
     def __init__(self, tokenizer: Decodes, hidden: frozenset[int]) -> None:

@@ -85,7 +85,7 @@ class DraftWorker:
             # instead.
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise
-            log.exception("%s could not be started again; its next start is in %s seconds", spec.label, _RETRY_S)
+            log.exception("restarting %s failed; the next attempt is in %s seconds", spec.label, _RETRY_S)
             sleep(_RETRY_S)
             os._exit(1)
         server = DraftServer(listener, spec.secret, pool)

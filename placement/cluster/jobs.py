@@ -201,7 +201,7 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
             self._remove(worker)
             if not self._workers:
                 raise WorkerError(f"worker {worker.name} did not start ({error}); see its log") from error
-            log.warning("the worker %s does not start: %s", worker.name, error)
+            log.warning("worker %s did not start: %s", worker.name, error)
         else:
             call_allocator("confirm", [worker.name], timeout=_START_S)
 

@@ -233,11 +233,11 @@ class Acceptor:
             except OSError as error:
                 if self._closed or self._listener.fileno() < 0:
                     return
-                log.warning("a drafter cannot accept a target (%s); it tries again", error)  # no file descriptor left
+                log.warning("accepting a target's connection failed (%s); retrying", error)  # no file descriptor left
                 sleep(_RETRY_S)
                 continue
             if not self._strangers.acquire(blocking=False):
-                log.warning("%d connections have not authenticated themselves; another one is closed", _MAX_STRANGERS)
+                log.warning("%d connections are not authenticated yet; closing a new one", _MAX_STRANGERS)
                 connection.close()
                 continue
             threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()

@@ -68,7 +68,7 @@ def test_the_user_s_word_goes_before_the_file_s(
         make_drafter(SpeculativeConfig(draft={"path": str(tmp_path), "aux_layers": [1, 2, 2]}), target)[0],
     ):
         assert isinstance(made, EagleDrafter) and made.reads.layers == (1, 2, 2)
-    said = "reads residual streams [1, 2, 2] of the target, by aux_layers; the file says [0, 1, 2]"
+    said = "reads residual streams [1, 2, 2] of the target, as set by aux_layers; the file has [0, 1, 2]"
     assert caplog.text.count(said) == 4
     with pytest.raises(PairingError, match="got one of 2 layers"):
         EagleDrafter.from_pretrained(tmp_path, target, aux_layers=(1, 2, 3))

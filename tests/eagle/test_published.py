@@ -175,7 +175,7 @@ def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFi
     """SGLang's rule: [1, 17, 33] are the streams 2, 18 and 34, but of gpt-oss the streams 1, 17 and 33 themselves."""
     caplog.set_level(logging.INFO, "paceline")
     assert read("specforge-gpt-oss-120b").layers == (2, 18, 34)
-    assert "begin with 1 and are taken for layers whose output is read" in caplog.text
+    assert "begin with 1 and are taken as layers whose outputs are read" in caplog.text
     assert "reads residual streams [2, 18, 34] of the target; if that is wrong, set aux_layers=1,17,33" in caplog.text
     caplog.clear()
     assert read("specforge-gpt-oss-120b", model_type="gpt_oss").layers == (1, 17, 33)
@@ -183,7 +183,7 @@ def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFi
     assert read("speculators-gemma4-31b").layers == (2, 30, 57)
     assert "reads residual streams [2, 30, 57]" in caplog.text
     assert read("eagle3-llama3.1-8b").layers == (2, 16, 29)
-    assert "names no layers: the head reads residual streams [2, 16, 29]" in caplog.text
+    assert "no layers are configured: the head reads residual streams [2, 16, 29]" in caplog.text
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -56,7 +56,7 @@ def test_the_file_of_an_application_of_nxd(tmp_path: Path, caplog: pytest.LogCap
     assert (params.do_sample, params.top_k, params.top_p, params.temperature) == (True, 40, 0.9, 0.7)
     named = {"fused_qkv", "async_mode", "attn_kernel_enabled", "logical_nc_config", "is_continuous_batching"}
     assert named <= config.without_effect.keys()
-    assert all(f"{name} has no effect here" in caplog.text for name in named)
+    assert all(f"{name} has no effect in Paceline" in caplog.text for name in named)
     assert NeuronConfig.from_json(config.to_json()) == config
 
 

@@ -216,7 +216,7 @@ def test_a_cluster_that_is_gone_hides_neither_the_reason_nor_the_end(
         serve(played, monkeypatch, ready=never)
     played.deploys = lambda: tell(signal.SIGINT)
     assert serve(played, monkeypatch, ready=never)[-1] == "ray.shutdown"
-    assert "could not be taken down" in caplog.text and "the cluster is gone" in caplog.text
+    assert "shutting down the service failed" in caplog.text and "the cluster is gone" in caplog.text
 
 
 def test_it_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
