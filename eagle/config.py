@@ -45,7 +45,7 @@ def default_layers(count: int) -> tuple[int, int, int]:
     if not layers[0] < layers[1] < layers[2]:
         raise ConfigurationError(
             "aux_layers: the default residual streams of an EAGLE-3 head (before layers 2, L/2 and L - 3) are not "
-            f"three different ones for a target of {count} layers; give streams from 0 to {count} (--layers when "
+            f"three different ones for a target of {count} layers; give streams from 0 to {count} (--aux-layers when "
             "training, aux_layers in a draft)"
         )
     return layers
@@ -363,13 +363,15 @@ class EagleHeadOptions:
     start             folder of a head whose training continues; its version, layers and drafted ids are kept
     """
 
-    version: int = field(default=3, metadata={"help": "EAGLE version: 1 (also for EAGLE-2) or 3."})
+    version: int = field(
+        default=3, metadata={"names": ("--eagle-version",), "help": "EAGLE version: 1 (also for EAGLE-2) or 3."}
+    )
     layers: tuple[int, ...] = field(
         default=(),
         metadata={
+            "names": ("--aux-layers",),
             "help": "Version 3: residual stream of the target to read; repeatable. Default: those before layers 2, "
-            "L/2 and "
-            "L - 3."
+            "L/2 and L - 3.",
         },
     )
     draft_vocab_size: int | None = field(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 
 from paceline.core.errors import ConfigurationError
 
+EVAL_SAMPLES = "Number of sequences to evaluate on, which are not trained on."
+
 TEXTS_PER_FILE = 64
 """Sequences whose hidden states are kept in one file."""
 
@@ -74,10 +76,11 @@ class TextOptions:
     prompt: int | None = field(
         default=None,
         metadata={
-            "help": "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length."
+            "names": ("--prompt-tokens",),
+            "help": "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length.",
         },
     )
-    eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
+    eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
@@ -112,13 +115,10 @@ class CachedTextOptions(TextOptions):
         ConfigurationError: a number is out of range.
     """
 
-    eval_samples: int = field(
-        default=32, metadata={"help": "Number of sequences to evaluate on, which are not trained on."}
-    )
     feature_cache_gb: float = field(
         default=2.0, metadata={"help": "Hidden states to keep on disk, in GB; 0 keeps none."}
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the order of the data."})
+    seed: int = field(default=0, metadata={"help": "Seed of the order of the sequences."})
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass

@@ -31,7 +31,7 @@ VOCABULARIES = ("same", "intersection", "retokenize")
 
 
 def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
-    """Draft lengths: a number, ascending numbers to choose among (also as text: ``"0,2,4"``), ``"auto"`` or None.
+    """Draft lengths: a number, ascending numbers to choose among (also as text: ``"auto:0,2,4"``), ``"auto"`` or None.
 
     Raises:
         ConfigurationError: it is none of these.
@@ -40,12 +40,12 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
         return None
     if k == "auto":
         return "auto"
-    parts = k.split(",") if isinstance(k, str) else k if isinstance(k, list | tuple) else [k]
+    parts = k.removeprefix("auto:").split(",") if isinstance(k, str) else k if isinstance(k, list | tuple) else [k]
     lengths = [int(n) if isinstance(n, str) and n.strip().isdecimal() else integer(n) for n in parts]
     numbers = tuple(length for length in lengths if length is not None)
     if not numbers or len(numbers) < len(lengths) or numbers[0] < 0 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(
-            f"k: expected a number from 0 on, ascending numbers such as 0,2,4, or auto, got {k!r}; correct it"
+            f"k: expected a number from 0 on, ascending numbers such as auto:0,2,4, or auto, got {k!r}; correct it"
         )
     return numbers[0] if len(numbers) == 1 else numbers
 
@@ -77,10 +77,9 @@ class SpeculativeConfig(BaseModel):
     )
     k: Annotated[int | tuple[int, ...] | Literal["auto"] | None, BeforeValidator(parse_k)] = Field(
         default=None,
-        description="Number of draft tokens per round, without the bonus token: a number, candidate lengths such as "
-        "0,2,4 "
-        "to choose among in each round, or auto (0,1,2,4,8). Default: 4, or the depth of the heads' tree; auto "
-        "for a served model.",
+        description="Number of draft tokens per round, without the bonus token: a number; auto:0,2,4 to choose "
+        "among these in each round; or auto (0,1,2,4,8; on Neuron 0,1,3,4). Default: 4, or the depth of the heads' "
+        "tree; auto for a served model.",
     )
     acceptor: Annotated[RuleSpec, BeforeValidator(parse_rule), OF_DRAFTS] = Field(
         default=RuleSpec("match"),

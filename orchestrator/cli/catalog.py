@@ -8,11 +8,13 @@ from dataclasses import fields
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import AsJson
+from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.models.family import Family
@@ -27,17 +29,94 @@ Rows = Sequence[Mapping[str, object]]
 
 
 @app.command(name="list")
-def list_rows(as_json: AsJson = False) -> None:
+def list_rows(
+    name: Annotated[
+        str | None, typer.Argument(help="Drafter or acceptance rule to show alone, such as ngram. Default: all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """List drafters and acceptance rules with their options, model families, models to fetch, and backends."""
     tables = registry_tables()
+    if name is not None:
+        with console.refusals():
+            tables = _alone(tables, name)
     if as_json:
         typer.echo(json.dumps(tables))
         return
     for title, rows in tables.items():
+        if title in _IN_BLOCKS:
+            _show_blocks(title, rows)
+            continue
         table = Table(*(name.replace("_", " ") for name in rows[0]), title=title, title_justify="left")
         for row in rows:
             table.add_row(*(Text(_cell(value)) for value in row.values()))
         console.out().print(table)
+
+
+_IN_BLOCKS = ("drafters", "acceptance rules", "backends")
+"""Tables too wide for a terminal of 80 columns: a row is a block of lines there."""
+
+
+def _alone(tables: Mapping[str, Rows], name: str) -> dict[str, Rows]:
+    """The rows of that name.
+
+    Raises:
+        ConfigurationError: no drafter and no rule has it.
+    """
+    known = {title: tables[title] for title in ("drafters", "acceptance rules")}
+    found = {title: [row for row in rows if row["name"] == name] for title, rows in known.items()}
+    if not any(found.values()):
+        names = ", ".join(str(row["name"]) for rows in known.values() for row in rows)
+        raise ConfigurationError(f"NAME: expected one of {names}, got {name!r}; use one of them")
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def _show_blocks(title: str, rows: Rows) -> None:
+    """Each row as a block: name and summary, then what it can do, its options with defaults, and an example."""
+    shown = console.out()
+    console.say(shown, title, style="italic")
+    for row in rows:
+        shown.print(Text(f"  {row['name']}", style="bold").append(f": {row['summary']}", style="not bold"))
+        values = {key: value for key, value in row.items() if key not in ("name", "summary", "options")}
+        facts = [key.replace("_", " ") for key, value in values.items() if value is True]
+        facts += [f"{key.replace('_', ' ')}: {_cell(value)}" for key, value in values.items() if _is_told(value)]
+        lines = [", ".join(facts), *(f"{key}={value}" for key, value in _defaults(title, row).items())]
+        if example := _example(title, row):
+            lines.append(f"example: {example}")
+        for line in filter(None, lines):
+            shown.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
+    shown.print()
+
+
+def _is_told(value: object) -> bool:
+    return not isinstance(value, bool) and value not in ("", None, ())
+
+
+def _defaults(title: str, row: Mapping[str, object]) -> dict[str, str]:
+    """The options of a row with their defaults, as they are written in a draft or a rule."""
+    if not row.get("options"):
+        return {}
+    of = DRAFTERS[str(row["name"])] if title == "drafters" else ACCEPTANCE_RULES[str(row["name"])]
+    return {
+        name: "(required)" if option.default is option.empty else str(option.default)
+        for name, option in options_of(of).items()
+    }
+
+
+def _example(title: str, row: Mapping[str, object]) -> str:
+    name = str(row["name"])
+    if title == "backends":
+        return f"--backend {name}"
+    if title == "acceptance rules":
+        return "--synthetic-acceptance 0.8" if name == "synthetic" else f"--acceptor {name}"
+    given = (
+        {}
+        if name == "none"
+        else {"name": name, "folder": "DIR", "vocabulary": "DIR --vocabulary retokenize", "list": "ngram --draft DIR"}
+    )
+    if name == CHOICE:
+        return """--draft 'choice:drafts=["ngram", "suffix"]'"""
+    return f"--draft {given[str(row['given_as'])]}" if row["given_as"] in given else ""
 
 
 def registry_tables() -> dict[str, Rows]:

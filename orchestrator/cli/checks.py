@@ -14,6 +14,7 @@ from paceline.cli import console
 from paceline.cli.options import AsJson, TargetFolder, checked, command, load, read_prompts
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.options import LoadOptions
 
 LEVELS = {"ok": ("good", "ok  "), "note": ("note", "note"), "FAILED": ("bad", "BAD ")}
@@ -24,7 +25,7 @@ app = typer.Typer()
 
 @app.command(name="doctor")
 def show_doctor(as_json: AsJson = False) -> None:
-    """Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken."""
+    """Check this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something is broken."""
     from paceline.checks import doctor
 
     found = doctor.examine()
@@ -44,9 +45,8 @@ def show_selftest(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Backend to test: neuron, xla, native (the default) or eager. With --batch-invariance, only this "
-            "one is "
-            "tested."
+            help=f"Backend to test: {', '.join(BACKENDS)}. Default: native; with --batch-invariance, all that work "
+            "here."
         ),
     ] = None,
     *,
@@ -123,9 +123,18 @@ class TestOptions:
 
     minutes: Annotated[
         float,
-        typer.Option(help="Time limit of the tests of all batch sizes in minutes, not counting a first pass of each."),
+        typer.Option(
+            "--max-minutes",
+            "--minutes",
+            help="Time limit of the tests of all batch sizes in minutes, not counting a first pass of each.",
+        ),
     ] = 2.0
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes to test, as numbers with commas.")] = "1,4"
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            "--batch-sizes", "--batch-size", help="Numbers of requests decoded at the same time, such as 1,4."
+        ),
+    ] = "1,4"
     only: Annotated[
         tuple[str, ...] | None, typer.Option(help="Name of a test to run; repeatable. Default: all tests.")
     ] = None
@@ -136,7 +145,7 @@ class TestOptions:
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling; change it to test other outputs.")] = 0
 
 
-@command(app)
+@command(app, without={"batch_size"})
 def verify(
     target: TargetFolder,
     config: SpeculativeConfig,
@@ -145,12 +154,13 @@ def verify(
     tests: TestOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Test that a target with your draft writes what plain decoding writes, on your models. Exit code 1 on a failure.
+    """Test that a target with your draft generates the tokens of plain decoding, on your models. Exit code 1 on a
+    failure.
 
     Says what was tried, and which deviation each test would have found. Lossy acceptance rules are reported as such.
     """
     with console.refusals():
-        sizes = _sizes(tests.batch_sizes, loader.slots)
+        sizes = _sizes(tests.batch_sizes)
         targets = [checked(target, replace(loader, batch_size=size), config) for size in sizes]
         from paceline.auto_drafter import load_draft_models
         from paceline.checks.verify import VerifySettings
@@ -184,14 +194,12 @@ def verify(
         raise typer.Exit(1)
 
 
-def _sizes(text: str, of_loader: int) -> list[int]:
+def _sizes(text: str) -> list[int]:
     """``1,4`` -> [1, 4].
 
     Raises:
-        ConfigurationError: they are no numbers, or ``--batch-size`` says something else.
+        ConfigurationError: they are no numbers from 1 on.
     """
-    if of_loader != LoadOptions().slots:
-        return [of_loader]
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 REFUSED = 2
 """Exit status of a command whose options or files are refused."""
 
+UNFINISHED = 75
+"""Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
+
 _DRAFTED, _OWN, _PROMPT = "bold green", "", "dim"
 _MARKS = ("\u2039", "\u203a")  # single angle quotation marks, rare in code
 
@@ -243,16 +246,26 @@ class Bar:
 
 @contextmanager
 def bar(console: Console, label: str, total: int | None = None, *, still: bool = False) -> Iterator[Bar]:
-    """A bar that disappears when the work is done; on anything but a terminal a line for each step.
+    """A bar with the time left, which disappears when the work is done; elsewhere a line for each step.
 
     ``still``: drawn only when something was done, so that drawing does not disturb what is being measured.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (SpinnerColumn(), TextColumn("{task.fields[label]}", markup=False), BarColumn(), MofNCompleteColumn())
     progress = Progress(
         *columns,
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
         auto_refresh=not still,

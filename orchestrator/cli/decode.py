@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import (
+    MaxNewTokens,
+    NumPrompts,
     OutputOptions,
     PromptOptions,
     SamplingKeys,
@@ -31,9 +35,10 @@ from paceline.cli.options import (
     read_prompts,
 )
 from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig
-from paceline.core.errors import PacelineError, PromptError, SamplingError
+from paceline.core.errors import ConfigurationError, PacelineError, PromptError, SamplingError
 from paceline.core.types import TokenLogprobs
 from paceline.decoder.backends.registry import BACKENDS
+from paceline.decoder.environment import cache_root
 from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import make_rule
 from paceline.draft_spec import parse_draft
@@ -61,7 +66,7 @@ class Continuation:
     logprobs: list[TokenLogprobs] | None = None
 
 
-@command(app)
+@command(app, hidden={"batch_size"})
 def generate(
     target: TargetFolder,
     prompt: PromptOptions,
@@ -72,7 +77,7 @@ def generate(
     loader: LoadOptions,
     output: OutputOptions,
 ) -> None:
-    """Continue a text: plainly, or with any drafter (`paceline list` shows them)."""
+    """Generate text, plainly or with any drafter (`paceline list` shows them)."""
     with console.refusals():
         text = prompt.text()
         if sampling.ignores_filters(keys):
@@ -124,9 +129,11 @@ def _shown(
     return continuation
 
 
-def _quiet(stream: Iterator[RequestOutput], text: StopStringFilter, *, total: int) -> Continuation:
+def _quiet(
+    stream: Iterator[RequestOutput], text: StopStringFilter, *, total: int, label: str = "generating"
+) -> Continuation:
     """Show only how far it is."""
-    with console.bar(console.err(), "generating", total) as bar:
+    with console.bar(console.err(), label, total) as bar:
 
         def piece(output: RequestOutput) -> str:
             bar.advance(len(output.tokens))
@@ -153,17 +160,32 @@ def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput],
 
 PLAIN = "plain"
 
-HELP = """/mode DRAFT   who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4
+HELP = """/draft DRAFT  who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4 (also /mode)
+/race [DRAFT] answer the last question plainly, then with each of these drafts, and show the speeds
 /stats        counts and times of the last answer
 /seed N       the seed of the answers that follow
 /system TEXT  the system message; begins anew
+/save FILE    write the conversation as JSON
+/load FILE    go on with such a conversation
 /reset        forget what was said
-/help, /quit  this text; the end (so does Ctrl-D). Ctrl-C stops an answer."""
+/help, /quit  this text; the end (so does Ctrl-D). Ctrl-C stops an answer.
+A line that ends with \\ goes on in the next one; so do all lines between \"\"\" and \"\"\"."""
+
+_BLOCK = '"""'
+"""What begins and ends a question of several lines."""
+
+_REMEMBERED = 1000
+"""Number of lines that the history file keeps."""
+
+HistoryFile = Annotated[
+    Path | None,
+    typer.Option(help="File of earlier questions, on a terminal. Default: chat_history in the cache folder."),
+]
 
 System = Annotated[str | None, typer.Option(help="System message. Default: the chat template's own.")]
 
 
-@command(app)
+@command(app, hidden={"batch_size"})
 def chat(
     target: TargetFolder,
     config: SpeculativeConfig,
@@ -172,8 +194,9 @@ def chat(
     keys: SamplingKeys,
     loader: LoadOptions,
     system: System = None,
+    history_file: HistoryFile = None,
 ) -> None:
-    """Talk to a chat model: a line is a question, /help lists the commands."""
+    """Talk to a chat model: each line is a question, /help lists the commands."""
     with console.refusals():
         params, found = sampling.params(keys), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
@@ -183,7 +206,28 @@ def chat(
         modes = Modes(decoder, config, compiled=BACKENDS[loader.backend].compiles)
         session = Session(modes, Conversation(tokenizer, longest, system), params)
         modes.use(None)
-        session.run()
+        with history(history_file or cache_root() / "chat_history") if sys.stdin.isatty() else nullcontext():
+            session.run()
+
+
+@contextmanager
+def history(file: Path) -> Iterator[None]:
+    """Let `input` recall the lines of a file, and write it at the end, for its owner alone."""
+    try:
+        import readline
+    except ImportError:  # Python was built without it
+        yield
+        return
+    with suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        readline.set_history_length(_REMEMBERED)
+        with suppress(OSError):  # a full or read-only disk ends no conversation
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
 
 
 @dataclass(slots=True)
@@ -228,18 +272,17 @@ def _of_mode(config: SpeculativeConfig, draft: str) -> SpeculativeConfig:
 
 @dataclass(slots=True)
 class Session:
-    """Reads lines, answers questions and obeys commands until the input is at its end."""
+    """Reads lines, answers questions and obeys commands until the input is at its end. ``asked``: the last prompt."""
 
     modes: Modes
     conversation: Conversation
     params: SamplingParams
     last: tuple[Statistics, float] | None = None
+    asked: list[int] | None = None
 
     def run(self) -> None:
         """Read until the end."""
         if sys.stdin.isatty():
-            with suppress(ImportError):
-                import readline  # noqa: F401  # gives `input` a history
             console.err().print(f"{console.legend()} /help lists the commands.")
         while (line := self._read()) is not None:
             try:
@@ -254,10 +297,24 @@ class Session:
                 console.say(console.err(), " [stopped]")
 
     def _read(self) -> str | None:
+        """The next question or command, of one line or several; None at the end of the input."""
+        lines: list[str] = []
+        block = False
         try:
-            return input("> " if sys.stdin.isatty() else "").strip()
+            while True:
+                line = input(("... " if lines or block else "> ") if sys.stdin.isatty() else "")
+                if line.strip() == _BLOCK:
+                    if block:
+                        return "\n".join(lines)
+                    block = True
+                elif block:
+                    lines.append(line)
+                elif line.endswith("\\"):
+                    lines.append(line.removesuffix("\\"))
+                else:
+                    return "\n".join([*lines, line]).strip()
         except EOFError:
-            return None
+            return "\n".join(lines) if lines else None
         except KeyboardInterrupt:
             typer.echo()
             return ""
@@ -280,6 +337,7 @@ class Session:
         except PacelineError:
             self.conversation.turns.pop()
             raise
+        self.asked = ids
         statistics = self.modes.generator.statistics
         if (warning := console.acceptance_warning(statistics)) is not None:
             console.say(console.err(), warning, style="bold red")
@@ -299,14 +357,77 @@ class Session:
         typer.echo()
         self.last = (statistics, perf_counter() - begin)
 
+    def race(self, drafts: Sequence[str]) -> None:
+        """Answer the last question plainly and then with each draft, one after the other, and show the speeds.
+
+        Without ``drafts`` the current one runs. The conversation and the mode stay as they are.
+
+        Raises:
+            PacelineError: nothing was asked yet, or a draft is refused.
+        """
+        if self.asked is None:
+            raise PromptError("/race: expected a question before it, got none; ask one")
+        before, plain = self.modes.current, list[int]()
+        table = Table("draft", "tokens", "seconds", "tokens/s", "tokens a round", "text", title="race")
+        try:
+            for draft in (PLAIN, *(drafts or (before,))):
+                self.modes.use(draft)
+                begin = perf_counter()
+                label = "the current draft" if draft is None else draft
+                stream = self.modes.generator.stream([self.asked], params=self.params)
+                statistics = self.modes.generator.statistics
+                shown = StopStringFilter(StopStrings.of(self.params.stop_strings), self.params.tokenizer, self.asked)
+                tokens = _quiet(stream, shown, total=self.params.max_new_tokens or 0, label=f"race: {label}").tokens
+                seconds = perf_counter() - begin
+                plain = tokens if draft == PLAIN else plain
+                figures = f"{seconds:.2f}", f"{len(tokens) / seconds:.1f}", f"{statistics.tokens_per_round:.2f}"
+                table.add_row(Text(label), str(len(tokens)), *figures, "the same" if tokens == plain else "another")
+        finally:
+            self.modes.current = before
+        console.err().print(table)
+
+    def save(self, file: Path) -> None:
+        """Write the conversation as JSON.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        from paceline.decoder.weights.atomic_write import save_bytes
+
+        said = {"system": self.conversation.system, "messages": self.conversation.turns}
+        save_bytes(file, [json.dumps(said, ensure_ascii=False, indent=1).encode()])
+
+    def load(self, file: Path) -> None:
+        """Go on with a conversation that `save` wrote.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or is no conversation. The one before stays.
+        """
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+            system, turns = said["system"], said["messages"]
+            roles = [turn["role"] for turn in turns if isinstance(turn["content"], str)]
+            right = roles == ["user", "assistant"] * (len(turns) // 2) and (system is None or isinstance(system, str))
+        except (OSError, ValueError, KeyError, TypeError):
+            right = False
+        if not right:
+            raise ConfigurationError(f"/load: expected a file of /save, got {file}; give the name of one")
+        self.conversation.system, self.conversation.turns = system, turns
+
     def _obey(self, name: str, value: str) -> bool:
         """Whether that was the end."""
         value = value.strip()
         err = console.err()
         if name in ("quit", "exit"):
             return True
-        if name == "mode" and value:
+        if name in ("draft", "mode") and value:
             self.modes.use(value)
+        elif name == "race":
+            self.race(value.split())
+        elif name == "save" and value:
+            self.save(Path(value))
+        elif name == "load" and value:
+            self.load(Path(value))
         elif name == "stats":
             err.print(console.statistics_table(*self.last) if self.last else "nothing was answered yet")
         elif name == "seed" and value.removeprefix("-").isdecimal():
@@ -321,6 +442,18 @@ class Session:
         return False
 
 
+def _depths(texts: list[str]) -> tuple[int, ...]:
+    """``["2,4", "6"]`` -> (2, 4, 6).
+
+    Raises:
+        ConfigurationError: they are no numbers from 0 on.
+    """
+    parts = ",".join(texts).split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ConfigurationError(f"--k: expected numbers from 0 on, such as 2,4, got {', '.join(texts)}; correct it")
+    return tuple(map(int, parts))
+
+
 @command(app)
 def bench(
     target: TargetFolder,
@@ -329,22 +462,23 @@ def bench(
     *,
     loader: LoadOptions,
     k: Annotated[
-        list[int] | None, typer.Option(help="Number of draft tokens per round; repeatable. Default: 2, 4 and 6.")
+        list[str] | None,
+        typer.Option(help="Numbers of draft tokens per round to measure, such as 2,4; repeatable. Default: 2,4,6."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Number of new tokens per prompt.")] = 128,
-    count: Annotated[int, typer.Option(help="Number of prompts to use, from the first on.")] = 6,
+    max_new_tokens: MaxNewTokens = 128,
+    num_prompts: NumPrompts = 6,
 ) -> None:
     """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
     with console.refusals():
-        texts = read_prompts(prompts)[: max(0, count)]
+        texts = read_prompts(prompts)[: max(0, num_prompts)]
         if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
             raise SamplingError(f"--max-new-tokens: expected at least 2, got {max_new_tokens}; raise it")
         if not texts:
             raise PromptError(
                 f"--prompts: expected at least one prompt to measure with in {prompts}, got none; give JSON lines "
-                "and a --count of 1 or more"
+                "and a --num-prompts of 1 or more"
             )
-        lengths = tuple(k or (2, 4, 6))
+        lengths = _depths(k or ["2,4,6"])
         for length in lengths:
             checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
         from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need

@@ -19,16 +19,24 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, command
+from paceline.cli.options import (
+    BATCH_SIZE,
+    AsJson,
+    ConfigFile,
+    DraftConfigFile,
+    FixedK,
+    InstanceName,
+    MaxDepth,
+    Trace,
+    command,
+    neuron_instance,
+)
 from paceline.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from paceline.experiments.questions import LoadPlan, Policy
     from paceline.experiments.runner import ExperimentPlan
     from paceline.experiments.store import CellResult, Store
-
-_GO_ON = 75
-"""Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 app = typer.Typer()
 
@@ -37,17 +45,26 @@ app = typer.Typer()
 def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; finished cells in it are kept.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results; finished cells in it are kept. Required unless --dry-run is given."),
+    ] = None,
     ray: Annotated[str | None, typer.Option(help="Ray cluster for the cells: an address, auto or local.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Minutes until no new cell starts; run again to resume.")
+        float | None,
+        typer.Option(
+            "--max-minutes",
+            "--minutes",
+            min=0,
+            help="Minutes after which no new cell starts; run the command again to resume. Default: no limit.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the cells and an estimated time.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
+    """Run the unfinished cells, and write results.jsonl, results.parquet, report.md, report.html and traces.
 
-    Exit status 1 if a cell failed, 75 if --minutes ended before all was done.
+    Exit status 1 if a cell failed, 75 if --max-minutes ended before all was done.
     """
     with console.refusals():
         from paceline.experiments import runner
@@ -97,7 +114,7 @@ def run(
     if any(missing):
         cells, files = missing
         console.say(console.err(), f"{cells} cells and {files} traces are left; the same command goes on with them")
-        raise typer.Exit(_GO_ON)
+        raise typer.Exit(console.UNFINISHED)
 
 
 def _show_warnings(planned: ExperimentPlan, store: Store | None) -> None:
@@ -150,11 +167,18 @@ class PolicyOptions:
 
     drafter: Annotated[
         tuple[str, ...],
-        typer.Option(help="Drafter: recorded, a text drafter (ngram, suffix:min_match=3), a list a+b, or choice:a+b."),
+        typer.Option(
+            "--draft",
+            "--drafter",
+            help="Drafter: recorded, a text drafter (ngram, suffix:min_match=3), a list a+b, or choice:a+b.",
+        ),
     ] = ()
     k: Annotated[
         str | None,
-        typer.Option(help="Draft depths: 4, 1,2,4, 1:8, or adaptive [0,2,4], with --times. Default: as recorded."),
+        typer.Option(
+            help="Draft depths: 4, 1,2,4, 1:8, or to choose among in each round, with --times: auto:0,2,4. Default: as "
+            "recorded."
+        ),
     ] = None
     confidence: Annotated[
         str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
@@ -167,7 +191,8 @@ def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Polic
     from paceline.experiments.questions import Policy, parse_depths, parse_shares
 
     k = asked.k
-    ladder = () if k is None or not k.startswith("[") else tuple(sorted(parse_depths(k.strip("[]"))))
+    adaptive = k is not None and k.startswith(("auto:", "["))
+    ladder = tuple(sorted(parse_depths(k.removeprefix("auto:").strip("[]")))) if k and adaptive else ()
     depths = [None] if k is None or ladder else list(parse_depths(k))
     nodes = None if asked.tree is None else parse_depths(asked.tree, "--tree")
     thresholds = [None] if asked.confidence is None else list(parse_shares(asked.confidence, "--confidence"))
@@ -177,15 +202,15 @@ def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Polic
 
 @command(app, "whatif")
 def whatif(
-    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    trace: Trace,
     asked: PolicyOptions,
     *,
-    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
+    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
     target: Annotated[Path | None, typer.Option(help="Model folder that the trace must belong to.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
+    """Simulate other drafters, depths, trees or batch sizes on recorded sequences, without a model."""
     with console.refusals():
         from paceline.experiments import questions
         from paceline.experiments.config import fingerprint
@@ -197,7 +222,7 @@ def whatif(
         if target is not None:
             check_target(loaded, fingerprint(str(target)), str(target))
         if batch_size < 1:
-            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+            raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         measured = None if times is None else load_times(times).of(loaded)
         answers: list[dict[str, Any]] = []
         refused: list[tuple[str, ConfigurationError]] = []
@@ -223,16 +248,18 @@ def whatif(
 
 @app.command()
 def regret(
-    trace: Annotated[Path, typer.Argument(help="Trace in the traces/ folder of an experiment.")],
+    trace: Trace,
     *,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="Drafter to choose among. Default: recorded ones of chains, ngram and suffix."),
+        typer.Option(
+            "--draft", "--drafter", help="Drafter to choose among. Default: recorded ones of chains, ngram and suffix."
+        ),
     ] = None,
-    k: Annotated[int, typer.Option(help="Number of draft tokens per round.", min=1)] = 4,
+    k: FixedK = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
+    """Show how many rounds a choice among drafters loses against the best fixed one, on recorded sequences."""
     with console.refusals():
         from paceline.experiments.questions import regret as asked
         from paceline.experiments.trace import load_trace
@@ -252,11 +279,11 @@ def regret(
 @app.command()
 def tune(
     folder: ResultFolder,
-    trace: Annotated[Path, typer.Argument(help="Trace in the experiment's traces/ folder.")],
+    trace: Trace,
     *,
     out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
-    batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 1,
-    max_depth: Annotated[int, typer.Option(help="Largest draft depth to try.")] = 8,
+    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 1,
+    max_depth: MaxDepth = 8,
     trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
     check: Annotated[bool, typer.Option(help="Run the best choice and compare it with plain decoding.")] = True,
     as_json: AsJson = False,
@@ -439,10 +466,15 @@ class MeasuredOptions:
 class HardwareOptions:
     """A Neuron chip, by arithmetic."""
 
-    target: Annotated[Path | None, typer.Option(help="Target: its config.json, or a folder with one.")] = None
-    draft: Annotated[Path | None, typer.Option(help="Draft model: its config.json, or a folder with one.")] = None
-    instance: Annotated[str, typer.Option(help="Instance type, of the inf2 or trn1 family.")] = "inf2.48xlarge"
-    tp: Annotated[tuple[int, ...] | None, typer.Option(help="Degree to try; repeatable. Default: all.")] = None
+    target: Annotated[Path | None, ConfigFile] = None
+    draft: Annotated[Path | None, DraftConfigFile] = None
+    instance: InstanceName = None
+    tp_degree: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(
+            "--tp-degree", "--tp", help="Tensor-parallel degrees to try, such as 2,4; repeatable. Default: all."
+        ),
+    ] = None
     acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute).")] = 0.05
 
 
@@ -454,11 +486,11 @@ def plan_speed(
     acceptance: Annotated[
         str | None, typer.Option(help="Acceptance rate of a draft token, or rates by position: 0.8 or 0.8,0.7,0.6.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Loads: numbers of concurrent requests.")] = "1",
-    max_depth: Annotated[int, typer.Option(min=1, help="Largest draft depth to consider.")] = 8,
+    batch_sizes: Annotated[str, typer.Option(help="Numbers of requests decoded at the same time, such as 1,4.")] = "1",
+    max_depth: MaxDepth = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Say which mode, draft length and cores are the fastest at each load, how sure that is, or not to speculate.
+    """Find the fastest mode, draft length and cores at each load and how certain that is; or not to speculate.
 
     From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance).
     """
@@ -522,21 +554,20 @@ def _measured(
 def _hardware(
     options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
-    from paceline.experiments.questions import parse_shares
+    from paceline.experiments.questions import parse_depths, parse_shares
     from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
     from paceline.neuron.round_graphs import read_config
-    from paceline.placement.planning.instances import instance_named
 
     if options.target is None or options.draft is None or acceptance is None:
         raise ConfigurationError("--acceptance: expected --target, --draft and --acceptance; give all three")
     question = HardwareQuestion(
         read_config(options.target),
         read_config(options.draft),
-        instance_named(options.instance),
+        neuron_instance(options.instance),
         parse_shares(acceptance, "--acceptance"),
         options.acceptance_error,
         max_depth,
-        options.tp or (),
+        parse_depths(",".join(options.tp_degree), "--tp-degree") if options.tp_degree else (),
     )
     return from_hardware(question, sizes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -138,6 +139,20 @@ MODELS = _all_in(
     },
 )
 
+PANELS: dict[str, str] = {
+    name: panel
+    for panel, names in {
+        "Run": ("generate", "chat", "compile", "fetch", "list"),
+        "Serve": ("serve", "models"),
+        "Measure": ("bench", "experiment"),
+        "Train": ("train", "medusa-tree", "convert-medusa", "convert-eagle"),
+        "Plan": ("plan", "plan-speed", "cost", "export-hlo"),
+        "Diagnose": ("doctor", "selftest", "verify"),
+    }.items()
+    for name in names
+}
+"""Of a command or group the panel of `paceline --help` that shows it."""
+
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""
 
@@ -155,13 +170,16 @@ class Commands(TyperGroup):
         return name, get_group(command.callback().app).commands[name], rest  # type: ignore[misc]  # it has one
 
     def main(self, *args: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # in an ASCII locale a "?" is better than a traceback
+                stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
         try:
             return super().main(*args, **options)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             with suppress(OSError):  # it may be the one that is full
-                typer.secho(f"error: the output cannot be written ({error.strerror})", fg="red", err=True)
+                typer.echo(f"error: the output cannot be written ({error.strerror})", err=True)
             for stream in (sys.stdout, sys.stderr):
                 _forget(stream)
             sys.exit(1)
@@ -182,16 +200,19 @@ def _module(name: str) -> Callable[[], Any]:
 def _group(text: str, commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
     group = typer.Typer(cls=Commands, help=text, no_args_is_help=True, pretty_exceptions_enable=False)
     for name, (module, summary) in commands.items():
-        group.command(name, help=summary)(_module(module))
+        group.command(name, help=summary, rich_help_panel=PANELS.get(name) if commands is COMMANDS else None)(
+            _module(module)
+        )
     return group
 
 
-app = _group("Decode with several models at once: small models set the pace, the big one decides.", COMMANDS)
-app.add_typer(_group("Train heads for a target.", TRAIN), name="train")
-app.add_typer(
-    _group("Measure acceptance and speed over a grid, and answer what-if questions.", EXPERIMENT), name="experiment"
-)
-app.add_typer(_group("Models of a running service: list, load, unload, pin.", MODELS), name="models")
+app = _group("Speculative decoding on CPUs and AWS Neuron: drafts are proposed, the target verifies them.", COMMANDS)
+for _name, _text, _rows in (
+    ("train", "Train heads for a target.", TRAIN),
+    ("experiment", "Measure acceptance and speed over a grid, and answer what-if questions.", EXPERIMENT),
+    ("models", "Models of a running service: list, load, unload, pin.", MODELS),
+):
+    app.add_typer(_group(_text, _rows), name=_name, rich_help_panel=PANELS[_name])
 
 
 atexit.register(gc.freeze)  # all memory goes with the process: Python need not look for circles in PyTorch's modules

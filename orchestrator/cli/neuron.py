@@ -11,7 +11,20 @@ import typer
 from rich.table import Table
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, checked, command, load_generator
+from paceline.cli.options import (
+    BATCH_SIZE,
+    AsJson,
+    ConfigFile,
+    DraftConfigFile,
+    FixedK,
+    InstanceName,
+    TargetFolder,
+    TpDegree,
+    checked,
+    command,
+    load_generator,
+    neuron_instance,
+)
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError, ConfigurationError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
@@ -19,14 +32,15 @@ from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.environment import cache_root
 from paceline.decoder.options import LoadOptions
 from paceline.draft_spec import parse_draft
-from paceline.placement.planning.instances import instance_named
 
 app = typer.Typer()
+
+SamplingMode = Annotated[str, typer.Option(help="Sampling mode: greedy, top-k, full or wide.")]
 
 
 @command(app, "compile")
 def compile_graphs(
-    target: Annotated[Path, typer.Argument(help="Folder of the model.")],
+    target: TargetFolder,
     config: SpeculativeConfig,
     loader: LoadOptions,
     *,
@@ -38,7 +52,7 @@ def compile_graphs(
         Path | None, typer.Option(help="Folder to copy the graphs to, for deployment. Default: only the cache.")
     ] = None,
 ) -> None:
-    """Compile all graphs of a model and its draft ahead of their first use, on a backend that compiles (neuron).
+    """Compile all graphs of a model and its draft before their first use, on a backend that compiles (neuron).
 
     These are the graphs of plain decoding, those of rounds of k drafted tokens, and those of the draft. Without a
     draft, rounds are compiled for n-grams. CPUs need no such step: native records graphs in milliseconds.
@@ -74,7 +88,7 @@ def compile_graphs(
 class GraphOptions:
     """The graph of a round."""
 
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of cache slots.")] = 1
+    batch_size: Annotated[int, typer.Option(min=1, help=BATCH_SIZE)] = 1
     used_slots: Annotated[
         int | None,
         typer.Option(min=1, help="Number of slots that the graph computes, from the first on. Default: all."),
@@ -101,23 +115,18 @@ class GraphOptions:
 @command(app, "cost")
 def cost_of_round(
     *,
-    target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            help="config.json of the draft model or EAGLE head, or a folder with one. Default: plain decoding."
-        ),
-    ] = None,
-    instance: Annotated[str, typer.Option(help="Instance type with Neuron chips.")] = "inf2.48xlarge",
-    tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
-    k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
-    sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
+    target: Annotated[Path, ConfigFile],
+    draft: Annotated[Path | None, DraftConfigFile] = None,
+    instance: InstanceName = None,
+    tp: TpDegree = 1,
+    k: FixedK = 4,
+    sampling: SamplingMode = "greedy",
     graph: GraphOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a round of speculation, or a plain step, on Neuron chips by arithmetic, without weights or a chip."""
+    """Estimate the time of a speculative round, or of a plain step, on Neuron chips, without weights or a chip."""
     with console.refusals():
-        (kind,), lines, machine = known_kinds([sampling]), graph.lines(), instance_named(instance)
+        (kind,), lines, machine = known_kinds([sampling]), graph.lines(), neuron_instance(instance)
         from paceline.neuron.round_cost import round_cost, to_json
         from paceline.neuron.round_graphs import ModelDraft, RoundSetup, read_config, read_draft
 
@@ -128,7 +137,7 @@ def cost_of_round(
     if as_json:
         typer.echo(to_json(found))
         return
-    table = Table(title=f"a round on {instance}, tp {tp}, k {k}, {kind}: milliseconds by arithmetic, not measured")
+    table = Table(title=f"a round on {machine.name}, tp {tp}, k {k}, {kind}: milliseconds by arithmetic, not measured")
     table.add_column("")
     for column in ("memory", "tensor", "vector", "scalar", "gather"):
         table.add_column(column, justify="right")
@@ -150,30 +159,28 @@ def cost_of_round(
 def export_graphs(
     folder: Annotated[Path, typer.Argument(help="Folder for the graphs.")],
     *,
-    target: Annotated[Path, typer.Option(help="Target: its config.json, or a folder with one.")],
-    draft: Annotated[Path, typer.Option(help="Draft model or EAGLE head: its config.json, or a folder with one.")],
-    instance: Annotated[str, typer.Option(help="Instance type, of the inf2, trn1 or trn2 family.")] = "inf2.48xlarge",
-    tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel degree: number of cores that both models are sharded over.")
-    ] = 8,
-    k: Annotated[int, typer.Option(min=1, help="Number of draft tokens per round.")] = 4,
-    sampling: Annotated[str, typer.Option(help="Sampling mode: greedy, top-k, full or wide.")] = "greedy",
-    layers: Annotated[
+    target: Annotated[Path, ConfigFile],
+    draft: Annotated[Path, DraftConfigFile],
+    instance: InstanceName = None,
+    tp: TpDegree = 1,
+    k: FixedK = 4,
+    sampling: SamplingMode = "greedy",
+    max_layers: Annotated[
         int | None, typer.Option(min=1, help="Largest number of layers to export; fewer compile sooner. Default: all.")
     ] = None,
 ) -> None:
-    """Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc without a chip.
+    """Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc on any machine.
 
     HLO modules where torch_xla is installed (`make test-xla` builds such an environment), text elsewhere.
     """
     with console.refusals():
-        (kind,), machine = known_kinds([sampling]), instance_named(instance)
+        (kind,), machine = known_kinds([sampling]), neuron_instance(instance)
         from paceline.neuron.graph_export import export
         from paceline.neuron.round_graphs import RoundSetup, read_config, read_draft
 
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
-        found = export(setup, machine, folder, layers=layers)
+        found = export(setup, machine, folder, layers=max_layers)
     graphs = found["graphs"]
     assert isinstance(graphs, list)
     for graph in graphs:

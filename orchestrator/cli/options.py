@@ -2,12 +2,12 @@
 
 A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
 so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
-dataclass field's metadata ``help``; a field with None there is no option). A field annotated with ``typer.Option``
-keeps that. Tuples and sequences are repeatable options; what typer has no type for is taken as text, which the
-configuration type parses. ``Annotated[dict[str, Any], T, ...]`` are the options of several types as they are written,
-those that are given; what another parameter of the command is called is left to it. How a model is loaded is
-`paceline.decoder.options.LoadOptions`, who drafts `paceline.config.SpeculativeConfig`, and how texts are sampled
-`paceline.engine.request.SamplingParams`.
+dataclass field's metadata ``help``, with None there it is no option; and ``names`` where the option has others). A
+field annotated with ``typer.Option`` keeps that. Tuples and sequences are repeatable options; what typer has no type
+for is taken as text, which the configuration type parses. ``Annotated[dict[str, Any], T, ...]`` are the options of
+several types as they are written, those that are given; what another parameter of the command is called is left to it.
+How a model is loaded is `paceline.decoder.options.LoadOptions`, who drafts `paceline.config.SpeculativeConfig`, and how
+texts are sampled `paceline.engine.request.SamplingParams`.
 
 Everything that configurations and options say is checked by `checked`, before PyTorch is imported.
 """
@@ -18,7 +18,8 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -30,11 +31,12 @@ from typer.models import ParameterInfo
 
 from paceline.cli import console
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import PromptError, SamplingError
+from paceline.core.errors import PlanError, PromptError, SamplingError
 from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
+from paceline.placement.planning.instances import Instance, instance_named
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
     from paceline.generator import SpeculativeGenerator
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+BATCH_SIZE = "Number of requests decoded at the same time."
+LAYOUT = "Layout to write: paceline, "
+FixedK = Annotated[int, typer.Option(min=1, help="Number of draft tokens per round.")]
+MaxDepth = Annotated[int, typer.Option(min=1, help="Largest number of draft tokens per round to try.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
 InstanceName = Annotated[
     str | None,
     typer.Option(
@@ -56,8 +63,19 @@ TargetFolder = Annotated[
     Path,
     typer.Option(help="Target: a folder, a GGUF file, the name of a fetched model, or an id of the Hugging Face hub."),
 ]
-
-
+ConfigFile = typer.Option(help="Target: its config.json, or a folder with one.")
+DraftConfigFile = typer.Option(help="Draft model or EAGLE head: its config.json, or a folder with one.")
+Trace = Annotated[Path, typer.Argument(help="Trace in the traces/ folder of an experiment.")]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", "--count", help="Number of prompts, from the first on.")]
+TpDegree = Annotated[
+    int,
+    typer.Option(
+        "--tp-degree",
+        "--tp",
+        min=1,
+        help="Tensor-parallel degree: number of cores that both models are sharded over.",
+    ),
+]
 SamplingKeys = Annotated[dict[str, Any], SamplingParams]
 
 
@@ -66,7 +84,7 @@ class SamplingOptions:
     """How one text is sampled and when it ends, in other words than `SamplingParams` or with other defaults."""
 
     temperature: Annotated[float, typer.Option(help="Sampling temperature: above 0 samples, 0 is greedy.")] = 0.0
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128
+    max_new_tokens: MaxNewTokens = 128
     stop: Annotated[
         tuple[str, ...] | None,
         typer.Option(help="Stop string, taken literally; repeatable. A newline in bash: $'\\n'."),
@@ -140,6 +158,28 @@ class OutputOptions:
     as_json: AsJson = False
 
 
+def neuron_instance(name: str | None) -> Instance:
+    """The instance type of that name; None is this machine, which must have a Neuron chip then.
+
+    Raises:
+        PlanError: there is no such type, or no chip.
+    """
+    found = instance_named(name)
+    if name is None and not found.sdk:
+        raise PlanError("--instance: expected a type such as inf2.48xlarge where no Neuron chip is, got none; name one")
+    return found
+
+
+_PANELS: dict[Any, str] = {
+    LoadOptions: "Model",
+    SpeculativeConfig: "Drafting",
+    SamplingOptions: "Sampling",
+    SamplingParams: "Sampling",
+    OutputOptions: "Output",
+}
+"""Of a configuration type the panel of its options in the help."""
+
+
 def checked(target: Path, options: LoadOptions, config: SpeculativeConfig | None = None) -> Loadable:
     """The target of a command, which can be loaded, with the drafters that are asked for; errors as `prepared`."""
     found = loadable(target, options)
@@ -189,17 +229,24 @@ _SIMPLE = (str, int, float, bool, Path)
 _REQUIRED = inspect.Parameter.empty
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Add a command to ``app``, as ``app.command(name)`` does, with options for its configuration types."""
+def command(
+    app: typer.Typer, name: str | None = None, *, hidden: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Add a command to ``app``, as ``app.command(name)`` does, with options for its configuration types.
+
+    ``hidden``: fields whose options the help leaves out; ``without``: fields that are no options.
+    """
 
     def add(function: Callable[..., Result]) -> Callable[..., Result]:
-        app.command(name=name)(expand(function))
+        app.command(name=name)(expand(function, hidden=hidden, without=without))
         return function
 
     return add
 
 
-def expand(function: Callable[..., Result]) -> Callable[..., Result]:
+def expand(
+    function: Callable[..., Result], *, hidden: Collection[str] = (), without: Collection[str] = ()
+) -> Callable[..., Result]:
     """The same command with every field of its configuration types as a parameter.
 
     Values that a configuration type refuses are shown as an error of the command line.
@@ -213,8 +260,10 @@ def expand(function: Callable[..., Result]) -> Callable[..., Result]:
         if make is None:
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
             continue
-        known = {one.name for one in parameters}
+        known = {one.name for one in parameters} | set(without)
         options = [option for one in kinds for option in _options(one) if option.name not in known]
+        for option in options:
+            option.info.hidden = option.name in hidden
         groups[parameter.name] = (make, options)
         parameters += [option.parameter for option in options]
 
@@ -256,6 +305,12 @@ class _Option:
     one_or_more: bool
 
     @property
+    def info(self) -> ParameterInfo:
+        """Settings of the typer parameter."""
+        info: ParameterInfo = get_args(self.parameter.annotation)[1]
+        return info
+
+    @property
     def name(self) -> str:
         return self.parameter.name
 
@@ -265,9 +320,16 @@ class _Option:
 
 
 def _options(kind: Any) -> list[_Option]:
+    options = _fields(kind)
+    for option in options:
+        option.info.rich_help_panel = _PANELS.get(kind)
+    return options
+
+
+def _fields(kind: Any) -> list[_Option]:
     if issubclass(kind, BaseModel):
         return [
-            _option(name, field.annotation, default=field.get_default(), description=field.description)
+            _option(name, field.annotation, default=field.get_default(), help_text=field.description)
             for name, field in kind.model_fields.items()
         ]
     hints = get_type_hints(kind, include_extras=True)
@@ -276,13 +338,15 @@ def _options(kind: Any) -> list[_Option]:
         if field.metadata.get("help", "") is None:
             continue
         default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        options.append(_option(field.name, hints[field.name], default=default, description=field.metadata.get("help")))
+        names, text = field.metadata.get("names", ()), field.metadata.get("help")
+        options.append(_option(field.name, hints[field.name], names, default=default, help_text=text))
     return options
 
 
-def _option(name: str, annotation: Any, *, default: Any, description: str | None) -> _Option:
+def _option(name: str, annotation: Any, names: Sequence[str] = (), *, default: Any, help_text: str | None) -> _Option:
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    option = next((part for part in extra if isinstance(part, ParameterInfo)), typer.Option(help=description))
+    usual = typer.Option(*names, help=help_text)
+    option = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
     kind, default, one_or_more = _typer_type(kind, default)
     parameter = inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]

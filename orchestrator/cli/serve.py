@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, InstanceName, ModelsFile, command
+from paceline.cli.options import BATCH_SIZE, AsJson, InstanceName, ModelsFile, command
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import BackendError, ConfigurationError, WorkerError
 from paceline.decoder.options import LoadOptions
@@ -127,7 +127,7 @@ class OneModel:
         typer.Option(help="Target to serve without a models file: a folder or the name of a fetched model."),
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the model in requests. Default: the folder's name.")] = None
-    batch_size: Annotated[int, typer.Option(help="Number of requests decoded at the same time.")] = 8
+    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 8
     max_waiting: Annotated[
         int | None,
         typer.Option(help="Maximum number of requests that wait for a slot; more get status 429. Default: 1024."),
@@ -165,7 +165,7 @@ def serve_models(
     *,
     models: Annotated[Path | None, typer.Argument(help="YAML file with a list `models`; or give --target.")] = None,
 ) -> None:
-    """Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C."""
+    """Serve models over OpenAI's API: chat, completions, responses; a page at /, and /metrics. Stop it with Ctrl-C."""
     with console.refusals():
         source = _source(models, model, keys)
         specs, policy = _read(source)
@@ -233,7 +233,7 @@ _MIB = 1 << 20
 
 @app.command(name="plan")
 def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJson = False) -> None:
-    """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
+    """Assign the models of a file to the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
         planned = plan(read_models(models), instance_named(instance))
         read_fault_policy(models)  # nothing is started here, but errors in the file show now

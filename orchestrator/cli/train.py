@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import TargetFolder, checked, command, load, read_prompts
+from paceline.cli.options import LAYOUT, MaxNewTokens, TargetFolder, checked, command, load, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
-from paceline.heads.options import CachedTextOptions
+from paceline.heads.options import EVAL_SAMPLES, CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
-Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 Data = Annotated[
     list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
 ]
@@ -53,9 +52,13 @@ class MedusaHeadOptions:
     """Sizes of the Medusa heads to train."""
 
     heads: int = field(
-        default=4, metadata={"help": "Number of heads, that is of tokens to predict after the target's own."}
+        default=4,
+        metadata={
+            "names": ("--num-heads",),
+            "help": "Number of heads, that is of tokens to predict after the target's own.",
+        },
     )
-    layers: int = field(default=1, metadata={"help": "Number of residual blocks per head."})
+    layers: int = field(default=1, metadata={"names": ("--num-layers",), "help": "Number of residual blocks per head."})
     tie_lm_head: bool = field(
         default=True, metadata={"help": "Use the target's output layer; otherwise each head has its own."}
     )
@@ -63,7 +66,7 @@ class MedusaHeadOptions:
 
 @command(app, "medusa")
 def medusa(
-    target: Target,
+    target: TargetFolder,
     data: Data,
     out: Out,
     *,
@@ -101,7 +104,7 @@ def medusa(
             )
     if accuracy is None:
         console.say(console.err(), _STOPPED)
-        raise typer.Exit(3)
+        raise typer.Exit(console.UNFINISHED)
     table = accuracy.top()
     console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
     typer.echo(json.dumps({"heads": heads.heads, "places": accuracy.places, "top": table}))
@@ -205,7 +208,7 @@ def _files(path: Path) -> list[Path]:
 
 @command(app, "eagle")
 def eagle(
-    target: Target,
+    target: TargetFolder,
     data: Data,
     out: Out,
     *,
@@ -236,7 +239,7 @@ def eagle(
             )
     if shares is None:
         console.say(console.err(), _STOPPED)
-        raise typer.Exit(3)
+        raise typer.Exit(console.UNFINISHED)
     shown = " ".join(f"{share:.3f}" for share in shares)
     console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")
     typer.echo(json.dumps({"version": head.version, "greedy chains": shares}))
@@ -247,10 +250,10 @@ def convert_eagle(
     source: Annotated[Path, typer.Argument(help="Folder of the EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the head's target. Default: none.")],
-    layout: Annotated[str, typer.Option(help="Layout to write: paceline, eagle, nxd or speculators.")] = "paceline",
+    target: TargetFolder,
+    layout: Annotated[str, typer.Option(help=LAYOUT + "eagle, nxd or speculators.")] = "paceline",
 ) -> None:
-    """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
+    """Convert an EAGLE head to another layout: Paceline's, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
         from paceline.eagle import checkpoint
         from paceline.heads.frozen_model import FrozenTarget
@@ -278,8 +281,8 @@ class TreeOptions:
     data_dtype: str | None = field(
         default=None, metadata={"help": "Token id type of .bin files without a header: uint16 or uint32."}
     )
-    eval_samples: int = field(default=48, metadata={"help": "Number of prompts to use."})
-    max_new_tokens: int = field(default=128, metadata={"help": "Number of new tokens per prompt."})
+    eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
+    max_new_tokens: MaxNewTokens = 128
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.max_new_tokens < 1:
@@ -289,7 +292,7 @@ class TreeOptions:
             )
 
 
-@command(app, "medusa-tree")
+@command(app, "medusa-tree", hidden={"batch_size", "n_positions"})
 def medusa_tree(
     target: TargetFolder,
     heads: Annotated[Path, typer.Option(help="Folder of the heads.")],
@@ -340,10 +343,10 @@ def convert_medusa(
     source: Annotated[Path, typer.Argument(help="Folder of the Medusa heads, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    target: Annotated[Path, typer.Option(help="Folder of the heads' target. Default: none.")],
-    layout: Annotated[str, typer.Option(help="Layout to write: paceline, medusa or nxd.")] = "paceline",
+    target: TargetFolder,
+    layout: Annotated[str, typer.Option(help=LAYOUT + "medusa or nxd.")] = "paceline",
 ) -> None:
-    """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
+    """Convert Medusa heads to another layout: Paceline's, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import checkpoint

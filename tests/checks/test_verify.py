@@ -172,7 +172,8 @@ def test_the_reference_of_first_tokens_is_the_table() -> None:
 
 def test_the_command(workshop: Workshop) -> None:
     target, draft = workshop.checkpoint(), workshop.checkpoint("draft")
-    asked = ["--target", str(target), "--draft", str(draft), "--backend", "eager", "--amp", "f32", "--minutes", "1e-6"]
+    asked = ["--target", str(target), "--draft", str(draft), "--backend", "eager", "--amp", "f32"]
+    asked += ["--max-minutes", "1e-6"]
     done = call("verify", *asked, "--only", "repeats", "--batch-sizes", "1,2", "--json")
     assert done.exit_code == 0, done.stderr
     values = json.loads(done.stdout)

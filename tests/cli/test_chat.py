@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.decode import Modes
+from paceline.cli.decode import Modes, history
 from paceline.cli.main import app
 from paceline.core.errors import PromptError, RequestError
 from paceline.generator import SpeculativeGenerator
@@ -66,12 +66,57 @@ def test_answers_are_remembered_until_reset(chatty: Path) -> None:
 
 def test_the_mode_changes_no_token_and_the_seed_does(chatty: Path) -> None:
     hot = ("--temperature", 1.0)
-    lines = ("w5", "/reset", "/mode ngram", "w5", "/stats", "/reset", "/mode plain", "w5", "/reset", "/seed 9", "w5")
+    lines = ("w5", "/reset", "/draft ngram", "w5", "/stats", "/reset", "/mode plain", "w5", "/reset", "/seed 9", "w5")
     answers, rest = talk(chatty, *lines, options=hot)
     assert rest.count("[cut at 6 tokens: --max-new-tokens]") == 4, "it does not look like the model's own end"
     assert answers[0] == answers[1] == answers[2] == answer(chatty, "w1 w5 w2", *hot)
     assert answers[3] == answer(chatty, "w1 w5 w2", *hot, "--seed", 9) != answers[0]
     assert "acceptance length" in rest
+
+
+def test_a_question_may_have_several_lines(chatty: Path) -> None:
+    expected = answer(chatty, "w1 w5 w6 w2")
+    assert talk(chatty, "w5 \\", "w6", "/reset", '"""', "w5", "w6", '"""', "/reset", "w5 \\")[0] == [
+        expected,
+        expected,
+        answer(chatty, "w1 w5 w2"),
+    ]
+
+
+def test_a_conversation_is_saved_and_goes_on(chatty: Path, tmp_path: Path) -> None:
+    file, wrong = tmp_path / "talk.json", tmp_path / "wrong.json"
+    both = talk(chatty, "/system w7", "w5", f"/save {file}", "w6")[0]
+    said = json.loads(file.read_text())
+    assert said["system"] == "w7" and [turn["role"] for turn in said["messages"]] == ["user", "assistant"]
+    for text in ("{", "[]", '{"system": 1, "messages": []}', '{"system": null, "messages": [{"role": "user"}]}'):
+        wrong.write_text(text)
+        again, rest = talk(chatty, f"/load {file}", f"/load {wrong}", "w6")
+        assert again == both[1:] and f"error: /load: expected a file of /save, got {wrong}" in rest
+    assert "error: " in talk(chatty, f"/save {file / 'below a file'}")[1]
+
+
+def test_a_race_answers_the_last_question_again_with_each_draft(chatty: Path) -> None:
+    answers, rest = talk(chatty, "/race", "w5", "/race ngram suffix", "/race", "w6", options=("--draft", "ngram"))
+    first = answer(chatty, "w1 w5 w2")
+    assert answers == [first, answer(chatty, f"w1 w5 w1 {first} w1 w6 w2")], "it leaves the conversation as it is"
+    assert "error: /race: expected a question before it" in rest
+    assert rest.count("the same") == 5 and "another" not in rest
+    assert "race: suffix" in rest and "race: the current draft" in rest
+
+
+def test_the_history_is_a_file_for_its_owner(tmp_path: Path) -> None:
+    readline = pytest.importorskip("readline")
+    file = tmp_path / "new" / "history"
+    readline.clear_history()
+    with history(file):
+        readline.add_history("a question")
+    assert file.stat().st_mode & 0o777 == 0o600
+    readline.clear_history()
+    with history(file):
+        assert readline.get_history_item(1) == "a question"
+    readline.clear_history()
+    with history(tmp_path / "new" / "history" / "no folder"):
+        pass
 
 
 def test_a_system_message_comes_first(chatty: Path) -> None:
@@ -85,7 +130,7 @@ def test_what_is_wrong_is_said_and_the_conversation_goes_on(chatty: Path) -> Non
     assert answers == [answer(chatty, "w1 w5 w2")]
     assert "nobody" in rest
     assert "at most 90 tokens" in rest
-    assert "/mode DRAFT" in rest
+    assert "/draft DRAFT" in rest
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +168,7 @@ def test_a_lossy_rule_says_so_and_an_error_is_shown(chatty: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(SpeculativeGenerator, "stream", lambda *_, **__: Closing(failing))
         answers, rest = talk(chatty, "w5", "/seed \u00b2")
-    assert "error: that went wrong" in rest and "/mode DRAFT" in rest and answers == []
+    assert "error: that went wrong" in rest and "/draft DRAFT" in rest and answers == []
 
 
 class Closing(list[RequestOutput]):
@@ -149,7 +194,7 @@ def test_ctrl_c_while_a_mode_is_loaded_keeps_the_conversation(chatty: Path, monk
 def test_without_a_template_it_is_refused(target: Path) -> None:
     done = call("generate", "--target", target, *SHORT, "--chat", "--prompt", "w5")
     assert done.exit_code == 2
-    assert "no chat template" in done.stderr
+    assert "expected a model with a chat template, got one without" in done.stderr
 
 
 def test_the_oldest_turns_make_room(chatty: Path) -> None:

@@ -69,7 +69,7 @@ def hot(home: Path) -> object:
     "drafting",
     [
         ["--draft", "draft", "--k", "auto"],
-        ["--draft", "draft", "--k", "0,1,3", "--no-fused"],
+        ["--draft", "draft", "--k", "auto:0,1,3", "--no-fused"],
         ["--draft", "ngram", "--k", "0,2"],
         ["--draft", "ngram", "--draft", "draft", "--k", "auto"],
         ["--draft", "suffix", "--draft", "ngram:k=2", "--draft", "draft", "--k", 3],
@@ -85,7 +85,7 @@ def test_options_of_drafting_keep_the_tokens(home: Path, hot: list[int], draftin
     assert found["tokens"] == hot
     lengths = found["statistics"]["draft_lengths"]  # type: ignore[index]
     asked = str(drafting[drafting.index("--k") + 1]) if "--k" in drafting else "4"
-    depths = {"auto": {0, 1, 2, 4, 8}, "0,1,3": {0, 1, 3}, "0,2": {0, 2}}.get(asked, set())
+    depths = {"auto": {0, 1, 2, 4, 8}, "auto:0,1,3": {0, 1, 3}, "0,2": {0, 2}}.get(asked, set())
     assert set(lengths) <= depths and bool(lengths) == bool(depths)
 
 
@@ -193,13 +193,13 @@ def test_folders_without_a_model_or_a_tokenizer(home: Path, tmp_path: Path) -> N
 
 
 def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) -> None:
-    done = call("compile", home / "target", "--backend", "eager")
+    done = call("compile", "--target", home / "target", "--backend", "eager")
     assert done.exit_code == 0 and "compiles nothing" in done.stderr
-    done = call("compile", home / "target", "--backend", "eager", "--save", tmp_path)
+    done = call("compile", "--target", home / "target", "--backend", "eager", "--save", tmp_path)
     assert done.exit_code == 2 and "--save: expected a backend that compiles graphs, got" in done.stderr
-    done = call("compile", tmp_path / "missing", "--backend", "eager")
+    done = call("compile", "--target", tmp_path / "missing", "--backend", "eager")
     assert done.exit_code == 2 and "missing" in done.stderr
-    done = call("compile", home / "target", "--backend", "eager", "--draft", tmp_path)
+    done = call("compile", "--target", home / "target", "--backend", "eager", "--draft", tmp_path)
     assert done.exit_code == 2 and "config.json" in done.stderr
 
 
@@ -215,7 +215,7 @@ def test_graphs_are_made_first_where_a_backend_makes_some(
     assert "preparing graphs" in done.stderr
     assert json.loads(done.stdout)["tokens"] == answer(home)["tokens"]
     if "ngram" not in drafting:
-        made = call("compile", home / "target", *EAGER[2:], *options)
+        made = call("compile", "--target", home / "target", *EAGER[2:], *options)
         assert made.exit_code == 0 and "verify" in made.stdout, made.stderr
 
 
@@ -254,7 +254,7 @@ def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
 def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--k", 2, "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2)
+    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
 
@@ -265,7 +265,7 @@ def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
 def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str, count: int) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--count", count)
+    done = call("bench", *given, "--num-prompts", count)
     assert done.exit_code == 2 and "--prompts: expected at least one prompt" in done.stderr
     done = call("bench", *given, "--max-new-tokens", 1)
     assert done.exit_code == 2 and "at least 2" in done.stderr

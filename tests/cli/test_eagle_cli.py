@@ -23,12 +23,12 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
     (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(2400)))
     command: list[object] = [
-        "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out", "--version", 3,
-        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocab-size", 60, "--tokens", 24 * 8 * 3, "--ttt-steps", 2,
-        "--length", 24,
+        "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out",
+        "--eagle-version", 3, "--aux-layers", 0, "--aux-layers", 1, "--aux-layers", 2, "--draft-vocab-size", 60,
+        "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24,
     ]  # fmt: skip
     stopped = call(*command, "--max-minutes", 0)
-    assert stopped.exit_code == 3, stopped.stderr
+    assert stopped.exit_code == 75, stopped.stderr
     assert "again to resume" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
     assert "training, loss" in stopped.stderr, "not on a terminal: lines"
     ended = terminated(*command)
@@ -75,10 +75,10 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--version", 2], "EAGLE-2"),
-        (["--layers", 99], "numbered 0 to 2"),
+        (["--eagle-version", 2], "EAGLE-2"),
+        (["--aux-layers", 99], "numbered 0 to 2"),
         (["--draft-vocab-size", 0], "1 to 96 ids"),
-        (["--version", 1, "--draft-vocab-size", 9], "for version 1; correct it"),
+        (["--eagle-version", 1, "--draft-vocab-size", 9], "for version 1; correct it"),
         (["--ttt-steps", 0], "expected positive tokens and ttt_steps, and ttt_decay above"),
         (["--feature-cache-gb", "nan"], "feature_cache_gb: expected a size in gigabytes, got"),
         (["--feature-cache-gb", "1e300"], "feature_cache_gb: expected a size in gigabytes, got"),
@@ -88,9 +88,9 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--data", "ODD", "--data-dtype", "uint16"], "-bit ids, got a part of one at the end; write the file again"),
         (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin: expected ids of 16 bits for a vocabulary of 96"),
         (["--data", "ODD", "--data-dtype", "int8"], "for token ids, got 'int8'"),
-        (["--version", 3], "not three different ones for a target of 2 layers"),
-        (["--layers", 1, "--out", "FILE"], "cannot be created"),
-        (["--layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be created"),
+        (["--eagle-version", 3], "not three different ones for a target of 2 layers"),
+        (["--aux-layers", 1, "--out", "FILE"], "cannot be created"),
+        (["--aux-layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be created"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:

@@ -152,7 +152,7 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--draft", "nosuch"], "draft: expected a folder or one of"),
             (["--draft", "ngram:size=3"], "'size' is not an option"),
             (["--draft", "ngram:prompt_lookup_min=5"], "expected 1 <= prompt_lookup_min <= prompt_lookup_max"),
-            (["--draft", "suffix:corpus=nosuch.bin"], "the corpus nosuch.bin does not exist"),
+            (["--draft", "suffix:corpus=nosuch.bin"], "corpus: expected a file of token ids, got nosuch.bin"),
             (["--draft", "ngram", "--k", "500"], "got 501"),
             (["--draft", "DRAFT", "--k", "500"], "got 501"),
             (["--draft", "DRAFT", "--k", "x"], "got 'x'"),
@@ -177,7 +177,7 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--presence-penalty", "3"], "presence_penalty: expected a number from -2 to 2"),
             (["--repetition-penalty", "0"], "repetition_penalty: expected a positive number, got"),
             (["--stop", ""], "stop_strings: expected strings that are not empty, got an"),
-            (["--json-schema", "nosuch.json"], "cannot read nosuch.json"),
+            (["--json-schema", "nosuch.json"], "nosuch.json: the file cannot be read"),
             (["--regex", "a", "--json-schema", "nosuch.json"], "give one of them"),
             (["--backend", "nosuch"], "got 'nosuch'"),
             (["--backend", "xla", "--tp-degree", "2"], "tp_degree: expected 1 for backend="),
@@ -187,7 +187,7 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--kv-cache-dtype", "nosuch"], "got 'nosuch'"),
             (["--amp", "nosuch"], "got 'nosuch'"),
             (["--batch-size", "0"], "batch_size: expected a positive number"),
-            (["--n-positions", "4096"], "more than the 512 positions"),
+            (["--n-positions", "4096"], "n_positions: expected at most 512"),
             (["--n-positions", "2"], "a prompt shorter than 2 positions"),
             (["--prompt-file", "nosuch.txt"], "one of them"),
             (["--nosuch"], "No such option"),
@@ -197,14 +197,17 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["generate", "--target", "FOLDER", "--prompt", "x"], "config.json"),
     (["chat", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["chat", "--target", "TARGET", "--max-new-tokens", "0"], "expected at least 1"),
-    (["compile", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
-    (["compile", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
-    (["compile", "TARGET", "--sampling", "nosuch"], "expected one or more of greedy"),
+    (["compile", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
+    (["compile", "--target", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
+    (["compile", "--target", "TARGET", "--sampling", "nosuch"], "expected one or more of greedy"),
     (
         ["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
         "draft: expected a folder or one of",
     ),
-    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"], "cannot read nosuch.jsonl"),
+    (
+        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"],
+        "nosuch.jsonl: the file cannot be read",
+    ),
     (
         ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"],
         "got 501",
@@ -223,7 +226,7 @@ REFUSALS: list[tuple[list[str], str]] = [
         ["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
         "prompt: expected 1 <= prompt < length, and eval_samples of",
     ),
-    (["plan", "nosuch.yaml"], "cannot read nosuch.yaml"),
+    (["plan", "nosuch.yaml"], "nosuch.yaml: the file cannot be read"),
     (["nosuch"], "No such command"),
 ]
 
@@ -255,7 +258,7 @@ def test_a_refusal_comes_before_pytorch(refused: list[tuple[int, str, list[str]]
     ("options", "message"),
     [
         ({"backend": "nosuch"}, "got 'nosuch'"),
-        ({"n_positions": 4096}, "more than the 512 positions"),
+        ({"n_positions": 4096}, "n_positions: expected at most 512"),
         ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )

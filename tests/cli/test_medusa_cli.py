@@ -27,11 +27,11 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """Heads by the command line, in three goes."""
     out = tmp_path_factory.mktemp("heads")
     command: list[object] = [
-        "train", "medusa", "--target", target, "--data", data, "--out", out, "--heads", 2, "--tokens", 64 * 4,
+        "train", "medusa", "--target", target, "--data", data, "--out", out, "--num-heads", 2, "--tokens", 64 * 4,
         "--length", 64, "--eval-samples", 2, "--epochs", 4, "--batch-size", 2,
     ]  # fmt: skip
     stopped = call(*command, "--max-minutes", 0)
-    assert stopped.exit_code == 3
+    assert stopped.exit_code == 75
     assert "again to resume" in stopped.stderr
     assert not (out / "model.safetensors").exists()
     ended = terminated(*command)
@@ -164,8 +164,8 @@ def test_trees_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--heads", 0], "at least 1"),
-        (["--heads", 60], "60 draft positions after"),
+        (["--num-heads", 0], "at least 1"),
+        (["--num-heads", 60], "60 draft positions after"),
         (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
         (["--learning-rate", "nan"], "expected a positive"),

@@ -32,7 +32,7 @@ def test_the_default_is_that_of_eagle(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
 def test_a_small_target_has_no_default_and_says_so(workshop: Workshop, count: int) -> None:
     with pytest.raises(
-        ConfigurationError, match=rf"for a target of {count} layers; give streams from 0 to {count} \(--layers"
+        ConfigurationError, match=rf"for a target of {count} layers; give streams from 0 to {count} \(--aux-layers"
     ):
         default_layers(count)
     sizes = replace(ModelConfig.from_pretrained(workshop.checkpoint()), num_layers=count)

@@ -38,8 +38,12 @@ def test_graphs_of_a_pair_are_written_with_what_they_should_cost(tmp_path: Path)
         str(tmp_path),
         "--k",
         "1",
-        "--layers",
+        "--max-layers",
         "1",
+        "--tp-degree",
+        "8",
+        "--instance",
+        "inf2.48xlarge",
     ]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output

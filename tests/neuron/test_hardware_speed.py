@@ -28,7 +28,8 @@ def test_the_parts_of_a_round_add_up_to_the_round() -> None:
 
 def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields("Llama-3.2-1B")))
-    asked = ["plan-speed", "--target", tmp_path, "--draft", tmp_path, "--tp", "8", "--max-depth", "1"]
+    asked = ["plan-speed", "--target", tmp_path, "--draft", tmp_path, "--instance", "inf2.48xlarge", "--tp-degree", "8"]
+    asked += ["--max-depth", "1"]
     said = call(*asked, "--acceptance", "0.9", "--json")
     assert said.exit_code == 0, said.stderr
     values = json.loads(said.stdout)

@@ -171,8 +171,10 @@ def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields(name)))
     asked = ["cost", "--target", str(tmp_path / "Llama-3-70B"), "--draft", str(tmp_path / "Llama-3.2-1B"), "--k", "1"]
-    done = CliRunner().invoke(app, [*asked, "--tp", "1", "--batch-size", "256", "--json"])
+    done = CliRunner().invoke(app, [*asked, "--instance", "inf2.48xlarge", "--batch-size", "256", "--json"])
     assert done.exit_code == 0, done.output
+    nowhere = CliRunner().invoke(app, asked)
+    assert nowhere.exit_code == 2 and "--instance: expected a type such as inf2.48xlarge" in nowhere.stderr
     found = json.loads(done.stdout)
     assert found["over_limits"][1].startswith("instructions: about ") and found["round"]["instructions"] > 5e6
     assert found["over_limits"][0].startswith("memory: ") and found["round"]["memory_per_core"] > 16 * 2**30

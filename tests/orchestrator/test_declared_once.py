@@ -89,7 +89,7 @@ for command in ("generate", "chat"):
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     found[command + " three"] = "--zest" in shown and "How fresh it is." in shown
 line = ["generate", "--target", folder, "--prompt", "x", "--zest", "0"]
-found["refused"] = "zest must be at least 1, not 0" in CliRunner().invoke(app, line).output
+found["refused"] = "zest: expected a number of at least 1, got 0" in CliRunner().invoke(app, line).output
 one = experiments.parse_config({**grid, "targets": ["t"], "samplings": [{"temperature": 0.5, "zest": 5}]}, "f")
 found["experiment three"] = SamplingParams.asked(one.samplings[0].keys).zest
 

@@ -31,8 +31,8 @@ own_text() {
 }
 
 eagle() {
-    paceline train eagle --version 3 --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" \
-        --layers 2 --layers 5 --layers 8 --draft-vocab-size 3072 --tokens "$TOKENS" --ttt-steps 4 \
+    paceline train eagle --eagle-version 3 --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" \
+        --aux-layers 2 --aux-layers 5 --aux-layers 8 --draft-vocab-size 3072 --tokens "$TOKENS" --ttt-steps 4 \
         --batch-size 4 --feature-cache-gb 4 \
         --precision "$PRECISION" --work-dir "$W/eagle_work" --out "$OUT/eagle3"
 }
@@ -49,7 +49,7 @@ draft() {
 
 medusa() {
     paceline train medusa --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" --tokens 393216 \
-        --heads 4 --layers 2 --batch-size 4 --epochs 3 --learning-rate 0.0015 --precision "$PRECISION" \
+        --num-heads 4 --num-layers 2 --batch-size 4 --epochs 3 --learning-rate 0.0015 --precision "$PRECISION" \
         --work-dir "$W/medusa_work" \
         --out "$OUT/medusa"
 }

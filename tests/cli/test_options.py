@@ -1,0 +1,105 @@
+"""One name, default and help text of an option in every command; exceptions are named here, with the reason."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from importlib import import_module
+from typing import Any
+
+import pytest
+from typer.main import get_group
+
+from paceline.cli import main
+from paceline.config import SpeculativeConfig
+from paceline.core.errors import ConfigurationError
+from paceline.placement.planning.instances import INSTANCES
+
+TRAINING = {"train medusa", "train eagle"}
+CONFIGS = {"cost", "export-hlo", "plan-speed"}
+GROUPS = {"": main.COMMANDS, "train ": main.TRAIN, "experiment ": main.EXPERIMENT, "models ": main.MODELS}
+EXCEPTIONS: dict[str, list[set[str]]] = {
+    "--api-key": [{"serve"}],  # keys to accept; elsewhere the key to send
+    "--backend": [{"selftest"}],  # may be left out to test all
+    "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif", "experiment tune"}],  # buckets, no training
+    "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
+    "--data": [{"medusa-tree"}],  # stands in for prompts
+    "--draft": [{"bench"}, CONFIGS - {"plan-speed"}, {"plan-speed"}, {"experiment whatif"}, {"experiment regret"}],
+    "--drafter": [],
+    "--k": [{"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, and fixed ones
+    "--layout": [{"convert-eagle"}],
+    "--learning-rate": [{"train eagle"}],
+    "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
+    "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"experiment tune"}, {"experiment export"}],
+    "--prompts": [{"medusa-tree"}, {"verify"}],  # may be left out
+    "--sampling": [{"compile"}],  # several
+    "--seed": [{"verify"}, TRAINING],
+    "--target": [CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],
+    "--temperature": [{"train medusa"}],  # several
+    "--tokens": [{"train eagle"}],
+    "--tp-degree": [{"serve"}, {"plan-speed"}, {"cost", "export-hlo"}],
+}
+"""Of an option, sets of commands that agree with each other and need not agree with the rest."""
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """Every option of every command: by the option's first name, by the command's."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for group, rows in GROUPS.items():
+        for name, (module, _) in rows.items():
+            command = get_group(import_module(f"paceline.cli.{module}").app).commands[name]
+            for parameter in command.params:
+                if parameter.param_type_name == "option":
+                    found[parameter.opts[0]][group + name] = parameter
+    return found
+
+
+OPTIONS = options()
+
+
+def told(option: Any) -> tuple[object, ...]:
+    return option.opts, option.secondary_opts, option.default, option.required, option.help
+
+
+@pytest.mark.parametrize("name", sorted(name for name, commands in OPTIONS.items() if len(commands) > 1))
+def test_an_option_says_the_same_in_every_command(name: str) -> None:
+    commands, apart = OPTIONS[name], EXCEPTIONS.get(name, [])
+    rest = commands.keys() - set[str]().union(*apart)
+    for together in [rest, *apart]:
+        assert together <= commands.keys()
+        assert len({repr(told(commands[command])) for command in together}) <= 1, (name, together)
+
+
+def test_every_option_has_a_help_text_and_no_name_means_two_things() -> None:
+    for name, commands in OPTIONS.items():
+        for command, option in commands.items():
+            assert option.help and option.help.endswith("."), (command, name)
+            for other in option.opts[1:]:
+                assert command not in OPTIONS.get(other, {}), (command, name, other)
+
+
+def test_old_names_stay() -> None:
+    for name, command, old in (
+        ("--max-minutes", "verify", "--minutes"),
+        ("--max-minutes", "experiment run", "--minutes"),
+        ("--tp-degree", "cost", "--tp"),
+        ("--num-prompts", "bench", "--count"),
+        ("--draft", "experiment whatif", "--drafter"),
+        ("--batch-sizes", "verify", "--batch-size"),
+    ):
+        assert old in OPTIONS[name][command].opts
+
+
+def test_k_to_choose_among_is_written_auto() -> None:
+    assert SpeculativeConfig(k="auto:0,2,4").k == SpeculativeConfig(k="0,2,4").k == (0, 2, 4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="such as auto:0,2,4"):
+        SpeculativeConfig(k="auto:4,2")  # type: ignore[arg-type]
+
+
+def test_every_command_is_in_a_panel() -> None:
+    assert main.PANELS.keys() == {*main.COMMANDS, "train", "experiment", "models"}
+
+
+def test_options_of_one_request_hide_the_batch_size() -> None:
+    hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
+    assert hidden == {"generate", "chat", "medusa-tree"}
+    assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}
