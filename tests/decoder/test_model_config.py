@@ -264,5 +264,5 @@ def test_absent_folder_and_file(tmp_path: Path) -> None:
         ModelConfig.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"None: expected a path; give the local folder"):
         ModelConfig.from_pretrained(None)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist; give the folder"):
+    with pytest.raises(CheckpointError, match=r"config\.json: the file does not exist; give the folder"):
         ModelConfig.from_pretrained(tmp_path)
