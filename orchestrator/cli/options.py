@@ -306,7 +306,7 @@ class _Option:
 
     @property
     def info(self) -> ParameterInfo:
-        """What typer is told."""
+        """The option as typer has it."""
         info: ParameterInfo = get_args(self.parameter.annotation)[1]
         return info
 
