@@ -20,17 +20,8 @@ from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import (
-    BATCH_SIZE,
-    AsJson,
-    ConfigFile,
-    DraftConfigFile,
-    FixedK,
-    InstanceName,
-    MaxDepth,
-    Trace,
-    command,
-    neuron_instance,
-)
+    BATCH_SIZE, AsJson, ConfigFile, DraftConfigFile, FixedK, InstanceName, MaxDepth, Trace, command, neuron_instance,
+)  # fmt: skip
 from paceline.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -41,24 +32,28 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+OutFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; finished cells in it are kept. Required unless --dry-run is given."),
+]
+MaxMinutes = Annotated[
+    float | None,
+    typer.Option(
+        "--max-minutes",
+        "--minutes",
+        min=0,
+        help="Minutes after which no new cell starts; run the command again to resume. Default: no limit.",
+    ),
+]
+
+
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the results; finished cells in it are kept. Required unless --dry-run is given."),
-    ] = None,
+    out: OutFolder = None,
     ray: Annotated[str | None, typer.Option(help="Ray cluster for the cells: an address, auto or local.")] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            "--max-minutes",
-            "--minutes",
-            min=0,
-            help="Minutes after which no new cell starts; run the command again to resume. Default: no limit.",
-        ),
-    ] = None,
+    minutes: MaxMinutes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the cells and an estimated time.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -168,17 +163,12 @@ class PolicyOptions:
     drafter: Annotated[
         tuple[str, ...],
         typer.Option(
-            "--draft",
-            "--drafter",
-            help="Drafter: recorded, a text drafter (ngram, suffix:min_match=3), a list a+b, or choice:a+b.",
+            "--draft", "--drafter", help="Drafter: recorded, ngram, suffix:min_match=3, a list a+b, or choice:a+b."
         ),
     ] = ()
     k: Annotated[
         str | None,
-        typer.Option(
-            help="Draft depths: 4, 1,2,4, 1:8, or to choose among in each round, with --times: auto:0,2,4. Default: as "
-            "recorded."
-        ),
+        typer.Option(help="Draft depths: 4; 1,2,4; 1:8; with --times auto:0,2,4 to adapt. Default: as recorded."),
     ] = None
     confidence: Annotated[
         str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
@@ -471,9 +461,7 @@ class HardwareOptions:
     instance: InstanceName = None
     tp_degree: Annotated[
         tuple[str, ...] | None,
-        typer.Option(
-            "--tp-degree", "--tp", help="Tensor-parallel degrees to try, such as 2,4; repeatable. Default: all."
-        ),
+        typer.Option("--tp-degree", "--tp", help="Tensor-parallel degrees to try: 2,4; repeatable. Default: all."),
     ] = None
     acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute).")] = 0.05
 
