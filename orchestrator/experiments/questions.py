@@ -224,7 +224,7 @@ def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
     except ValueError:
         depths = ()
     if not depths or min(depths) < 0:
-        raise ConfigurationError(f"{option} {text!r} are no numbers from 0 on; write 4, 1,2,4 or 1:8")
+        raise ConfigurationError(f"{option}: expected numbers from 0 on, got {text!r}; write 4, 1,2,4 or 1:8")
     return depths
 
 

@@ -96,7 +96,7 @@ def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) 
     """Who started it may have made it one; and TorchNeuron gives it one core."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="this process is already rank 1 of 2, started by torchrun, or"):
+    with pytest.raises(ConfigurationError, match="this process is already rank 1 of 2, started by torchrun or for"):
         make("neuron-native", 2)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigurationError, match="is already rank 0 of 2"):
