@@ -25,7 +25,7 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command: list[object] = [
         "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out",
         "--eagle-version", 3, "--aux-layers", 0, "--aux-layers", 1, "--aux-layers", 2, "--draft-vocab-size", 60,
-        "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24,
+        "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24, "--eval-samples", 4,
     ]  # fmt: skip
     stopped = call(*command, "--max-minutes", 0)
     assert stopped.exit_code == 75, stopped.stderr
@@ -76,13 +76,13 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
     ("arguments", "said"),
     [
         (["--eagle-version", 2], "EAGLE-2"),
-        (["--aux-layers", 99], "numbered 0 to 2"),
-        (["--draft-vocab-size", 0], "1 to 96 ids"),
+        (["--aux-layers", 99], "layers: expected residual streams from 0 to 2 of this target, got [99]"),
+        (["--draft-vocab-size", 0], "draft_vocab_size: expected 1 to 96"),
         (["--eagle-version", 1, "--draft-vocab-size", 9], "for version 1; correct it"),
         (["--ttt-steps", 0], "expected positive tokens and ttt_steps, and ttt_decay above"),
         (["--feature-cache-gb", "nan"], "feature_cache_gb: expected a size in gigabytes, got"),
         (["--feature-cache-gb", "1e300"], "feature_cache_gb: expected a size in gigabytes, got"),
-        (["--length", 200], "the target reads 128"),
+        (["--length", 200], "length: expected at most 128 tokens"),
         (["--data", "OTHER"], "target's vocabulary of 96, got ids of one of 5001"),
         (["--data", "ODD"], "expected a header with the size of the token ids, got none"),
         (["--data", "ODD", "--data-dtype", "uint16"], "-bit ids, got a part of one at the end; write the file again"),
