@@ -258,10 +258,8 @@ def parse(
             f"state only, got {list(override)}; omit aux_layers"
         )
     if layout == "paceline":
-        config_fields = parse_own(config)
-        if override is None:
-            return config_fields
-        return replace(config_fields, layers=overridden(config.where, config_fields.layers, override))
+        own = parse_own(config)
+        return own if override is None else replace(own, layers=overridden(config.where, own.layers, override))
     nested = config.child("transformer_layer_config") if layout == "speculators" else config
     if nested is None:
         raise CheckpointError(f"{config.where}: the key transformer_layer_config is missing; download the file again")

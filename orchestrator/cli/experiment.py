@@ -20,7 +20,16 @@ from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import (
-    BATCH_SIZE, AsJson, ConfigFile, DraftConfigFile, FixedK, InstanceName, MaxDepth, Trace, command, neuron_instance,
+    BATCH_SIZE,
+    AsJson,
+    ConfigFile,
+    DraftConfigFile,
+    FixedK,
+    InstanceName,
+    MaxDepth,
+    Trace,
+    command,
+    neuron_instance,
 )  # fmt: skip
 from paceline.core.errors import ConfigurationError
 
@@ -489,7 +498,11 @@ def plan_speed(
         if min(sizes) < 1:
             raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, got {batch_sizes!r}; correct it")
         if (measured.experiment is None) == (hardware.target is None):
-            raise ConfigurationError("--experiment: expected it, or --target and --draft for a Neuron chip; give one")
+            got = "neither" if hardware.target is None else "both"
+            raise ConfigurationError(
+                "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
+                f"got {got}; give one of them"
+            )
         if measured.verify and measured.experiment is None:
             raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
         if measured.experiment is not None:
@@ -521,7 +534,8 @@ def _measured(
     timed = load_times(folder / "round_times.json")
     error = options.time_error
     if (options.trace is None) == (acceptance is None):
-        raise ConfigurationError("--acceptance: expected either it or --trace; give one of them")
+        got = "neither" if acceptance is None else "both"
+        raise ConfigurationError(f"--acceptance: expected either --trace or --acceptance, got {got}; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
         times = timed.of(trace)

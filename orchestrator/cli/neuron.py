@@ -95,9 +95,9 @@ class GraphOptions:
     ] = None
 
     context: Annotated[int, typer.Option(min=1, help="Positions of the cache, all of which a graph reads.")] = 2048
-    quantization: Annotated[Literal["int8"] | None, typer.Option(help="Weights of the target; default: 16 bits.")] = (
-        None
-    )
+    quantization: Annotated[
+        Literal["int8"] | None, typer.Option(help="Format of the target's weights. Default: 16 bits.")
+    ] = None
 
     def lines(self) -> int:
         """Number of batch rows, for `RoundSetup.lines`.

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig, parse_k
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import CheckpointError, ConfigurationError, PacelineError
 from paceline.decoder.options import LoadOptions
 from paceline.decoder.weights.folder import is_gguf, parts
 from paceline.decoder.weights.hub import checkpoint_path
@@ -314,11 +314,16 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
         return ExperimentConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
+        place = f"{where}: {'.'.join(map(str, first['loc']))}" if first["loc"] else where
         if first["type"] == "extra_forbidden":
-            raise ConfigurationError(f"{where}: {place}: not a key; correct or remove it") from error
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigurationError(f"{where}: {place}: {message}; correct it") from error
+            raise ConfigurationError(f"{place}: not a key; correct or remove it") from error
+        if isinstance(cause := first.get("ctx", {}).get("error"), PacelineError):
+            text = str(cause).removeprefix(f"{first['loc'][-1]}: " if first["loc"] else "")
+            raise ConfigurationError(f"{place}: {text}") from error
+        if first["type"] == "missing":
+            raise ConfigurationError(f"{place}: expected a value, got none; give one") from error
+        wanted = first["msg"].replace("Input should be", "expected", 1)
+        raise ConfigurationError(f"{place}: {wanted}, got {first['input']!r:.60}; correct it") from error
     except TypeError as error:  # keys that are not text
         raise ConfigurationError(f"{where}: {error}; correct the keys") from error
 

@@ -239,7 +239,7 @@ def parse_shares(text: str, option: str) -> tuple[float, ...]:
     except ValueError:
         values = ()
     if not values or not all(0 <= value <= 1 for value in values):
-        raise ConfigurationError(f"{option} {text!r}: expected numbers from 0 to 1; write 0.8, or 0.8,0.7")
+        raise ConfigurationError(f"{option}: expected numbers from 0 to 1, got {text!r}; write 0.8, or 0.8,0.7")
     return values
 
 

@@ -266,7 +266,8 @@ class ReplayDrafter(Drafter):
         elif recorded.parents is None and recorded.prefixes and 0 <= depth < recorded.k:
             self.draft_shape = DraftShape.chain(depth)
         else:
-            what = f"k: expected {recorded.k}, the recorded depth of {recorded.name}"
+            most = "at most " if recorded.parents is None and recorded.prefixes else ""
+            what = f"k: expected {most}{recorded.k}, the recorded depth of {recorded.name}"
             why = "" if recorded.prefixes else " (its shorter drafts are not prefixes of longer ones)"
             raise ConfigurationError(f"{what}{why}, got {depth}; record it with k={depth}")
         self._trace = trace

@@ -106,7 +106,7 @@ def test_a_series_that_raises_is_reported_and_has_failed(
     ("options", "message"),
     [
         (["--target", "nowhere"], "nowhere: expected a folder"),
-        (["--rows", "0"], "give 1 to 64 rows"),
+        (["--rows", "0"], "rows: expected 1 to 64, got 0"),
         (["--backend", "cuda"], "got 'cuda'"),
     ],
 )

@@ -92,7 +92,7 @@ def test_prompts_are_taken_from_every_category_in_turn(demo: ModuleType) -> None
 def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     sys.argv += ["--k", "-1"]
     assert demo.main() == 2
-    assert "error: k=-1" in capsys.readouterr().err
+    assert "error: k: expected a number from 0 on" in capsys.readouterr().err
     sys.argv += ["--prompts", "0"]
     with pytest.raises(SystemExit) as refused:
         demo.main()

@@ -122,7 +122,7 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
         (["--draft", "HEADS", "--draft", "ngram"], "use it without a list"),
         (["--acceptor", "typical"], "expected a drafter with it, got draft=None; give a draft"),
         (["--draft", "HEADS", "--k", "7"], "got 7"),
-        (["--draft", "HEADS", "--acceptor", "best"], "unknown"),
+        (["--draft", "HEADS", "--acceptor", "best"], "acceptor: expected one of match, reject"),
         (["--draft", "medusa:path=absent"], "expected a folder"),
         (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
     ],
@@ -137,7 +137,7 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nodes", 0], "--nodes 0"),
+        (["--nodes", 0], "of at least 1, got 0 and 128"),
         (["--max-new-tokens", 0], "expected --nodes and --max-new-tokens of at least 1"),
         (["--eval-samples", 1], "one half to search with, one half to check on"),
         (["--eval-samples", 0], "one half to search with, one half to check on"),
@@ -166,7 +166,7 @@ def test_trees_that_cannot_be_are_refused(
     [
         (["--num-heads", 0], "at least 1"),
         (["--num-heads", 60], "60 draft positions after"),
-        (["--length", 200], "the target reads 128"),
+        (["--length", 200], "length: expected at most 128 tokens"),
         (["--temperature", -1], "greedy"),
         (["--learning-rate", "nan"], "expected a positive"),
         (["--epochs", "inf"], "expected a positive"),

@@ -23,7 +23,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif", "experiment tune"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
-    "--draft": [{"bench"}, CONFIGS - {"plan-speed"}, {"plan-speed"}, {"experiment whatif"}, {"experiment regret"}],
+    "--draft": [{"bench"}, {"cost", "plan-speed"}, {"export-hlo"}, {"experiment whatif"}, {"experiment regret"}],
     "--drafter": [],
     "--k": [{"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, and fixed ones
     "--layout": [{"convert-eagle"}],
@@ -31,6 +31,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
     "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"experiment tune"}, {"experiment export"}],
     "--prompts": [{"medusa-tree"}, {"verify"}],  # may be left out
+    "--quantization": [{"cost"}],  # the graphs that are counted know int8 alone
     "--sampling": [{"compile"}],  # several
     "--seed": [{"verify"}, TRAINING],
     "--target": [CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],

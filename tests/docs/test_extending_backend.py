@@ -52,7 +52,7 @@ def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
 def test_what_it_does_not_offer_is_refused(row: None, workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint(), backend="checked")
     target.sample(PROMPTS[:1], max_new_tokens=2)
-    with pytest.raises(Exception, match="expected one that saves compiled graphs, got 'reference'; use neuron"):
+    with pytest.raises(Exception, match="expected one that saves compiled graphs, got 'checked'; use neuron"):
         target.save(tmp_path)
     with pytest.raises(ConfigurationError, match="tp_degree: expected 1 for backend="):
         make("checked", 2)

@@ -164,7 +164,7 @@ def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
         SpeculativeGenerator(draft, target, vocabulary="retokenize")
     COARSE.save_pretrained(tmp_path / "target")
     target.folder = tmp_path / "target"
-    with pytest.raises(PairingError, match="needs the draft's tokenizer"):
+    with pytest.raises(PairingError, match="expected the draft's tokenizer for 'retokenize', got none"):
         SpeculativeGenerator(draft, target, vocabulary="retokenize")
     FINE.save_pretrained(tmp_path)
     made = SpeculativeGenerator(draft, target, vocabulary="retokenize")

@@ -128,8 +128,8 @@ def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
     drafters = [{"name": "far", "draft": str(home / "draft"), "k": 500}]
     file.write_text(yaml.safe_dump(grid(home, drafters=drafters, traces=True, baseline=False)))
     done = call("experiment", "run", file, "--out", out)
-    assert done.exit_code == 1 and "501 rows" in " ".join(done.stderr.split())
-    assert "501 rows" in (out / "report.md").read_text()
+    assert done.exit_code == 1 and "verified tokens (k + 1), got 501" in " ".join(done.stderr.split())
+    assert "verified tokens (k + 1), got 501" in (out / "report.md").read_text()
     (path,) = (out / "traces").iterdir()
     assert not load_trace(path).drafters
     assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0

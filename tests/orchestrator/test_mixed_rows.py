@@ -128,9 +128,9 @@ def test_a_prediction_is_drafted_from_and_counted_and_changes_no_token() -> None
 
 def test_a_prediction_is_refused_where_nothing_can_be_drafted_from_it() -> None:
     for draft, options, said in (
-        (None, {}, "where nothing is drafted"),
-        (None, {"k": 0, "exact": False}, "with k=0"),
-        ("ngram", {"acceptor": "reject"}, "this is 'reject'"),
+        (None, {}, "prediction: expected a draft, .*, got None"),
+        (None, {"k": 0, "exact": False}, "prediction: expected k of at least 1, got 0"),
+        ("ngram", {"acceptor": "reject"}, "prediction: expected acceptor='match', .*, got 'reject'"),
     ):
         generator = SpeculativeGenerator(draft, TableDecoder(TARGET), **options)
         with pytest.raises(ConfigurationError, match=said):

@@ -65,7 +65,7 @@ def test_a_padding_token_may_have_another_name(tmp_path: Path, says_so: bool) ->
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     folder = saved(network(layers=1), tmp_path / "one", words=WORDS)
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(PairingError, match=r"tokenizer.json cannot be read"):
+    with pytest.raises(PairingError, match=r"tokenizer.json: the tokenizer cannot be read"):
         SpeculativeGenerator(load(folder), load(folder))
 
 

@@ -92,7 +92,7 @@ def test_hugging_face_s_iterator_streamer_works_across_threads() -> None:
 
 def test_a_streamer_for_several_prompts_is_refused() -> None:
     heard = Heard()
-    with pytest.raises(SamplingError, match="2 prompts"):
+    with pytest.raises(SamplingError, match="streamer: expected one prompt, got 2"):
         generator(2).sample(PROMPTS[:2], streamer=heard)
     assert not heard.values
 
