@@ -27,6 +27,8 @@ from paceline.cli.options import (
     FixedK,
     InstanceName,
     MaxDepth,
+    MaxMinutes,
+    OutFolder,
     Trace,
     command,
     neuron_instance,
@@ -39,21 +41,6 @@ if TYPE_CHECKING:
     from paceline.experiments.store import CellResult, Store
 
 app = typer.Typer()
-
-
-OutFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder for the results; finished cells in it are kept. Required unless --dry-run is given."),
-]
-MaxMinutes = Annotated[
-    float | None,
-    typer.Option(
-        "--max-minutes",
-        "--minutes",
-        min=0,
-        help="Minutes after which no new cell starts; run the command again to resume. Default: no limit.",
-    ),
-]
 
 
 @app.command()

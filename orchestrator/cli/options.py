@@ -64,6 +64,19 @@ TargetFolder = Annotated[
     typer.Option(help="Target: a folder, a GGUF file, the name of a fetched model, or an id of the Hugging Face hub."),
 ]
 ConfigFile = typer.Option(help="Target: its config.json, or a folder with one.")
+OutFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; finished cells in it are kept. Required unless --dry-run is given."),
+]
+MaxMinutes = Annotated[
+    float | None,
+    typer.Option(
+        "--max-minutes",
+        "--minutes",
+        min=0,
+        help="Minutes after which no new cell starts; run the command again to resume. Default: no limit.",
+    ),
+]
 DraftConfigFile = typer.Option(help="Draft model or EAGLE head: its config.json, or a folder with one.")
 Trace = Annotated[Path, typer.Argument(help="Trace in the traces/ folder of an experiment.")]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", "--count", help="Number of prompts, from the first on.")]
