@@ -367,6 +367,8 @@ class Session:
         """
         if self.asked is None:
             raise PromptError("/race: expected a question before it, got none; ask one")
+        tokenizer = self.params.tokenizer
+        assert tokenizer is not None, "a chat has one"
         before, plain = self.modes.current, list[int]()
         table = Table("draft", "tokens", "seconds", "tokens/s", "tokens a round", "text", title="race")
         try:
@@ -376,7 +378,7 @@ class Session:
                 label = "the current draft" if draft is None else draft
                 stream = self.modes.generator.stream([self.asked], params=self.params)
                 statistics = self.modes.generator.statistics
-                shown = StopStringFilter(StopStrings.of(self.params.stop_strings), self.params.tokenizer, self.asked)
+                shown = StopStringFilter(StopStrings.of(self.params.stop_strings), tokenizer, self.asked)
                 tokens = _quiet(stream, shown, total=self.params.max_new_tokens or 0, label=f"race: {label}").tokens
                 seconds = perf_counter() - begin
                 plain = tokens if draft == PLAIN else plain
