@@ -276,7 +276,7 @@ def test_collectives_need_their_group_and_floats(sdk: Any) -> None:
         with pytest.raises(RuntimeError, match="NCC_EVRF061"):
             mappings.reduce_from_tensor_model_parallel_region(torch.ones(2, dtype=torch.int32))
         assert mappings.gather_from_tensor_model_parallel_region(torch.ones(2)).shape == (4,)
-    with pytest.raises(RuntimeError, match="group_query_attention: expected K/V heads divisible by"):
+    with pytest.raises(RuntimeError, match="is not divisible by tensor_model_parallel_size"):
         context.NxDParallelState(world_size=3, tensor_model_parallel_size=2)
 
 
