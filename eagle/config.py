@@ -304,8 +304,8 @@ def _rope(fields: Fields) -> RopeConfig:
     names = RopeConfig.__dataclass_fields__
     if rope is None or set(rope.values) != set(names):
         raise CheckpointError(
-            f"{fields.where}: rope: expected an object with the keys {', '.join(names)}, got another value; correct "
-            "the file"
+            f"{fields.where}: rope: expected an object with the keys {', '.join(names)}, got "
+            f"{fields.values.get('rope')!r}; correct the file"
         )
     plain: dict[str, object] = {
         "type": rope.text("type"),

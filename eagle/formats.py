@@ -253,7 +253,10 @@ def parse(
         ConfigurationError: ``override`` is for a head of version 1, or the head names no layers of a small target.
     """
     if override is not None and version == 1:
-        raise ConfigurationError(f"{config.where}: aux_layers: expected none for an EAGLE-1 head; omit aux_layers")
+        raise ConfigurationError(
+            f"{config.where}: aux_layers: expected none for an EAGLE-1 head, which reads the target's last hidden "
+            f"state only, got {list(override)}; omit aux_layers"
+        )
     if layout == "paceline":
         config_fields = parse_own(config)
         if override is None:

@@ -379,7 +379,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
         version = checkpoint.load(head.start, sizes).config.version
         if version != head.version:
             raise ConfigurationError(
-                f"version: expected {version}, the version of {head.start}, got another one; give version={version}"
+                f"version: expected {version}, the version of {head.start}, got {head.version}; give version={version}"
             )
     if any(not 0 <= layer <= sizes.num_layers for layer in head.layers):
         raise ConfigurationError(

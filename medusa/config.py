@@ -202,5 +202,6 @@ class MedusaTexts(TextOptions):
             )
         if not self.temperature or not all(0 <= value < math.inf for value in self.temperature):
             raise ConfigurationError(
-                "temperature: expected 0 (greedy) or more, once or several times, got another value; correct it"
+                "temperature: expected 0 (greedy) or more, once or several times, got "
+                f"{list(self.temperature)}; correct it"
             )

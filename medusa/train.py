@@ -64,7 +64,8 @@ class MedusaTrainer(Trainer):
         shortest = min((w.tokens.shape[1] for w in windows), default=0)
         if shortest < heads.config.heads + 2:
             raise ConfigurationError(
-                f"window: expected more than {shortest} tokens for {heads.config.heads} heads; give longer ones"
+                f"length: expected sequences of at least {heads.config.heads + 2} tokens for "
+                f"{heads.config.heads} heads, got {shortest}; give longer ones"
             )
         parameters = heads.own()
         for parameter in parameters.values():
@@ -138,7 +139,7 @@ def _frequent(config: MedusaConfig, windows: Sequence[Texts], output: Tensor, *,
     if not config.tied:
         raise ConfigurationError(
             "loss_vocab_size: expected 0 for heads with their own output layer, whose other rows would stay "
-            "untrained, got another value; set it to 0, or tie the heads"
+            f"untrained, got {keep}; set it to 0, or tie the heads"
         )
     counts = torch.zeros(len(output), dtype=torch.int64)
     for part in windows:

@@ -323,7 +323,8 @@ def architecture(header: GgufHeader) -> Architecture:
     name = header.fields.text("general.architecture")
     if name not in ARCHITECTURES:
         raise UnknownArchitectureError(
-            f"{header.path}: general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}."
+            f"{header.path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {name!r}; use a "
+            "file of one of them"
         )
     row = ARCHITECTURES[name]
     return row.mixture if row.mixture is not None and header.metadata.get(f"{name}.expert_count") else row

@@ -86,8 +86,8 @@ def read_header(path: Path) -> GgufHeader:
         return header
     if count != len(files):
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model; name all of them alike, NAME-00001-of-{count:05d}.gguf and so "
-            "on, in one folder."
+            f"{path}: expected a name such as NAME-00001-of-{count:05d}.gguf for one of {count} parts of a model, got "
+            f"{path.name!r}; name all parts alike, in one folder"
         )
     headers = [header if file == path else _read_file(file) for file in files]
     tensors: dict[str, StoredTensor] = {}

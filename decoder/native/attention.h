@@ -1,5 +1,5 @@
-// Attention over the rows of a cache that are live, for chains and for trees of tokens; and moving an accepted path. How a
-// group of heads is worked out is in attention_block.h, apart from this, since it takes a compiler long.
+// Attention over the live rows of a cache, for chains and for trees of tokens; and moving an accepted path. A group of
+// heads is computed in attention_block.h, a separate file because it takes long to compile.
 #pragma once
 
 #include <algorithm>
@@ -13,29 +13,29 @@ namespace paceline [[gnu::visibility("hidden")]] {
 struct Attend {
   int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
   const int32_t *row, *count, *slots;
-  const int32_t* parents;  // of a tree: [batch, window], the row each row of a window hangs on; null for a chain
-  int64_t reach = 0;  // positions a token sees, its own included; 0: all
-  float cap = 0;  // scores become cap * tanh(score / cap); 0: they stay
-  const float* slopes = nullptr;  // [heads], times the distance of a key, added to scores; null: nothing is
+  const int32_t* parents;  // of a tree: [batch, window], the parent of each row of a window; null for a chain
+  int64_t reach = 0;  // positions that a token attends to, its own included; 0: all
+  float cap = 0;  // scores become cap * tanh(score / cap); 0: no cap
+  const float* slopes = nullptr;  // [heads], times the distance of a key, added to scores; null: none
   bool plain() const { return !reach && cap == 0 && !slopes; }
   int64_t group() const { return heads / kv_heads; }
-  int64_t first(int64_t seen) const { return reach && seen > reach ? seen - reach : 0; }  // position a token sees
+  int64_t first(int64_t seen) const { return reach && seen > reach ? seen - reach : 0; }  // first position in reach
   int64_t stride() const { return (rows + VL - 1) / VL * VL; }
 };
 
-// What the heads of a group read and write in one line of a window: the first token's numbers, and how far it is from
-// token to token. A token's query heads lie behind each other, in `q` as in `out`.
+// Inputs and outputs of a group of heads in one batch row of a window: the first token's numbers, and the stride
+// between tokens. A token's query heads are consecutive, in `q` and in `out`.
 struct Heads {
   const float *q, *k, *v;
   float* out;
   int64_t q_step, k_step, v_step, out_step;
-  int64_t head;  // the number of the first
+  int64_t head;  // index of the first
 };
 
-// One group of heads in line b: write its keys and values to their rows, then attend. In attention.cpp.
+// One group of heads in batch row b: write its keys and values to their rows, then attend. In attention.cpp.
 void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, const Cache& c);
 
-// All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
+// All batch rows and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
 inline void attend(const Attend& a, const float* q, const float* k, const float* v, const Cache& cache, float* out) {
   const int64_t D = a.width, line = a.heads * D, kv_line = a.kv_heads * D, group = a.group() * D;
   Team::run(a.batch * a.heads * a.window * a.rows > 2048, Loop{a.batch * a.kv_heads, [&](int64_t begin, int64_t end, bool) {
@@ -50,7 +50,7 @@ inline void attend(const Attend& a, const float* q, const float* k, const float*
   }});
 }
 
-// Moves the rows of an accepted path behind the root. They ascend, so none is overwritten before it is read.
+// Moves the rows of an accepted path after the root. They ascend, so none is overwritten before it is read.
 inline void keep(char* cache, const int32_t* row, const int32_t* path, const int32_t* slots, int32_t* moved,
           const int64_t* sizes) {
   const int64_t batch = sizes[0], depth = sizes[1], heads = sizes[2], rows = sizes[3], bytes = sizes[4];

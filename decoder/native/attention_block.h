@@ -1,5 +1,5 @@
-// Attention of one group of heads in one line, for every type of cache. Included by the files that are compiled for some
-// of these types alone, side by side.
+// Attention of one group of heads in one batch row, for every type of cache. Included by files that are compiled in
+// parallel, each for some of these types.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// Scores of positions `from` to the token's own, the last before `seen`: capped, then made less by distance.
+// Scores of positions `from` to the token's own, the last before `seen`: capped, then reduced by distance.
 inline void bend(const Attend& a, float* scores, int64_t from, int64_t seen, int64_t head) {
   if (a.cap != 0)
     for (int64_t at = from; at < seen; at++) scores[at] = a.cap * std::tanh(scores[at] / a.cap);
@@ -17,7 +17,7 @@ inline void bend(const Attend& a, float* scores, int64_t from, int64_t seen, int
     for (int64_t at = from; at < seen; at++) scores[at] += a.slopes[head] * (float)(at - (seen - 1));
 }
 
-// Vector v of a line of D numbers, zeros behind its end.
+// Vector v of a line of D numbers, zeros after its end.
 template <class T>
 inline Vec part(const T* line, int64_t v, int64_t D) {
   if ((v + 1) * VL <= D) return load(line + v * VL);
@@ -47,11 +47,11 @@ struct Ways {
 
 constexpr int64_t SOON = 2048;  // bytes of keys
 
-// QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
-// accumulator of its own, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are walked abreast.
-// In a tree the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
-// from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits. The scale of a key of
-// 8 bits is applied to its score, that of a value to its weight, once the weights are summed.
+// QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has a
+// separate accumulator, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are processed
+// together. In a tree the rows before the window are common to all; each row then walks its own ancestors (`ways`,
+// window rows from the root down) as if they were consecutive: the arithmetic of a chain, and so the same bits. The
+// scale of a key of 8 bits is applied to its score, that of a value to its weight, once the weights are summed.
 template <class T, int QUERIES>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
@@ -79,7 +79,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     constexpr int N = decltype(deep)::value;
     using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
-    if (first == 0)  // the first to read these lines of the cache; values are read once all scores are there
+    if (first == 0)  // the first to read these cache lines; values are read after all scores
       for (int64_t byte = 0; byte < N * step * (int64_t)sizeof(T); byte += 64) {
         __builtin_prefetch((const char*)(keys + p * step) + byte + SOON);
         __builtin_prefetch((const char*)(values + p * step) + byte);
@@ -115,7 +115,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
       }
     UNROLLED for (int i = 0; i < QUERIES; i++) std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float));
   };
-  // The last ones together with some before them, which come to the same again.
+  // The last ones together with some before them, which are computed again with the same result.
   const bool deep = longest - start >= DEEP;
   for (int64_t p = start; deep && p < longest; p += DEEP)
     score(std::integral_constant<int, DEEP>{}, std::min(p, longest - DEEP));
@@ -136,13 +136,13 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     std::fill(line + aligned, line + from, -1e30f);
     inverse[i] = weigh(line + aligned, seen[i] - aligned);
     std::fill(line + std::min({start, aligned, row, from}), line + from, 0.0f);
-    // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
+    // A key after a row's own has weight 0; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
     if constexpr (SCALED<T>)
       for (int64_t at = from; at < seen[i]; at++)
         line[at] *= row_scale(values + (tree && at >= row ? row + way[i][at - row] : at) * step, D);
   }
-  // Of the vectors from v on: as many as `broad` says, all of them whole, or, where it is 1, one that may not be.
+  // Sums of `broad` whole vectors from v on, or, if it is 1, of one that may be partial.
   auto mix_values = [&](auto broad, int64_t v) {
     constexpr int N = decltype(broad)::value;
     using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;

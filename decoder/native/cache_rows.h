@@ -1,5 +1,5 @@
-// Rows of a cache: D numbers of one head at one position, plain, or of 8 bits with the scale that they share behind them
-// (paceline.decoder.kernels.cache_rows says how they lie, and writes the same bytes).
+// Rows of a cache: D numbers of one head at one position, plain, or of 8 bits followed by their common scale
+// (paceline.decoder.kernels.cache_rows defines the layout, and writes the same bytes).
 #pragma once
 
 #include "vectors.h"
@@ -16,7 +16,7 @@ inline int64_t row_step(int64_t D) {  // elements from row to row
   return SCALED<T> ? D + SCALE_BYTES : D;
 }
 
-// What sums of products with a row's elements are multiplied by.
+// Factor of sums of products with a row's elements.
 template <class T>
 inline float row_scale(const T* row, int64_t D) {
   float scale;

@@ -1,7 +1,7 @@
 // The distribution of the next token (temperature, top-k, top-p, min-p) and the choice of one by counter-based Gumbel noise.
 //
-// A choice costs little more than a reading of its row: only what can still win gets its noise, and whether the winner is
-// inside top-p is asked of the winner, not of every token.
+// A choice costs little more than reading its row: only ids that can still win get noise, and top-p is checked for the
+// winner only, not for every token.
 #pragma once
 
 #include "row.h"
@@ -9,7 +9,7 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// Rows of logits, how they sample, and the noise of their positions. `ids` is null for all ids in order.
+// Rows of logits, their sampling values, and the noise of their positions. `ids` is null for all ids in order.
 struct Choose {
   int64_t batch, window, vocabulary, stream;
   const float *logits, *params;
@@ -17,7 +17,7 @@ struct Choose {
 
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
   const float* param(int64_t i) const { return params + i / window * 4; }
-  bool idle(int64_t i) const { return param(i)[0] < 0; }  // no request is in the slot: its logits are not looked at
+  bool idle(int64_t i) const { return param(i)[0] < 0; }  // no request is in the slot: its logits are not read
   int64_t seated() const {
     int64_t found = 0;
     for (int64_t b = 0; b < batch; b++) found += !idle(b * window);
@@ -26,8 +26,8 @@ struct Choose {
   RowKeys row_keys(int64_t i) const { return RowKeys(keys + i / window * 4, positions[i], stream); }
 };
 
-// Draws from all that top-k and min-p leave. The token is the choice if top-p leaves it; if not, what weighs less is not
-// inside either, and the draw is repeated among what weighs more.
+// Samples from all ids that top-k and min-p keep. The token is the choice if top-p keeps it; if not, smaller weights
+// are cut too, and sampling is repeated among the larger ones.
 int32_t sample(Row& row, const RowKeys& keys, const float* param) {
   const float top_p = param[2], min_p = param[3];
   if (top_p < 1 || min_p > 0) row.weigh();
@@ -58,7 +58,7 @@ void choose(const Choose& c, int32_t* out) {
   });
 }
 
-// Tempers a row and applies all its filters to it.
+// Applies the temperature and all filters to a row.
 void filter(Row& row, const float* line, int64_t V, const float* param) {
   row.temper(line, V, param);
   if (!(param[2] < 1 || param[3] > 0)) return;
@@ -82,8 +82,8 @@ void disturb(Row& row, const RowKeys& keys, const Choose& c) {
   }
 }
 
-// The first `count` choices of every row and their log-probabilities, as paceline.core.probs.rank_tokens. What the filters
-// cut comes behind all that they leave.
+// The first `count` choices of every row and their log-probabilities, as paceline.core.probs.rank_tokens. Ids that the
+// filters cut come last.
 void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
   const int64_t V = c.vocabulary;
   each_row(c.seated() * c.window * V > 16384, c.batch * c.window, [&](int64_t i) {
@@ -119,7 +119,8 @@ void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
   });
 }
 
-// The filtered probabilities of every row, as paceline.core.probs.probabilities; what weighs less than exp(-87) of the most is zero.
+// The filtered probabilities of every row, as paceline.core.probs.probabilities; weights below exp(-87) of the largest
+// are zero.
 void probabilities(const float* logits, const float* params, float* out, int64_t batch, int64_t window, int64_t V) {
   each_row(batch * window * V > 16384, batch * window, [&](int64_t i) {
     const float *line = logits + i * V, *param = params + i / window * 4;

@@ -1,4 +1,4 @@
-// A mixture of experts in one piece of work for the team: every row goes through the experts that it chose, and no other
+// A mixture of experts (MoE) as one task of the team: every row is computed by its active experts, and no other
 // expert's weights are read.
 #pragma once
 
@@ -10,10 +10,10 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 // ----------------------------------------------------------------------------------------------------- the activation --
 
-// What an expert does between its products: the places of ACTIVATIONS in paceline/decoder/kernels/plain.py.
+// Activation between an expert's matmuls: the positions of ACTIVATIONS in paceline/decoder/kernels/plain.py.
 enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU_SQUARED = 4 };
 
-// Number by number, so that a number becomes the same wherever it lies.
+// One number at a time, so that its result does not depend on its position.
 template <class Function>
 inline Vec one_by_one(Vec x, Function function) {
   for (int i = 0; i < VL; i++) x[i] = function(x[i]);
@@ -33,12 +33,12 @@ inline Vec activated(Vec x, int64_t activation) {
 
 // ------------------------------------------------------------------------------------------------- who goes to which --
 
-// Pairs of a row and an expert whose share of it is not 0: by the expert's number, and then in the order of rows.
+// Pairs of a row and an expert with a nonzero share of it: by the expert's number, then in the order of rows.
 struct Pairs {
   struct Expert {
-    int64_t number, first, last;  // its pairs: from the first up to the last, which is not one of them
+    int64_t number, first, last;  // its pairs: from the first up to the last, exclusive
   };
-  std::vector<Expert> experts;  // those that anyone chose
+  std::vector<Expert> experts;  // those that are active in any row
   std::vector<int64_t> rows;    // of each pair
   std::vector<float> shares;    // of each pair
 
@@ -55,7 +55,8 @@ struct Pairs {
 
 // --------------------------------------------------------------------------------------------------------- the mixture --
 
-// in and out [lines, window, width], shares [lines, window, experts]. An expert has `inner` numbers between its products.
+// in and out [lines, window, width], shares [lines, window, experts]. An expert has `inner` numbers between its
+// matmuls.
 struct Mixture : Windows {
   const float *in, *shares;
   float* out;
@@ -63,7 +64,7 @@ struct Mixture : Windows {
 };
 
 // out = sum of share * product(activation(gate) * up) over the experts with a share of the row, in the order of their
-// numbers, which is the same whatever other rows chose. gate_up holds gate and up of every expert below each other
+// numbers, independent of the experts of other rows. gate_up holds gate and up of every expert concatenated by rows
 // [experts * 2 * inner, width], down [experts * width, inner].
 inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down) {
   const std::vector<int64_t> real = s.rows();
@@ -73,7 +74,7 @@ inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down)
   std::vector<float> gates(P * line), ups(P * line);
   Lines x(P, H, gate_up.format, [&](int64_t p, float*) { return s.in + pairs.rows[p] * H; });
   Lines y(P, F, down.format, [&](int64_t p, float*) { return gates.data() + p * line; });
-  // Of the inner numbers of all chosen experts, one after the other.
+  // Over the inner numbers of all active experts, in order.
   const Loop making{(int64_t)pairs.experts.size() * line, [&](int64_t begin, int64_t end, bool begins) {
     const float* prepared = x.get(begins);
     for (int64_t at = begin, next; at < end; at = next) {
@@ -90,7 +91,7 @@ inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down)
         }
     }
   }, VL};
-  // Who has a column adds up all experts for it, in their order.
+  // The thread of a column adds up all experts for it, in their order.
   const Loop adding{H, [&](int64_t begin, int64_t end, bool begins) {
     const float* prepared = y.get(begins);
     s.clear(s.out, H, begin, end);

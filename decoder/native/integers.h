@@ -1,11 +1,12 @@
-// Products of quantised weights: activations become integers of 16 bits with one scale for a row, once for a product, and
-// are multiplied as integers.
+// Matmuls with quantised weights: activations are converted to 16-bit integers with one scale per row, once per matmul,
+// and multiplied as integers.
 //
-// A row x becomes round(x * (32767 / max |x|)), ties to even; a row with something that is no number gives none. Weights are
+// A row x becomes round(x * (32767 / max |x|)), ties to even; a row with a NaN or infinity gives NaN. Weights are
 // integers of at most 8 bits. Lane j of eight sums the products of numbers 2j and 2j + 1 of every STEP as an int32:
-// exactly, so that every processor has the same bits, whatever its instruction for it (`vpdpwssd` of AVX512_VNNI and
-// AVX_VNNI, `vpmaddwd`, or a loop). Lanes become float32 once for a block of 32, whose scale they are multiplied with, or
-// once for SEGMENT numbers where rows have scales. tests/decoder/test_integer_products.py says all of it in NumPy.
+// exactly, so that every processor has the same bits with any instruction (`vpdpwssd` of AVX512_VNNI and
+// AVX_VNNI, `vpmaddwd`, or a loop). Lanes are converted to float32 once per block of 32, and multiplied by its scale,
+// or once per SEGMENT numbers if rows have scales. tests/decoder/test_integer_products.py has the same computation in
+// NumPy.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// Whether activations become integers for such rows or such a format, and whether the weights are in blocks.
+// Whether activations are converted to integers for these rows or this format, and whether the weights are in blocks.
 template <class R>
 constexpr bool BLOCKS = false;
 template <class Block>
@@ -49,14 +50,14 @@ inline int64_t integer_line(int64_t format, int64_t K) {
   return (sums_place(K) + sums + VL - 1) / VL * VL;
 }
 
-// x [K] as such a line.
+// Converts x [K] to such a line.
 inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
   VecI tops = {};
   int32_t top = 0;
   int64_t k = 0;
   auto bits = [](auto number, auto zero) {
     std::memcpy(&zero, &number, sizeof zero);
-    return zero & 0x7fffffff;  // of numbers without a sign the order is that of their bits; what is no number is above
+    return zero & 0x7fffffff;  // the order of non-negative numbers is that of their bits; NaN is above
   };
   for (; k + VL <= K; k += VL) {
     const VecI some = bits(load(x + k), VecI{});
@@ -70,7 +71,7 @@ inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
   if (most < LEAST_TOP) most = LEAST_TOP;
   const float inverse = finite ? LARGEST_INTEGER / most : 0.0f;
   int16_t* integer = (int16_t*)to;
-  // Beside a number whose last bit is worth 1, sums are rounded to integers, which then are the lower bits.
+  // Added to a number whose last bit is worth 1, a value is rounded to an integer, in the lower bits.
   constexpr float BESIDE = 0x1.8p23f;
   for (k = 0; finite && k + VL <= K; k += VL) {
     const VecH some = __builtin_convertvector((VecU)(load(x + k) * inverse + BESIDE), VecH);
@@ -189,8 +190,8 @@ inline Ints<V> row_integers(const float* p) {
 
 // ---------------------------------------------------------------------------------------------------------------- sums --
 
-// found [ROWS, COLS x columns of a V] = the sums of products with integers that have a scale for a row. Before each STEP
-// fetch() asks for weights that lie ahead.
+// found [ROWS, COLS x columns of a V] = the sums of products with integers that have a scale for a row. Before each
+// STEP fetch() prefetches later weights.
 template <class V, int ROWS, int COLS, class Fetch>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Int8& w, float* found,
                                                     Fetch fetch) {
@@ -230,7 +231,7 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
     }
 }
 
-// The same of blocks of 32 numbers: each adds its scale times its sums and then, once for eight blocks, their least numbers
+// The same for blocks of 32 numbers: each adds its scale times its sums and, once per eight blocks, their least numbers
 // times the sums of activations.
 template <class V, int ROWS, int COLS, class Block, class Fetch>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Blocked<Block>& w,

@@ -1,12 +1,13 @@
 // CPU kernels of a decoder: the halves of a layer, products, attention over cache rows, probabilities and choice of a token.
 //
-// The property everything else relies on: a row of the result is computed by the same instructions in the same order
-// whatever the number of rows, its place among them, and the number of threads. So one token at a time, a window of
+// Everything else relies on one property: a row of the result is computed by the same instructions in the same order
+// for any number of rows, position among them, and number of threads. So one token at a time, a window of
 // five and a prompt of 256 give the same bits. Each is tested against plain PyTorch.
 //
-// Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
-// equals that of paceline.core.noise bit for bit. Here and in rows.cpp are the entry points; the work is in the headers, and
-// what takes a compiler long is in files of its own (attention.cpp, products.cpp), which are compiled side by side.
+// Built with -ffp-contract=off, and fused multiply-adds are called explicitly, so that the noise of `choose`
+// equals that of paceline.core.noise bit for bit. The entry points are in this file and in rows.cpp; the work is in the
+// headers. Code that takes long to compile is in separate files (attention.cpp, products.cpp), which are compiled in
+// parallel.
 
 #include "choice.h"
 #include "experts.h"
@@ -51,8 +52,8 @@ extern "C" void paceline_experts(void* const* p, const int64_t* n) {
   mixture(all, Stored{p[4], (float*)p[5], n[6]}, Stored{p[6], (float*)p[7], n[7]});
 }
 
-// Lines of T rows of which only the first count[b] are real; the others become zero, and lines with a count below 0 are
-// left as they are.
+// Batch rows of T rows of which only the first count[b] are real; the others are set to zero, and batch rows with a
+// count below 0 are not changed.
 extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
                                      const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
                                      int64_t format) {
@@ -90,13 +91,13 @@ extern "C" void paceline_probs(const float* logits, const float* params, float* 
   probabilities(logits, params, out, batch, window, vocabulary);
 }
 
-// How many sums lie side by side in a register.
+// Number of sums in a register.
 extern "C" int64_t paceline_abreast() { return ABREAST; }
 
 // Whether an instruction of the processor multiplies bfloat16 in pairs.
 extern "C" int64_t paceline_pairs() { return PAIRS; }
 
-// By what products of integers are summed: 2 an instruction, 1 two of them, 0 a loop.
+// Instructions that sum products of integers: 2: one, 1: two, 0: a loop.
 extern "C" int64_t paceline_integer_sums() { return INTEGER_SUMS; }
 
 // The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.

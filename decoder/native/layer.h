@@ -1,5 +1,5 @@
-// The two halves of a Llama layer, each with its norm and its sum onto the stream, in one piece of work for the team:
-// what lies between the products costs more as operations of their own than it takes to compute.
+// The two halves of a Llama layer, each with its norm and its addition to the residual stream, as one task of the team:
+// as separate operations, the steps between the matmuls would cost more than their computation.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,8 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// A window of tokens in every line, of which the first count[b] are real; the others are padding. No count: all are real.
+// A window of tokens in every batch row, of which the first count[b] are real and the others padding; without count all
+// are real.
 struct Windows {
   int64_t lines, window;
   const int32_t* count;  // [lines], or null
@@ -23,8 +24,8 @@ struct Windows {
         found.push_back(b * window + t);
     return found;
   }
-  // Makes numbers `begin` to `end` of the padding of out [lines, window, N] zero, but for lines whose count is below 0,
-  // which nobody reads.
+  // Makes numbers `begin` to `end` of the padding of out [lines, window, N] zero, except in batch rows with a count
+  // below 0, which are not read.
   void clear(float* out, int64_t N, int64_t begin, int64_t end) const {
     for (int64_t b = 0; count && b < lines; b++)
       for (int64_t t = count[b]; t >= 0 && t < window; t++)
@@ -32,7 +33,7 @@ struct Windows {
   }
 };
 
-// The product of the real rows with a matrix of N rows, in one pass over the weights.
+// Matmul of the real rows with a matrix of N rows, in one pass over the weights.
 inline void linear(const float* in, const Stored& w, float* out, const Windows& windows, int64_t K, int64_t N) {
   const std::vector<int64_t> rows = windows.rows();
   const int64_t M = rows.size();
@@ -63,7 +64,7 @@ struct Numbers {
   }
 };
 
-// A matrix with N rows, and what is added to its product, if anything.
+// A matrix with N rows, and the bias of its matmul, if any.
 struct Matrix : Stored {
   Numbers bias;
   int64_t N;
@@ -116,7 +117,7 @@ struct Stream : Windows {
   }
 };
 
-// from [D] turned by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
+// from [D] rotated by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
 inline void rotate(const float* from, const float* cos, const float* sin, float* to, int64_t D) {
   for (int64_t d = 0, half = D / 2; d < half; d++) {
     to[d] = from[d] * cos[d] + -from[d + half] * sin[d];
@@ -129,7 +130,7 @@ inline void attention_half(const Stream& s, const Numbers& weight, const Matrix&
                            const float* cos, const float* sin, const Attend& a, const Cache& cache) {
   const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, D = a.width, all = a.heads * D, group = a.group();
-  std::vector<int64_t> lines, first;  // lines with real rows, and the place among these of each one's first
+  std::vector<int64_t> lines, first;  // batch rows with real rows, and the index of each one's first among these
   for (int64_t m = 0; m < M; m++)
     if (const int64_t b = rows[m] / s.window; !m || b != lines.back()) lines.push_back(b), first.push_back(m);
   std::vector<float> mixed(M * qkv.N), seen(M * all);

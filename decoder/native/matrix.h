@@ -1,16 +1,16 @@
 // A weight matrix in any of its formats: plain numbers, numbers of 8 bits with a scale for each row, or blocks of 32 as in
 // GGUF files.
 //
-// Floats of 16, 32 and 8 bits give STEP numbers of a row at a time as float32, in the order `arrange_line` gives the
-// activations; what bfloat16 does in place of that, where the processor can, is in pairs.h. Integers and blocks stay
-// integers: integers.h has their products.
+// Floats of 16, 32 and 8 bits give STEP numbers of a row at a time as float32, in the order in which `arrange_line`
+// puts activations; pairs.h has the alternative for bfloat16, if the processor supports it. Integers and blocks stay
+// integers: integers.h has their matmuls.
 #pragma once
 
 #include "vectors.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-constexpr int STEP = 2 * VL;  // numbers of K walked at once
+constexpr int STEP = 2 * VL;  // numbers of K processed at once
 
 // Eight numbers at `one`, or those and the ones at `other` side by side.
 template <class V, class W>
@@ -21,7 +21,7 @@ inline V beside_rows(const W* one, const W* other) {
 
 // -------------------------------------------------------------------------------------------------- the plain formats --
 
-// Rows of K numbers, from some row of a matrix on. `spread` is the bytes a STEP of one row takes.
+// Rows of K numbers, from a row of a matrix on. `spread` is the bytes a STEP of one row takes.
 template <class W>
 struct Plain {
   const W* data;
@@ -34,8 +34,8 @@ struct Plain {
   float tail(int64_t n, int64_t k) const { return widen(data[n * K + k]); }
   float finished(int64_t, float sum) const { return sum; }
 
-  // Half of the STEP numbers at k, in the order `arrange_line` gives the activations, of row n, or of as many rows from it
-  // on as a V has columns. The second half of bfloat16 is the odd numbers.
+  // Half of the STEP numbers at k, in the order of `arrange_line`, of row n, or of the rows from n on that the columns
+  // of a V take. The second half of bfloat16 is the odd numbers.
   template <class V>
   V half(int64_t n, int64_t k, bool second) const {
     const W* p = data + n * K + k;
@@ -54,7 +54,7 @@ struct Plain {
 typedef uint8_t Bytes __attribute__((vector_size(STEP)));
 typedef uint8_t WideBytes __attribute__((vector_size(ABREAST * STEP)));
 
-// Of as many rows as a V has columns; bytes(i) is where those of row i are.
+// For one row per column of a V; bytes(i) is the address of row i.
 template <class V, class Place>
 inline auto bytes_of(Place bytes) {
   Bytes one;
@@ -85,8 +85,8 @@ struct Int8 {
 
 // ---------------------------------------------------------------------------------- floats of 8 bits, a scale for a row --
 
-// A weight is scale * number. What the `load` of vectors.h leaves out of every number joins the scale: both
-// are powers of two, so nothing is rounded.
+// A weight is scale * number. The factor that the `load` of vectors.h omits from every number is included in the scale:
+// a power of two, so nothing is rounded.
 template <class Float8>
 struct Floats8 {
   const Float8* data;

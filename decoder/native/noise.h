@@ -5,13 +5,13 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-constexpr int WORDS = 16;  // ids whose words are made at a time
+constexpr int WORDS = 16;  // ids whose words are computed together
 typedef uint16_t Words __attribute__((vector_size(WORDS * 2)));
 
 constexpr int ID_ROUNDS = 7, ROW_ROUNDS = 5;
 constexpr float NOISE_SCALE = -0x1p-16f * (1 - 0x1p-24f);
 
-// Keys of a row: two limbs of 16 bits, then the multipliers of the rounds of its ids, as paceline.core.noise.row_keys.
+// Keys of a row: two 16-bit halves, then the multipliers of the rounds of its ids, as paceline.core.noise.row_keys.
 struct RowKeys {
   uint16_t limbs[2], multipliers[8];
   RowKeys(const int32_t* seed, int32_t position, int64_t stream) {
@@ -68,7 +68,7 @@ inline Vec gumbel_of_words(VecI high, VecI low) {
   return -logarithm(rest == 1.0f ? -negative : exponential);
 }
 
-// The upper limb of every product with a multiplier of 8 bits, whose lower limb is what 16 bits keep of it.
+// The upper half of every product with an 8-bit multiplier; the lower half is its low 16 bits.
 inline Words upper(Words limb, uint16_t multiplier) {
 #ifdef __AVX2__
   return (Words)_mm256_mulhi_epu16((__m256i)limb, _mm256_set1_epi16((int16_t)(multiplier << 8)));
@@ -78,7 +78,7 @@ inline Words upper(Words limb, uint16_t multiplier) {
 #endif
 }
 
-// From the limbs of ids, the lower one in `high`, to the random words of these ids.
+// Converts the halves of ids, the lower one in `high`, to the random words of these ids.
 inline void words(const RowKeys& row, Words& high, Words& low) {
   high ^= row.limbs[0], low ^= row.limbs[1];
   for (int i = 0; i < ID_ROUNDS; i++) {
@@ -88,7 +88,7 @@ inline void words(const RowKeys& row, Words& high, Words& low) {
   }
 }
 
-// Limbs of WORDS ids: those from `first` on, which is a multiple of WORDS, or the ones of a list.
+// Halves of WORDS ids: those from `first` on, a multiple of WORDS, or those of a list.
 inline void limbs(int32_t first, const int32_t* list, Words& high, Words& low) {
   if (list) {
     for (int i = 0; i < WORDS; i++) high[i] = (uint16_t)list[first + i], low[i] = (uint16_t)(list[first + i] >> 16);

@@ -1,10 +1,9 @@
-// Products of bfloat16 weights: activations are rounded to bfloat16 too, once for a product, and are multiplied two at a
-// time.
+// Matmuls with bfloat16 weights: activations are rounded to bfloat16 too, once per matmul, and multiplied in pairs.
 //
 // One instruction (`vdpbf16ps` of AVX512_BF16) adds two products to a float32 sum: a fused multiply-add of the odd
-// numbers, then one of the even numbers, each rounded to nearest, with denormals taken and given as zeros. Processors
-// without it do these two fused multiply-adds themselves, in that order, and treat denormals in the same way where they can
-// be told to (x86). So the sums have the same bits.
+// numbers, then one of the even numbers, each rounded to nearest, with denormal inputs and results as zeros. Without
+// it, two fused multiply-adds in that order are used, with denormals treated in the same way if the processor has such
+// a mode (x86). So the sums have the same bits.
 #pragma once
 
 #ifdef __SSE2__
@@ -22,13 +21,13 @@ constexpr bool PAIRS = true;
 constexpr bool PAIRS = false;
 #endif
 
-// Whether activations are rounded for such rows, and whether they then are kept in 16 bits, in their order.
+// Whether activations are rounded for these rows, and whether they are then stored in 16 bits, in their order.
 template <class R>
 constexpr bool ROUNDED = std::is_same_v<R, Plain<BFloat16>>;
 template <class R>
 constexpr bool PAIRED = PAIRS && ROUNDED<R>;
 
-// While one of these lives, its thread takes and gives denormals as zeros, as the instruction does.
+// During its lifetime its thread treats denormal inputs and results as zeros, like the instruction.
 class Flushed {
  public:
 #ifdef __SSE2__
@@ -50,7 +49,7 @@ class Flushed {
 // The bits of these numbers rounded to bfloat16, as `narrow` rounds them, in the upper halves.
 inline VecU rounded(Vec x) {
   const VecU word = (VecU)x, found = (word + 0x7fff + ((word >> 16) & 1)) & 0xFFFF0000u;
-  const VecU number = (VecU)(x == x);  // all ones, or zeros where it is not a number
+  const VecU number = (VecU)(x == x);  // all ones, or zeros if it is NaN
   return (found & number) | (0x7fc00000u & ~number);
 }
 inline float rounded(float x) {

@@ -1,4 +1,4 @@
-// Products of a few rows with a weight matrix, and how a team of threads shares them.
+// Matmuls of a few rows with a weight matrix, and their division among a team of threads.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 // ------------------------------------------------------------------------------------------- the order of activations --
 
-// How many float32 a prepared line of K numbers takes.
+// Number of float32 in a prepared line of K numbers.
 inline int64_t prepared(int64_t format, int64_t K) {
   if (integers(format)) return integer_line(format, K);
   return PAIRS && format == BFLOAT16 ? (K + 1) / 2 : K;
 }
 
-// A line of K numbers as products with a matrix of a format read it: integers with a scale; for bfloat16 rounded, in pairs
-// or, of every STEP, the even ones and then the odd ones; else as it is.
+// A line of K numbers in the layout that matmuls with a format read: integers with a scale; for bfloat16 rounded, in
+// pairs or, of every STEP, the even ones and then the odd ones; else as it is.
 inline void arrange_line(int64_t format, const float* from, float* to, int64_t K) {
   int64_t k = 0;
   if (integers(format)) {
@@ -51,8 +51,8 @@ inline void arrange_line(int64_t format, const float* from, float* to, int64_t K
 
 constexpr int64_t FEW = 16;
 
-// M lines for a matrix of a format, made of what fill(m, line) writes, K numbers: by every thread for itself if they are
-// few, which is cheaper than to wait for each other, or by all of the team together, in a loop before that of the product.
+// M lines for a matrix of a format, made of the K numbers that fill(m, line) writes: by every thread separately if they
+// are few, which is cheaper than waiting, or by the whole team, in a loop before that of the matmul.
 template <class Fill>
 class Lines {
  public:
@@ -64,7 +64,7 @@ class Lines {
                   for (int64_t m = begin; m < end; m++) write(m, common_.data() + m * size_);
                 }};
   }
-  // For a thread that begins with the product: `first`, it has not been here.
+  // For a thread that begins with the matmul; `first`: its first piece.
   const float* get(bool first) const {
     if (!common_.empty()) return common_.data();
     static thread_local std::vector<float> own;
@@ -91,7 +91,8 @@ class Lines {
 void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
              int64_t stride);
 
-// The same for some of the rows of an output [all rows, N]: take(to, made, size) gets each row's place and its results.
+// The same for some of the rows of an output [all rows, N]: take(to, made, size) gets each row's address and its
+// results.
 template <class Take>
 void product_rows(const float* x, const Stored& weight, const std::vector<int64_t>& rows, int64_t K, int64_t begin,
                   int64_t end, Take take) {
@@ -102,6 +103,6 @@ void product_rows(const float* x, const Stored& weight, const std::vector<int64_
   for (int64_t m = 0; m < M; m++) take(rows[m], made.data() + m * size, size);
 }
 
-constexpr int64_t WORTH = 16384;  // multiply-adds that are worth a team
+constexpr int64_t WORTH = 16384;  // minimum number of multiply-adds for a team
 
 }  // namespace paceline

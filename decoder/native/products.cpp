@@ -1,18 +1,18 @@
-// The product of a few rows with a weight matrix, for every format and every number of rows.
+// The matmul of a few rows with a weight matrix, for every format and number of rows.
 #include "product.h"
 
 #include <array>
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// How many rows at once fill the registers, with so many columns of them. Blocks have sums of their own beside those. What is
-// left behind the last whole columns is little.
+// Number of rows that fill the registers, for a number of columns. Blocks need additional sums. Few columns remain
+// after the last whole group.
 template <class R, class V, int COLS>
 constexpr int MOST_ROWS = COLS != 2 ? 1 : sizeof(V) == sizeof(Vec) ? 5 : BLOCKS<R> ? 10 : 12;
 
 constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
-// What a block multiplies at k: STEP numbers of its columns with those of each row of x.
+// Multiplies STEP numbers at k of a block's columns by those of each row of x.
 template <class R, class V, int ROWS, int COLS>
 inline __attribute__((always_inline)) void step(const float* x, int64_t size, const R& w, int64_t k, V* sum) {
   constexpr int EACH = sizeof(V) / sizeof(Vec);
@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) void step(const float* x, int64_t size, co
   }
 }
 
-// What numbers behind the last whole STEP, from k on, add to sums of so many rows and columns.
+// Adds the products of numbers after the last whole STEP, from k on, to the sums of all rows and columns.
 template <class R>
 __attribute__((noinline)) void add_tail(const float* x, int64_t size, const R& w, int64_t k, float* found, int rows,
                                         int columns) {
@@ -54,8 +54,9 @@ __attribute__((noinline)) void add_tail(const float* x, int64_t size, const R& w
       }
 }
 
-// ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
-// ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. Rows of results are `stride` apart.
+// ROWS x (COLS x columns of a V) results at once. One accumulator for each, along K: the same arithmetic for every
+// ROWS, COLS and V. A separate function, so that no surrounding code takes a register. Rows of results are `stride`
+// apart.
 template <class R, class V, int ROWS, int COLS>
 __attribute__((noinline)) void block(const float* x, int64_t size, const R w, float* to, int64_t stride) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
@@ -63,7 +64,7 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
   // A block reads all of its columns from the start, so the next one's are fetched while it is computed: into level 2, as
   // level 1 has the rows of x.
   const char* ahead = w.bytes() + std::max(AHEAD, ALL * K / STEP * R::SPREAD);
-  int64_t due = 0;  // bytes that were read and not yet fetched ahead
+  int64_t due = 0;  // bytes read and not yet prefetched for
   auto fetch = [&]() __attribute__((always_inline)) {
     for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, 2);
   };
@@ -89,8 +90,8 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
     UNROLLED for (int m = 0; m < ROWS; m++)
       UNROLLED for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
   }
-  // Written out: a loop reads what several instructions have just written by one, whose guess of where it comes from is
-  // then wrong each time, and products of a few rows take up to twice as long.
+  // Unrolled: a loop would read with one instruction what several have just written; store forwarding would fail each
+  // time, and matmuls of a few rows would take up to twice as long.
   if (ROWS > 1)
     UNROLLED for (int m = 0; m < ROWS; m++) std::memcpy(to + m * stride, found + m * ALL, sizeof(float) * ALL);
 }
@@ -101,15 +102,15 @@ constexpr auto blocks(std::integer_sequence<int, LESS...>) {
   return std::array{&block<R, V, LESS + 1, COLS>...};
 }
 
-// The first block of so many rows: as few blocks as can be, and no small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
+// Rows of the first block: the fewest blocks, without a small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
 // 8 is 4 + 4.
 constexpr int64_t first_of(int64_t rows, int64_t most) {
   const int64_t blocks = (rows + most - 1) / most;
   return rows >= 2 * most - 1 ? most : (rows + blocks - 1) / blocks;
 }
 
-// Results n and on of M rows of x, which lie `size` float32 apart, with COLS columns of V at a time, as many as there are
-// below `end`. -> the next n
+// Results from n on of M rows of x, which are `size` float32 apart, with COLS columns of V at a time, up to `end`. ->
+// the next n
 template <class V, int COLS, class R>
 int64_t columns(const float* x, int64_t size, const R& w, int64_t M, int64_t n, int64_t end, float* to, int64_t stride) {
   constexpr int ALL = COLS * sizeof(V) / sizeof(Vec), MOST = MOST_ROWS<R, V, COLS>;
@@ -122,7 +123,7 @@ int64_t columns(const float* x, int64_t size, const R& w, int64_t M, int64_t n, 
   return n;
 }
 
-// Of few rows of x none is read twice from afar; of many, a block stays close while all of these weights go by.
+// Few rows of x stay in the cache; of many, a block stays in it while all of these weights are read.
 void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
              int64_t stride) {
   const int64_t size = prepared(weight.format, K);
@@ -135,7 +136,7 @@ void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t
       auto some = [&](auto columns) {
         n = columns(x + m * size, size, w, rows, n, end, to + m * stride + n - begin, stride);
       };
-      // One row takes more columns at once: what a block costs beside its sums is as much as these.
+      // One row takes more columns at once: the overhead of a block equals the cost of its sums.
       if (INTEGERS<R> && M == 1) some(columns<Wide, INTEGERS<R> ? 4 : 2, R>);
       some(columns<Wide, 2, R>);
       some(columns<Vec, 1, R>);

@@ -1,14 +1,14 @@
 // The kernels as PyTorch operators, and recorded steps: a list of operator calls that runs without Python.
 //
-// A `Program` is what paceline.decoder.native.program recorded of a step: each call's operator, its arguments, and where
-// its results go. Shapes never depend on data, so the list is the step. Other threads of Python go on meanwhile, since
-// PyTorch's operators give Python's lock back, and so does ctypes.
+// A `Program` is the record that paceline.decoder.native.program made of a step: each call's operator, its arguments,
+// and the destinations of its results. Shapes never depend on data, so the list is the step. Other Python threads
+// continue, since PyTorch's operators release Python's lock, and so does ctypes.
 //
-// A fused round also runs again on what it made, with no Python in between: after a pass over the weights its code and
-// data are out of the caches, and each statement takes microseconds. Inputs and outputs are those of
-// paceline.target.steps.FusedStep: tokens, count and first row of a commit, limits, params, keys, features; and what the
-// host is told, then tokens, count, first row and features of the next commit. Built apart from the kernels, for it needs
-// PyTorch's headers.
+// A fused round can also run again on its outputs without Python: after a pass over the weights Python's code and data
+// are not in the caches, and each statement takes microseconds. Inputs and outputs are those of
+// paceline.target.steps.FusedStep: tokens, count and first row of a commit, limits, params, keys, features; and the
+// report for the host, then tokens, count, first row and features of the next commit. Built separately from the
+// kernels, because it needs PyTorch's headers.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -192,7 +192,7 @@ static Tensor row_embed(const Tensor& table, const Tensor& ids) {
 
 static Tensor row_keep(const Tensor& keys, const Tensor& values, const Tensor& row, const Tensor& path,
                        const Tensor& slots) {
-  const Tensor moved = at::empty_like(row);  // how many rows moved in each slot
+  const Tensor moved = at::empty_like(row);  // number of rows moved in each slot
   const int64_t sizes[5] = {path.size(0), path.size(1), keys.size(1), keys.size(2), keys.size(3) * keys.element_size()};
   paceline_keep(data(keys), data(values), data<int32_t>(row), data<int32_t>(path), data<int32_t>(slots),
                 data<int32_t>(moved), sizes);
@@ -269,7 +269,7 @@ TORCH_LIBRARY_IMPL(paceline, CPU, library) {
 
 // ----------------------------------------------------------------------------------------------------- recorded steps --
 
-// What an argument or a result is in the stream of numbers that describes a program; `Kind` in program.py.
+// Kind of an argument or a result in the stream of numbers that describes a program; `Kind` in program.py.
 enum Kind : int64_t { NONE, INT, FLOAT, BOOL, VALUE, INTS, FLOATS, BOOLS, VALUES, TEXT, CPU, WRAPPED };
 
 struct Instruction {
@@ -388,7 +388,7 @@ struct Reader {
         const IValue number = argument(place, made);
         const auto type = number.isInt() ? at::kLong : number.isBool() ? at::kBool : at::kDouble;
         Tensor wrapped = at::scalar_tensor(number.toScalar(), at::TensorOptions().dtype(type));
-        wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);  // its type does not count where types are promoted
+        wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);  // its type is ignored in type promotion
         return wrapped;
       }
       default: TORCH_CHECK(false, "an argument of a recorded step has no such kind");
@@ -396,10 +396,11 @@ struct Reader {
   }
 };
 
-// Programs as Python holds them: by address. One that is closed is never freed, for another thread may be about to call it.
+// Programs by address, as Python holds them. A closed one is never freed, because another thread may be about to call
+// it.
 static Program& at_address(int64_t program) { return *reinterpret_cast<Program*>(program); }
 
-// ``numbers``: how many values there are; shapes of inputs; the instructions; the outputs. ``constants`` are the values
+// ``numbers``: the number of values; shapes of inputs; the instructions; the outputs. ``constants`` are the values
 // after the inputs.
 static int64_t opened(const std::vector<Tensor>& constants, const std::vector<int64_t>& numbers,
                       const std::vector<double>& floats, const std::vector<std::string>& texts) {
@@ -414,7 +415,7 @@ static int64_t opened(const std::vector<Tensor>& constants, const std::vector<in
   return reinterpret_cast<int64_t>(program.release());
 }
 
-// What a run needs of its thread: no gradients, and no other threads for PyTorch's own operators. Those would spin for
+// Thread settings of a run: no gradients, and no other threads for PyTorch's own operators. Those would spin for
 // milliseconds after each operator, on cores that the kernels' team needs.
 struct Alone {
   const std::lock_guard<std::mutex> alone;
@@ -468,7 +469,7 @@ static Tensor tensor(const Lent& lent) {
   return at::from_blob(lent.data, sizes, strides, at::TensorOptions().dtype(static_cast<c10::ScalarType>(lent.type)));
 }
 
-// The place among the inputs that an output after the first has in the next round.
+// Index among the inputs of the next round for an output after the first.
 static size_t place(size_t output) { return output <= LIMIT ? output - 1 : AFTER + output - LIMIT - 1; }
 
 static void copied(const Tensor& from, void* to, size_t bytes) {
@@ -476,25 +477,25 @@ static void copied(const Tensor& from, void* to, size_t bytes) {
   std::memcpy(to, from.const_data_ptr(), bytes);
 }
 
-// What a call needs, and where it leaves what it made. The arrays are the caller's.
+// Inputs of a call, and destinations of its results. The arrays are the caller's.
 struct Call {
   Program* program;
   const Lent* inputs;
   int64_t n_inputs;
   int64_t rounds;       // at most
-  double budget;        // seconds that they have to fit into; the first runs anyway
-  int64_t idle;         // room in slots without a text
-  int64_t slots, width;  // of what the host is told
+  double budget;        // time limit in seconds; the first round always runs
+  int64_t idle;         // limit in slots without a request
+  int64_t slots, width;  // of the report for the host
   int64_t* left;        // [slots], see paceline.core.types.MultiRoundLimits; changed
   const int64_t* ends;  // [n_ends]
   int64_t n_ends;
-  int32_t* told;        // [rounds, slots, width]: tokens, their count, how deep the proposal went
+  int32_t* told;        // [rounds, slots, width]: tokens, their count, depth of the proposal
   double* seconds;      // [rounds]
   void* const* made;    // for each output after the first
-  char* why;            // it failed
-  int64_t room;         // bytes there
+  char* why;            // reason of a failure
+  int64_t room;         // its capacity in bytes
 
-  // Whether another round may follow one that told this; what it gained is taken off the room.
+  // Whether another round may follow one with this report; its tokens are subtracted from the limits.
   bool goes_on(const int32_t* row) const {
     bool on = true;
     for (int64_t slot = 0; slot < slots; slot++, row += width) {
@@ -514,7 +515,7 @@ struct Call {
   }
 };
 
-// What `work` says, or -1 and why there is nothing.
+// Result of `work`, or -1 and the reason of the failure.
 template <class Work>
 static int64_t guarded(char* why, int64_t room, Work work) {
   try {
@@ -526,7 +527,7 @@ static int64_t guarded(char* why, int64_t room, Work work) {
   }
 }
 
-// How many rounds ran.
+// Number of rounds that ran.
 extern "C" int64_t paceline_again(const Call* call) {
   return guarded(call->why, call->room, [&]() -> int64_t {
     const Alone alone(*call->program);

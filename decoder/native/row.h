@@ -1,4 +1,4 @@
-// A row of scores to choose from: its largest, what top-k, top-p and min-p leave of it, and a draw by noise.
+// A row of scores to sample from: its largest, the scores that top-k, top-p and min-p keep, and the choice by noise.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-constexpr int64_t BLOCK = 64;  // scores that share a largest one
+constexpr int64_t BLOCK = 64;  // scores in a block with a stored maximum
 constexpr float NEGATIVE = -1.0e30f, LOWEST = -INFINITY;
 constexpr float MOST_NOISE = 23.0f;
 
@@ -34,10 +34,10 @@ int32_t argmax(const float* s, int64_t V) {
   }
   for (; i < V; i++)
     if (s[i] == best) return (int32_t)i;
-  return (int32_t)V - 1;  // not a number anywhere: stay a legal id
+  return (int32_t)V - 1;  // all NaN: return a legal id
 }
 
-// Scores in whole blocks with the largest of each; behind the end they are the lowest there is.
+// Scores in whole blocks with the largest of each; after the end they are the lowest value.
 struct Blocks {
   int64_t count = 0;
   std::vector<float> scores, maxima;
@@ -61,20 +61,20 @@ struct Blocks {
 
   int64_t highest_block() const { return std::max_element(maxima.begin(), maxima.end()) - maxima.begin(); }
 
-  // Takes the largest score out and returns its place, the first of equals.
+  // Removes the largest score and returns its position, the first of equals.
   int64_t take() {
     const int64_t block = highest_block(), first = block * BLOCK;
     int64_t place = first;
     while (place < first + BLOCK - 1 && scores[place] != maxima[block]) place++;
     scores[place] = 2 * NEGATIVE;
     measure(block);
-    return std::min(place, count - 1);  // not a number anywhere: stay a legal place
+    return std::min(place, count - 1);  // all NaN: return a legal position
   }
 };
 
-// A row to choose from: what top-k leaves of its tempered scores, in the order of ids, and their weights.
+// A row to sample from: the scores after temperature that top-k keeps, in the order of ids, and their weights.
 struct Row : Blocks {
-  std::vector<int32_t> ids;  // of the scores, in whole blocks; empty where they are all ids in order
+  std::vector<int32_t> ids;  // of the scores, in whole blocks; empty if they are all ids in order
   std::vector<float> weights;
   float most;  // the largest score, whose weight is 1
   float mass;  // of all weights
@@ -88,8 +88,8 @@ struct Row : Blocks {
     most = maxima[highest_block()];
   }
 
-  // Leaves the k largest scores and all that equal the smallest of these. The k-th largest of the blocks' largest
-  // bounds it from below, so that few scores are looked at.
+  // Keeps the k largest scores and all that equal the smallest of these. The k-th largest of the blocks' maxima is a
+  // lower bound, so that few scores are examined.
   void keep_top(int64_t k) {
     static thread_local std::vector<float> order;
     static thread_local std::vector<int32_t> found;
@@ -111,7 +111,7 @@ struct Row : Blocks {
     int64_t left = 0;
     for (const int32_t place : found)
       if (scores[place] >= least) found[left] = place, scores[left++] = scores[place];
-    if (!left) found.assign(left = 1, 0);  // not a number anywhere: stay a legal id
+    if (!left) found.assign(left = 1, 0);  // all NaN: return a legal id
     resize(left);
     measure();
     ids.assign(scores.size(), 0);
@@ -135,13 +135,13 @@ struct Row : Blocks {
     Vec sum = {};
     for (size_t i = 0; i < weights.size(); i += VL) {
       VecI line;
-      std::memcpy(&line, weights.data() + i, sizeof line);  // weights are not negative: their words are their order
+      std::memcpy(&line, weights.data() + i, sizeof line);  // weights are not negative, so they compare like their bits
       sum += line > above ? load(weights.data() + i) : Vec{};
     }
     return total(sum) >= share * mass;
   }
 
-  // Weights above the result, in their order, stay inside top-p: the largest for which they do not reach it by themselves.
+  // Weights above the result, in their order, are inside top-p: the largest order at which they do not reach it.
   int32_t edge(float top_p) const {
     int32_t below = -1;
     for (int bit = 30; bit >= 0; bit--)
@@ -149,19 +149,19 @@ struct Row : Blocks {
     return below;
   }
 
-  // Leaves the scores whose weights are above an order and at least `floor`.
+  // Keeps the scores whose weights are above an order and at least `floor`.
   void cut(int32_t above, float floor) {
     for (int64_t i = 0; i < count; i++)
       if (ordered(weights[i]) <= above || weights[i] < floor) scores[i] = NEGATIVE;
     measure();
   }
 
-  // The place of the largest score plus noise, the first of equals.
+  // Position of the largest score plus noise, the first of equals.
   int64_t draw(const RowKeys& keys) const {
     float best = LOWEST;
     int64_t place = -1;
     auto visit = [&](int64_t block) {
-      // Noise above d has a word whose upper limb is at most 2^16 (1 - exp(-exp(-d))); two more for what is rounded.
+      // Noise above d has a word whose upper half is at most 2^16 (1 - exp(-exp(-d))); plus two for rounding.
       const float behind = best - maxima[block];
       if (behind > MOST_NOISE) return;
       const float bound = 65536 * 1.01f * std::exp(-behind) + 2;

@@ -1,17 +1,17 @@
-// What lies between the products of layers that are not computed as a whole: norms, rotations, activations, and rows of
-// an embedding. Each row by itself.
+// Operations between the matmuls of layers that are not computed by one kernel: norms, rotations, activations, and rows
+// of an embedding. Each row is computed separately.
 #include "experts.h"
 
 using namespace paceline;
 
-// Calls body(row) for all of so many rows, on the team if there are many numbers.
+// Calls body(row) for all rows, on the team if there are many numbers.
 template <class Body>
 static void each(int64_t rows, int64_t width, Body body) {
   constexpr int64_t MANY = 1 << 16;
   each_row(rows * width > MANY, rows, body);
 }
 
-// Eight numbers of a row from `k` on, those behind its end as zeros.
+// Eight numbers of a row from `k` on, those after its end as zeros.
 static Vec part(const float* x, int64_t k, int64_t K) {
   if (k + VL <= K) return load(x + k);
   Vec found = {};
@@ -60,8 +60,8 @@ extern "C" void paceline_norm(const float* x, const void* weight, const void* bi
   });
 }
 
-// x: rows of heads [D] that lie `stride` numbers behind each other; of each head the first R numbers are turned by cos
-// and sin [rows, R]. out [rows, heads, D]
+// x: rows of heads [D] that are `stride` numbers apart; the first R numbers of each head are rotated by cos and sin
+// [rows, R]. out [rows, heads, D]
 extern "C" void paceline_rotate(const float* x, int64_t stride, const float* cos, const float* sin, float* out,
                                 int64_t rows, int64_t heads, int64_t D, int64_t R) {
   each(rows, heads * D, [&](int64_t row) {

@@ -1,13 +1,13 @@
-// A team of threads that does a piece of work together, in place of OpenMP's. A piece of work is a few loops, one after the
-// other, each cut into pieces that any thread may do: a row of a result is the same whoever computes it.
+// A team of threads that executes a task together, in place of OpenMP's. A task is a few consecutive loops, each
+// divided into pieces that any thread may execute: a row's result does not depend on the thread.
 //
-// The thread that asks for work never waits for a thread, only for a piece that another thread has begun. Helpers take
-// pieces while they run; what one of them has not begun, because another program has its core, the others do. OpenMP's
-// threads and those of most programs meet at a barrier behind every loop: two programs with two threads each on two cores
-// then slow each other twenty times, since the thread that has its core waits for the one that has not.
+// The calling thread never waits for a thread, only for a piece that another thread has begun. Helpers take pieces
+// while they run; pieces that a helper has not begun, because another program uses its core, are executed by the
+// others. OpenMP's threads, as in most programs, meet at a barrier after every loop: two programs with two threads each
+// on two cores then slow each other twenty times, since a running thread waits for one without a core.
 //
-// Every thread that asks for work has a team of its own, which ends with it. How many threads take part is OpenMP's
-// setting for the thread that asks, so that PyTorch's functions and variables for it hold here too.
+// Every calling thread has a separate team, which ends with it. The number of threads is OpenMP's setting for the
+// calling thread, so that PyTorch's functions and variables for it apply.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ extern "C" int omp_get_max_threads();
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// A short rest of a thread that looks at the same number again and again.
+// A short pause of a thread that polls a number.
 inline void rest() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -50,8 +50,8 @@ Loop(int64_t, Body, int64_t) -> Loop<Body>;
 
 class Team {
  public:
-  // Runs loops one after the other, on every thread of the team that is there, if the work is worth that; otherwise on
-  // this thread alone.
+  // Runs loops one after the other, on every available thread of the team if the work is large enough; otherwise on
+  // this thread only.
   template <class... Bodies>
   static void run(bool worth, const Loop<Bodies>&... loops) {
     static_assert(sizeof...(loops) <= LOOPS);
@@ -61,7 +61,7 @@ class Team {
     own().together(threads, parts, sizeof...(loops));
   }
 
-  // How many threads this one may use.
+  // Number of threads that this one may use.
   static int most() { return std::min(omp_get_max_threads(), MOST); }
   static constexpr int MOST = 256;
 
@@ -75,16 +75,16 @@ class Team {
   Team() = default;
 
   typedef std::chrono::steady_clock Clock;
-  static constexpr int LOOPS = 5;  // of a piece of work, at most
+  static constexpr int LOOPS = 5;  // maximum per task
   static constexpr int PIECES = 4;  // for each thread: fine enough to help out, coarse enough to read weights in a stream
-  static constexpr uint64_t LAST = 0;  // there is no more work
+  static constexpr uint64_t LAST = 0;  // no more work
   static constexpr std::chrono::microseconds SPIN{50};  // between two loops of threads that all run is less
-  static constexpr std::chrono::microseconds LATE{200};  // threads that all run end a loop together, give or take less
-  static constexpr std::chrono::milliseconds AWAKE{5};  // what the host does between two graphs takes less
-  static constexpr std::chrono::milliseconds WAKING{1};  // from one call of threads that sleep to the next, at least
-  static constexpr std::chrono::milliseconds REST{10}, LONGEST_REST{160};  // of a helper that was waited for
+  static constexpr std::chrono::microseconds LATE{200};  // running threads end a loop within less
+  static constexpr std::chrono::milliseconds AWAKE{5};  // the host needs less between two graphs
+  static constexpr std::chrono::milliseconds WAKING{1};  // minimum time between two wake-ups of sleeping threads
+  static constexpr std::chrono::milliseconds REST{10}, LONGEST_REST{160};  // of a helper that delayed a loop
 
-  // A loop, with the type of its body forgotten.
+  // A loop, with a type-erased body.
   struct Part {
     void (*run)(const void* loop, int64_t piece, int64_t pieces, bool first);
     const void* loop;
@@ -105,8 +105,8 @@ class Team {
     return {run, &loop, std::min<int64_t>((loop.count + loop.unit - 1) / loop.unit, threads * PIECES)};
   }
 
-  // The team of a thread. A process that was forked has none of the threads of the one before: it makes a new team, and
-  // leaves the old one as it is, which would wait for them at its end.
+  // The team of a thread. A forked process has none of its parent's threads: it makes a new team, and never destroys
+  // the old one, which would wait for them.
   struct Owner {
     Team* team = nullptr;
     int born = 0;
@@ -126,7 +126,7 @@ class Team {
     return *owner.team;
   }
 
-  // Looks until done(), but no longer than `most`. Whether it is done.
+  // Polls until done(), but no longer than `most`. -> whether it is done
   template <class Done>
   static bool spin(Done done, Clock::duration most) {
     if (done()) return true;
@@ -138,7 +138,7 @@ class Team {
     return false;
   }
 
-  // The same of a thread that lets others have its core between two looks, and gives up when one of them takes it.
+  // The same for a thread that yields its core between two polls, and stops when another thread takes it.
   template <class Done>
   static bool look(Done done, Clock::duration most) {
     if (spin(done, SPIN)) return true;
@@ -154,21 +154,21 @@ class Team {
 
   // ------------------------------------------------------------------------------------------------- who does what --
 
-  // Numbers that every piece of work sets anew carry its name, so that a helper which comes late, when there is another
-  // one, finds nothing to take and has touched nothing.
+  // Numbers that every task sets again carry its name, so that a late helper, which arrives during another task, finds
+  // nothing to take and has changed nothing.
   static constexpr int NAMED = 24;  // bits below the name
   static constexpr int HALF = NAMED / 2;
   static_assert(MOST * PIECES < 1 << HALF);
   static uint64_t name(uint64_t word) { return word >> NAMED; }
   static bool over(uint64_t left, uint64_t work) { return name(left) != work || !(left & ((1 << NAMED) - 1)); }
 
-  // Pieces of a loop that are kept for a thread, which takes its own before it helps others, so that it has the same ones
-  // every time: up to `end`, from `next` on.
+  // Pieces of a loop that are reserved for a thread, which takes its own before it helps others, so that it has the
+  // same ones every time: from `next` up to `end`.
   struct alignas(64) Kept {
     std::atomic<uint64_t> range[LOOPS];  // name, end, next
   };
 
-  // Does pieces of loop l until all are taken. -> how many
+  // Executes pieces of loop l until all are taken. -> their number
   int take(int l, int number, int threads, uint64_t work) {
     int did = 0;
     for (int i = 0; i < threads; i++) {
@@ -178,7 +178,7 @@ class Team {
         const int64_t next = now & ((1 << HALF) - 1), end = now >> HALF & ((1 << HALF) - 1);
         if (next == end) break;
         if (!range.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-        // From here on until `left_` says so, the one that asked waits for this thread.
+        // From now until `left_` is updated, the calling thread waits for this one.
         const Part& part = parts_[l];
         part.run(part.loop, next, part.pieces, did++ == 0);
         now = range.load(std::memory_order_acquire);
@@ -208,7 +208,7 @@ class Team {
     }
   }
 
-  // Waits until a loop is done, of which this thread has done pieces for some time.
+  // Waits until a loop is done after this thread has executed pieces of it.
   void wait(int l, uint64_t work, Clock::duration time) {
     const auto done = [&] { return over(left_[l].load(), work); };
     const Clock::time_point late = Clock::now() + LATE + 2 * time;
@@ -222,7 +222,7 @@ class Team {
     waits_ = false;
   }
 
-  // -> whether it was waited for too long
+  // -> whether the wait was too long
   bool help(int number, uint64_t call) {
     const int loops = call >> HALF & ((1 << HALF) - 1), threads = call & ((1 << HALF) - 1);
     const uint64_t work = name(call);
@@ -243,8 +243,8 @@ class Team {
 
   // ------------------------------------------------------------------------------------------------------- helpers --
 
-  // Tells the threads what there is to do, and now and then also those that sleep: they count themselves before they look
-  // a last time. A thread that is woken starts where Linux finds an idle core.
+  // Announces work to the threads, and at intervals also to sleeping ones: they count themselves before they check a
+  // last time. A woken thread starts on an idle core that Linux finds.
   void announce(uint64_t call) {
     call_.store(call);
     if (!asleep_.load()) return;
@@ -255,7 +255,7 @@ class Team {
     called_.notify_all();
   }
 
-  // What thread `number` does until the team ends; `seen` is the call before its first.
+  // Loop of thread `number` until the team ends; `seen` is the call before its first.
   void serve(int number, uint64_t seen) {
     Clock::duration pause = REST;
     Clock::time_point rested{};
@@ -270,7 +270,7 @@ class Team {
       seen = call_.load();
       if (seen == LAST) return;
       if (!help(number, seen)) continue;
-      // Another program wants its core. It would be waited for again and again.
+      // Another program uses its core, so it would delay every loop.
       pause = Clock::now() - rested < 4 * pause ? std::min<Clock::duration>(2 * pause, LONGEST_REST) : REST;
       std::unique_lock<std::mutex> guard(mutex_);
       resting_.wait_for(guard, pause, [&] { return call_.load() == LAST; });
@@ -278,21 +278,21 @@ class Team {
     }
   }
 
-  // The name of the work, how many loops it has, and how many threads take part.
+  // The name of the task, its number of loops, and its number of threads.
   alignas(64) std::atomic<uint64_t> call_{1ull << NAMED};
   Part parts_[LOOPS] = {};
   Clock::time_point woke_{};
   alignas(64) std::atomic<uint64_t> left_[LOOPS] = {};  // name, pieces of a loop that are not done
   Kept kept_[MOST] = {};
   alignas(64) std::atomic<int> asleep_{0};
-  std::atomic<bool> waits_{false};    // the one that asked sleeps
-  std::atomic<uint64_t> late_{LAST};  // the work and the loop that was last waited for too long
+  std::atomic<bool> waits_{false};    // the calling thread sleeps
+  std::atomic<uint64_t> late_{LAST};  // task and loop of the last wait that was too long
   std::mutex mutex_;
   std::condition_variable called_, done_, resting_;
   std::vector<std::thread> workers_;
 };
 
-// body(row) for all of so many rows.
+// body(row) for all rows.
 template <class Body>
 void each_row(bool worth, int64_t rows, const Body& body) {
   Team::run(worth, Loop{rows, [&](int64_t begin, int64_t end, bool) {

@@ -20,8 +20,8 @@ typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
 typedef uint16_t VecH __attribute__((vector_size(VL * 2)));
 typedef _Float16 VecF16 __attribute__((vector_size(VL * 2)));
 
-// What the code of a format means, of matrices. The first three are also those of norms and biases, and these and the
-// ones of 8 bits without blocks those of caches.
+// Codes of the formats of matrices. The first three also apply to norms and biases; these and the 8-bit formats without
+// blocks apply to caches.
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7, E5M2 = 8 };
 
 struct BFloat16 {
@@ -52,8 +52,8 @@ inline Vec load(const Float16* p) {
   return __builtin_convertvector(h, Vec);
 #endif
 }
-// Floats of 8 bits. Their bits, moved to where a float of 16 bits has them, are the number divided by UNIT, subnormal ones
-// included, as exponents have another bias there.
+// Floats of 8 bits. Their bits, shifted to the positions of a 16-bit float, are the number divided by UNIT, because the
+// exponent's bias differs; also for subnormal numbers.
 struct Float8E4M3 {
   uint8_t bits;
   static constexpr float UNIT = 256;  // 2^(15 - 7)
@@ -117,7 +117,7 @@ inline void narrow(int8_t* p, float x) {  // to nearest, ties to even
   *p = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
 }
 template <class Float8, class = decltype(Float8::UNIT)>
-inline void narrow(Float8* p, float x) {  // to nearest, ties to even; beyond the largest: the largest
+inline void narrow(Float8* p, float x) {  // to nearest, ties to even; saturating
   constexpr int DROPPED = 23 - Float8::FRACTION;
   const float most = LARGEST<Float8>;
   x = x > most ? most : x < -most ? -most : x;
@@ -126,7 +126,7 @@ inline void narrow(Float8* p, float x) {  // to nearest, ties to even; beyond th
   const uint32_t sign = word >> 31 << 7;
   word &= 0x7fffffff;
   if (word < (uint32_t)(127 - Float8::BIAS + 1) << 23) {
-    // Subnormal: beside a number whose last bit is worth the least step, the sum is rounded to such steps.
+    // Subnormal: added to a number whose last bit is worth the smallest step, the value is rounded to such steps.
     const uint32_t beside = (uint32_t)(127 - Float8::BIAS + DROPPED + 1) << 23;
     float value, base;
     std::memcpy(&value, &word, 4);
@@ -156,7 +156,7 @@ inline float total(Vec v) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 #endif
 }
-// The totals of four vectors, each the same sum: together they take half of the instructions.
+// The totals of four vectors, each summed as `total` does: together they take half of the instructions.
 inline void totals(Vec a, Vec b, Vec c, Vec d, float* to) {
 #ifdef __AVX2__
   auto half = [](Vec v) { return _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)); };
@@ -182,15 +182,15 @@ inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vec
 #endif
   return v;
 }
-// Before a loop whose length is known: it is written out, so that what an array holds lies in registers.
+// Before a loop of known length: it is unrolled, so that arrays stay in registers.
 #define UNROLLED _Pragma("GCC unroll 64")
 
 inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // ------------------------------------------------------------------------------------------------------ wide registers --
 
-// What fills a register: ABREAST vectors side by side, one or two. Each is summed as it would be alone, so that a machine with wider
-// registers comes to the same numbers.
+// Contents of a register: ABREAST vectors, one or two. Each is summed separately, so that a machine with wider
+// registers has the same results.
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 constexpr int ABREAST = 2;
 #else

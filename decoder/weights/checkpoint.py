@@ -201,7 +201,7 @@ def _named(stored: _TensorInFile) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        raise ConfigurationError(f"{stored.file}: {stored.name}: {error}; choose another quantization") from error
+        raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
 
 
 def _finite_rows(stored: _TensorInFile, span: tuple[int, int]) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
-"""`paceline selftest --batch-invariance`: do a row's bits depend on how many rows are computed with it?
+"""`paceline selftest --batch-invariance`: check whether a row's bits depend on the number of rows computed with it.
 
-A row is decoded alone, and again as one of M: in a window of M tokens of its own text (as in verification), and in a
-batch of M texts. Logits are compared bit by bit. Where they differ, a token that nearly ties with another may differ
-too, so that the text of a speculative round need not be that of plain decoding. Not here: which kernels do that, and
-why.
+A row is decoded alone, and again as one of M: in a window of M tokens of its sequence (as in verification), and in a
+batch of M sequences. Logits are compared bit by bit. If they differ, a near-tie of two tokens may be decided
+differently, so that the output of a speculative round may differ from plain decoding.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 
 MOST = 17
-"""M goes up to here: one more than the sixteen rows of many tiles."""
+"""Default maximum of M: one more than the sixteen rows of many tiles."""
 
 FORMATS = ("f32", "bf16")
 PROMPT, TEXTS = 8, 4
-"""Tokens read, one by one, before the rows that are compared; texts of which windows are compared."""
+"""Number of tokens decoded before the compared rows; number of sequences whose windows are compared."""
 
 _POSITIONS = 128
 _LIMIT = 64
@@ -42,14 +41,14 @@ Shape = Literal["window", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """M rows together against each of them alone.
+    """Comparison of M rows together with each of them alone.
 
-    shape      what the rows are: of one text in a "window", or of M texts in a "batch"
+    shape      kind of rows: of one sequence in a "window", or of M sequences in a "batch"
     rows       M
     outputs    logits compared
     differing  of them in any bit
     tokens     rows compared
-    other      of them with another likeliest token
+    other      of them with another most likely token
     largest    the largest difference of two logits
     """
 
@@ -64,9 +63,9 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The counts of one backend and number format. ``promised``: its kernels say that no bit depends on M.
+    """Counts of one backend and number format. ``promised``: its kernels declare that no bit depends on M.
 
-    ``error``: why there are none, or not all.
+    ``error``: reason why some or all are missing.
     """
 
     backend: str
@@ -86,7 +85,7 @@ def check(target: Path | None, most: int) -> None:
 
     Raises:
         ConfigurationError: ``most`` is out of range.
-        CheckpointError: ``target`` is no folder of a checkpoint.
+        CheckpointError: ``target`` is not a checkpoint folder.
     """
     if not 1 <= most <= _LIMIT:
         raise ConfigurationError(f"rows: expected 1 to {_LIMIT}, got {most}; correct it")
@@ -95,10 +94,10 @@ def check(target: Path | None, most: int) -> None:
 
 
 def available(backend: str | None) -> tuple[list[str], dict[str, str]]:
-    """The backends to measure, and why others cannot work here. ``backend``: this one alone.
+    """Return the backends to measure, and why others cannot run on this machine. ``backend``: only this one.
 
     Raises:
-        ConfigurationError, BackendError: the one that is named is unknown, or cannot work here.
+        ConfigurationError, BackendError: the named one is unknown, or cannot run on this machine.
     """
     if backend is not None:
         make(backend)
@@ -121,10 +120,10 @@ def run(
     most: int = MOST,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[Series]:
-    """Measure each backend in each number format, M from 1 to ``most``. A series that raises has failed.
+    """Measure each backend in each number format, M from 1 to ``most``. A series that raises counts as failed.
 
     target  folder of a checkpoint; None = a random model of two layers
-    say     is told what is compiled
+    say     receives messages about compilation
     """
     with _folder(target) as folder:
         for backend in backends:
@@ -134,13 +133,15 @@ def run(
                 try:
                     promised = make(backend).kernels.batch_invariant
                     counts.extend(_measure(backend, amp, folder, most=most, say=say))
-                except Exception as problem:  # on hardware we have not got anything may fail, and a report says what
+                except Exception as problem:  # on untested hardware anything may fail, and the report must contain it
                     error = f"{type(problem).__name__}: {problem}"
                 yield Series(backend, amp, promised, tuple(counts), error)
 
 
 def report(series: Sequence[Series], missing: dict[str, str]) -> str:
-    """The table: logits that differ from those of a row alone, and their share, by M; then sums, and who is missing."""
+    """Return the table: logits that differ from those of a row alone, and their share, by M; then sums, and missing
+    backends.
+    """
     columns = [(one, shape) for one in series for shape in ("window", "batch")]
     heads = [f"{one.backend} {one.amp} {shape}" for one, shape in columns]
     by_rows = [{count.rows: count for count in one.counts if count.shape == shape} for one, shape in columns]
@@ -189,13 +190,13 @@ def _measure(backend: str, amp: str, folder: Path, *, most: int, say: Callable[[
         _read(decoder, text[None, :PROMPT])
         tail = text[None, PROMPT:]
         alone.append(torch.cat([_window(decoder, tail[:, i : i + 1], i) for i in range(most if index < TEXTS else 1)]))
-        if index < TEXTS:  # a window writes its own rows of the cache anew, and none before them
+        if index < TEXTS:  # a window rewrites its own rows of the cache, and none before them
             windows.append([_window(decoder, tail[:, :rows], 0) for rows in range(1, most + 1)])
     for rows, together in enumerate(zip(*windows, strict=True), 1):
         yield _compared("window", rows, torch.cat(together), alone=torch.cat([x[:rows] for x in alone[:TEXTS]]))
     for rows in range(1, most + 1):
         decoder.close()
-        del decoder  # a large model must not be there twice
+        del decoder  # a large model must not be in memory twice
         decoder = _load(backend, amp, folder, slots=rows, say=say)
         _read(decoder, texts[:rows, :PROMPT])
         beside = _window(decoder, texts[:rows, PROMPT : PROMPT + 1], 0)

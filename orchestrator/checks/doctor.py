@@ -1,7 +1,7 @@
-"""`paceline doctor`: what of this machine and its Neuron SDK can be seen without running anything on a chip.
+"""`paceline doctor`: facts about this machine and its Neuron SDK, without running anything on a chip.
 
-Every line is a fact that was looked up, or why it could not be; a machine without Neuron is no failure. What a chip
-really computes is `paceline selftest`.
+Every line is a fact, or why it could not be found; a machine without Neuron is not a failure. `paceline selftest`
+checks what a chip computes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.decoder.native import build
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order to read them. What keeps a backend from working that could work here has failed."""
+    """Return all findings, in reading order. Whatever prevents a possible backend from running has failed."""
     from paceline.neuron import machine
 
     return [*_machine(), *_cache(), *(Finding(*one) for one in machine.examine())]

@@ -10,15 +10,15 @@ Status = Literal["ok", "FAILED", "lossy", "note", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at.
+    """Result of one check.
 
-    status     ok; FAILED; lossy: the acceptance rule says of itself that it deviates, and by how much was measured;
-               note: no promise is broken, and somebody should know; skipped: why stands in ``seen``
-    seen       what came of it
-    tried      on what
-    detects    the smallest deviation, as a total variation at a token (or at the tokens that ``tried`` names), that
-               would have been found with a probability of 95 %; None where this has no meaning
-    seconds    that it took, compilation included
+    status     ok; FAILED; lossy: the acceptance rule declares a deviation, which was measured; note: no promise is
+               broken, but users should know; skipped: the reason is in ``seen``
+    seen       the result
+    tried      the input
+    detects    the smallest deviation, as a total variation at a token (or at the tokens in ``tried``), that would have
+               been found with a probability of 95 %; None if not applicable
+    seconds    duration, compilation included
     """
 
     name: str

@@ -1,7 +1,7 @@
 """`paceline selftest`: a tiny random model on a backend, compared with the plain reference on the CPU.
 
-It makes a report to read, or to send back from hardware we have not got. First come the integers behind the noise,
-because a device that computes them in floating point gives other tokens although every logit is right.
+It makes a report to read, or to send back from untested hardware. The integers of the noise are checked first, because
+a device that computes them in floating point gives other tokens although every logit is right.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NoiseStep(nn.Module):
 
 
 def known(backend: str) -> None:
-    """Raise ConfigurationError for a name that no backend has. One that cannot work here fails its checks."""
+    """Raise ConfigurationError for an unknown backend. One that cannot run on this machine fails its checks."""
     if backend not in BACKENDS:
         raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; use one of them")
 
@@ -70,7 +70,7 @@ def run(backend: str) -> Iterator[Finding]:
 
 
 def report(backend: str, checks: list[Finding]) -> str:
-    """Return the report to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
+    """Return the report to send back: the checks, then the machine, as reported by `paceline doctor`."""
     head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
     rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
     return "\n".join([head, *rows, *(f"- {one.name}: {one.seen}" for one in doctor.examine())])
@@ -102,7 +102,7 @@ def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Finding:
     begin = perf_counter()
     try:
         passed, seen = check()
-    except Exception as error:  # on hardware we have not got, anything may fail, and a report must say what
+    except Exception as error:  # on untested hardware anything may fail, and the report must contain it
         passed, seen = False, f"{type(error).__name__}: {error}"
     return Finding(name, "ok" if passed else "FAILED", seen, seconds=perf_counter() - begin)
 
@@ -114,10 +114,10 @@ def _noise(backend: str) -> tuple[bool, str]:
     graph = Graph(GraphKey("selftest noise"), step, (seeds, positions), {"graph": "noise"})
     engine = make(backend)
     if isinstance(engine, ChecksNoise):
-        engine.record_noise_check(passed=False)  # whatever happens from here on, an older record tells nothing
+        engine.record_noise_check(passed=False)  # from now on an older record is invalid
     got, expected = engine.compile(graph, _quiet)(seeds, positions), step(seeds, positions)
     wrong = [int((one != other).sum()) for one, other in zip(got, expected, strict=True)]
-    # The noise itself goes through the backend's logarithm: two units in the last place of float32.
+    # The noise uses the backend's logarithm: two units in the last place of float32.
     size = expected[3].abs().clamp(min=1.0) * 2.0**-23
     apart = float(((got[3] - expected[3]).abs() / size).max())
     seen = (
@@ -173,7 +173,7 @@ def _load(backend: str, folder: Path, amp: str) -> SamplingDecoder:
     decoder = AutoDecoder.from_pretrained(
         folder, batch_size=len(PROMPTS), n_positions=[POSITIONS], context_length_estimate=[16], amp=amp, backend=backend
     )
-    decoder.on_graph = lambda _event: None  # compilations are part of the time a check takes, and not announced
+    decoder.on_graph = lambda _event: None  # compilations are part of the time of a check, and not announced
     return decoder
 
 
@@ -184,7 +184,7 @@ def _quiet(_line: str) -> None:
 CALLS = 10
 
 Expects = Callable[[Graph, int], float]
-"""Seconds of a graph by arithmetic; a rank has so many ids of the vocabulary."""
+"""Function from a graph and a rank's number of vocabulary ids to calculated seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ class GraphTime:
     """One graph.
 
     name      its key
-    seconds   of a call, inputs and outputs included: the median of some
-    expected  by arithmetic; None where the chip's figures are not known
+    seconds   of a call, inputs and outputs included: the median of several
+    expected  calculated; None if the chip's figures are not known
     """
 
     name: str
@@ -214,7 +214,7 @@ def graph_times(
     found = []
     width = -(-decoder.config.vocab_size // decoder.options.layout.degree)
     for graph, step in decoder.graphs():
-        step(*graph.example)  # a first call may load something
+        step(*graph.example)  # a first call may load the graph
         seconds = []
         for _ in range(CALLS):
             begin = clock()

@@ -1,13 +1,12 @@
-"""`paceline verify`: do this target, this draft and this rule write what they promise? On models of the user's own.
+"""`paceline verify`: check the promises of a target, a draft and a rule, on the user's models.
 
-Everything is tried through the public generator, so drafters, rules, processors and caches of the user's own are
-verified like ours. What a test would have found is said beside what it found. Not here: whether a backend computes what
-another one does (`paceline selftest`), and tests of distributions (`verify_distribution`).
+Everything runs through the public generator, so the user's drafters, rules, processors and caches are verified like
+Paceline's. Each test reports its findings and its power. `paceline selftest` compares backends, and
+`verify_distribution` tests distributions.
 
-Tests of tokens: where a backend does not promise that a row's bits do not depend on the width of its graph, a token
-that differs is looked at: if the two nearly tie in the target's own scores, the difference is counted and no failure.
-Tests of drafting: tokens do not depend on a drafter, so a drafter with a wrong cache is no wrong text; it is slow, and
-nothing else says so.
+Tests of tokens: if a backend does not promise that a row's bits are independent of the width of its graph, a near-tie
+of two tokens in the target's scores is counted and is not a failure. Tests of drafting: tokens do not depend on a
+drafter, so a drafter with a wrong cache does not change outputs; it is slow, and only these tests find it.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
 
-_LEAST_ROOM = 24  # positions that every text of a test needs behind its prompt
+_LEAST_ROOM = 24  # positions that every sequence of a test needs after its prompt
 _Test = Callable[[Subject, Budget], Finding]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings about one target, one draft and one batch size. ``setting``: what was verified, for people."""
+    """All findings about one target, one draft and one batch size. ``setting``: description of what was verified."""
 
     setting: Mapping[str, object]
     findings: Sequence[Finding]
@@ -70,15 +69,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class VerifySettings:
-    """How much is tried, and on what.
+    """Extent and inputs of the tests.
 
-    minutes           about so long, besides a first pass of every test, in which graphs are made
+    minutes           approximate duration, without a first pass of every test, in which graphs are made
     only              names of tests (`TESTS`); none: all
-    prompts           ids; default: what the target writes itself
+    prompts           ids; default: outputs of the target
     tokenizer         for stop strings; default: ids as numbers
-    logits_processor  processors of your own; copied for every run
-    max_new_tokens    of a text
-    min_samples       texts, and tokens along texts, that the tests of distributions look at, whatever the time
+    logits_processor  the user's processors; copied for every run
+    max_new_tokens    of an output
+    min_samples       minimum number of outputs, and of tokens along outputs, in the tests of distributions, regardless
+                      of time
     """
 
     minutes: float = 2.0
@@ -114,7 +114,7 @@ TESTS: dict[str, float] = {
     "first-tokens": 3.0,
     "along-texts": 3.0,
 }
-"""Every test, and its share of the time."""
+"""All tests, with their shares of the time."""
 
 _DRAWN = ("sampled", "first-tokens", "along-texts")
 
@@ -129,8 +129,8 @@ def verify(
 ) -> Report:
     """Test a pair.
 
-    draft    as of `SpeculativeGenerator`: a name, a folder, a list, a drafter of your own, a function
-    say      is told each finding
+    draft    as in `SpeculativeGenerator`: a name, a folder, a list, a user's drafter, a function
+    say      receives each finding
     options  of `SpeculativeGenerator`: k, acceptor, ...
 
     Raises:
@@ -150,7 +150,7 @@ def verify(
         )
     rule = make_rule(generator.config)
     subject = Subject(generator, plain, rule, known, sampled, settings.seed, settings.max_new_tokens)
-    for source in (plain, generator):  # makes graphs, outside of the budget
+    for source in (plain, generator):  # makes graphs, outside the time budget
         subject.texts(source, subject.group(0, 1), max_new_tokens=min(8, subject.new))
     findings = []
     chosen = [
@@ -196,7 +196,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 _NEAR = {"f32": 1e-3}
 _NEAR_16_BITS = 0.15
-"""How far apart two tokens nearly tie, in logits: several times what widths were seen to change."""
+"""Maximum difference of a near-tie, in logits: several times the observed differences between widths."""
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ class Tally:
     """Sequences compared with the expected ones. ``strict``: both use the same graphs, so that a near-tie must not
     differ.
 
-    ``ties``: texts that part at one.
+    ``ties``: number of sequences that diverge at one.
     """
 
     strict: bool = False
@@ -217,7 +217,9 @@ class Tally:
     def add(
         self, subject: Subject, ours: CallResult, theirs: CallResult, *, sampling: Sequence[Sampling] | None = None
     ) -> None:
-        """Compare texts, and why they ended. ``sampling``: of every text, to see near-ties; None = they are unknown."""
+        """Compare outputs and finish reasons. ``sampling``: of every output, to detect near-ties; None = they are
+        unknown.
+        """
         self.calls += 1
         self.accepted += ours.statistics.num_accepted_tokens
         rows = zip(ours.texts, theirs.texts, ours.reasons, theirs.reasons, strict=True)
@@ -247,7 +249,7 @@ class Tally:
         if self.strict or subject.invariant:
             return False
         if one is None:
-            return True  # judged by how many there are
+            return True  # judged by their number
         near = _NEAR.get(subject.target.options.load.amp, _NEAR_16_BITS)
         gap = subject.gap(text[:at], (text[at], known[at]), one)
         return gap < near / (one.temperature or 1.0)
@@ -314,7 +316,9 @@ class _IdText:
 
 
 def _ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Finding:
-    """Texts end where plain decoding ends them: at an id, a stop string, a limit, by a criterion, in a draft or not."""
+    """Check that outputs stop where plain decoding stops: at an id, a stop string, a limit, by a criterion, inside a
+    draft or not.
+    """
     begin, tally, number = perf_counter(), Tally(), 0
     decoder = tokenizer or _IdText()
     draws = subject.sampled and keeps_tokens(subject.rule)
@@ -388,7 +392,7 @@ def _repeats(subject: Subject, budget: Budget) -> Finding:
 
 
 def _processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
-    """Under logits processors, the tokens of plain decoding, and processors see the prefixes that it shows them."""
+    """Check that logits processors give the tokens of plain decoding, and see the same prefixes."""
     name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
     if not subject.rule.on_host:
         return Finding(name, "skipped", f"{subject.rule.name!r} decides on the device, without processors", "nothing")
@@ -424,7 +428,7 @@ class _Watching:
 
 
 _WIDTHS_CHANGE = 0.02
-"""Share of its own drafts that a target may refuse where bits depend on the width of a graph."""
+"""Share of its own drafts that a target may reject if bits depend on the width of a graph."""
 
 
 def _self_draft(subject: Subject, budget: Budget) -> Finding:
@@ -478,7 +482,7 @@ def _read_anew(subject: Subject, budget: Budget) -> Finding:
                 continue
             first, *rest = subject.generator.stream([text[: length - 1]], eos_token_id=[], **drawing)
             if tuple(first.tokens) != (text[length - 1],) or not rest:
-                continue  # reading decides a near-tie another way
+                continue  # prefill decides a near-tie differently
             compared += 1
             if (rest[0].drafted, rest[0].accepted) != (drafted, accepted):
                 other.append(f"behind {length} tokens {rest[0].accepted} of {rest[0].drafted} are accepted")

@@ -1,14 +1,13 @@
-"""Tests of `paceline verify` on the distribution of texts, against the target's own probabilities.
+"""Tests of `paceline verify` that compare the distribution of outputs with the target's probabilities.
 
-The probabilities come from reading a prompt, or from decoding one token at a time: neither goes through the graphs that
-verify drafts. Two tests complement each other. The first tokens of many texts of one prompt are counted against their
-exact joint distribution, which shows any deviation there. Along long texts, every token is placed on the target's
-cumulative distribution of its own prefix; these places are independent and uniform if the texts are right, whatever the
-prefixes are (Rosenblatt 1952), so that every token of every text counts. Not here: tests of tokens (`verify`).
+The probabilities come from a prefill, or from decoding one token at a time: neither uses the graphs that verify drafts.
+Two tests complement each other. The first tokens of many outputs of one prompt are counted and compared with their
+exact joint distribution, which shows any deviation in them. Along long outputs, every token is mapped to its position
+on the target's cumulative distribution for its prefix; these positions are independent and uniform if the outputs are
+right, for any prefixes (Rosenblatt 1952), so that every token counts. Tests of tokens are in `verify`.
 
-The power of a test is the smallest deviation that it finds with a probability of 95 %, whatever the deviation looks
-like. It is given as a total variation: the largest difference between the probabilities that the two distributions give
-to any set of tokens.
+The power of a test is the smallest deviation of any form that it finds with a probability of 95 %. It is given as a
+total variation: the largest difference between the probabilities of any set of tokens under the two distributions.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ FIRST, CHOICES = 3, 4
 """Tokens of the joint distribution, and the top-k that keeps it small enough to be known exactly."""
 
 PARTS = 16
-"""Equal parts of the cumulative distribution that places along texts are counted in."""
+"""Number of equal parts of the cumulative distribution in which positions along outputs are counted."""
 
 FALSE_ALARM = 1e-5
-"""Probability that a test of a distribution fails although the distribution is right."""
+"""Probability of a false alarm of a test of a distribution."""
 
 POWER = 0.95
-"""Probability with which a deviation of the size that is reported is found."""
+"""Probability of finding a deviation of the reported size."""
 
-_CALL = 64  # texts of one call
-_LEAST_EXPECTED = 5.0  # texts in a cell
+_CALL = 64  # outputs of one call
+_LEAST_EXPECTED = 5.0  # outputs in a cell
 _TEMPERATURES = (1.0, 0.7, 1.3)
 
 
 def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
-    """Count the first tokens of texts of one prompt, ``least`` of them or more, against their joint distribution."""
+    """Compare the first tokens of at least ``least`` outputs of one prompt with their joint distribution."""
     begin = perf_counter()
     sampling = Sampling(temperature=1.0, top_k=CHOICES)
     prompt = subject.prompts[0]
@@ -76,7 +75,7 @@ def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
 
 
 def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
-    """Count the places of tokens of long texts, ``least`` or more, on the target's own cumulative distributions."""
+    """Count the positions of at least ``least`` tokens of long outputs on the target's cumulative distributions."""
     begin = perf_counter()
     counts, number, samples = torch.zeros(PARTS), 0, 0
     dice = torch.Generator().manual_seed(subject.seed)
@@ -100,7 +99,7 @@ def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
 def joint_distribution(
     target: CompiledDecoder, prompt: Sequence[int], sampling: Sampling
 ) -> dict[tuple[int, ...], float]:
-    """Return the probabilities of the first tokens after a prompt, by reading every possible prefix again."""
+    """Return the probabilities of the first tokens after a prompt, by a prefill of every possible prefix."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     with target.held_by(joint):
         for _ in range(FIRST):
@@ -123,8 +122,8 @@ def places_of(
     sampling: Sampling,
     dice: torch.Generator,
 ) -> list[Tensor]:
-    """Return the place of each new token on the cumulative distribution of its prefix, likelier tokens first; a token's
-    own mass is divided at random. ``prompts``: lengths. -> for every sequence [new tokens] in [0, 1]
+    """Return the position of each new token on the cumulative distribution of its prefix, more likely tokens first; the
+    position within a token's mass is random. ``prompts``: lengths. -> for every sequence [new tokens] in [0, 1]
     """
     slots, longest = target.batch_size, max(map(len, texts))
     places: list[list[float]] = [[] for _ in texts]
@@ -200,10 +199,11 @@ def _judged(name: str, subject: Subject, cells: _Cells, *, tried: str, foreign: 
 
 
 def detected_share(count: int) -> float:
-    """The smallest probability of a difference at a token that shows at least once in ``count`` tokens with 95 %.
+    """Return the smallest probability of a difference at a token that occurs at least once in ``count`` tokens with 95
+    %.
 
-    Two texts whose tokens are drawn from distributions with a total variation of d differ at a token with probability
-    d at least, however they are coupled. So this is a total variation too.
+    Two outputs sampled from distributions with a total variation of d differ at a token with a probability of at least
+    d, for any coupling. So this is a total variation too.
     """
     return -math.expm1(math.log(1.0 - POWER) / max(1, count))
 
@@ -215,7 +215,8 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def detected_variation(samples: int, cells: int) -> float:
-    """The smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in ``samples`` samples.
+    """Return the smallest total variation over ``cells`` cells that `chi_square` finds with 95 % in ``samples``
+    samples.
 
     A deviation of total variation d has a noncentrality of at least 4 n d^2: it moves a mass d from some cells, of mass
     P, to the others, and by Cauchy's inequality the sum of squares over expectations is at least n d^2 / (P (1 - P)).

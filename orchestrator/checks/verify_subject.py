@@ -1,4 +1,6 @@
-"""The subject of `paceline verify`: a generator, plain decoding by the same target, prompts, and how to run them."""
+"""The subject of `paceline verify`: a generator, plain decoding by the same target, prompts, and functions to run
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Subject:
     plain      the same target without a draft, one token at a time
     prompts    ids
     sampled    whether this backend may sample
-    new        new tokens of a text
+    new        new tokens of an output
     """
 
     generator: SpeculativeGenerator
@@ -103,8 +105,8 @@ class Subject:
         return CallResult(rows, result.finish_reasons, result.statistics)
 
     def gap(self, prefix: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> float:
-        """Distance of two tokens after a prefix, in what the choice compares: logits over temperature, plus
-        noise where texts are sampled; infinite where one of them is cut.
+        """Return the difference of the scores of two tokens after a prefix: logits over temperature, plus noise if
+        sampled; infinite if one of them is cut.
         """
         with self.target.held_by(prefix):
             logits, _ = steps.prefill(self.target, 0, prefix)
@@ -117,9 +119,9 @@ class Subject:
 
 
 def own_prompts(plain: SpeculativeGenerator, *, sampled: bool, seed: int) -> list[list[int]]:
-    """Prompts that are likely for a model, of unequal lengths, without its tokenizer: what it goes on with itself.
+    """Make prompts of unequal lengths that are likely for a model, without its tokenizer: its own outputs.
 
-    The longest is there twice in a row, so that drafters that look at the text have something to find.
+    The longest is repeated once, so that drafters that use only tokens find a repetition.
     """
     config = plain.target.config
     dice = torch.Generator().manual_seed(seed)

@@ -1,7 +1,8 @@
-"""Drafters compared with plain decoding and other engines, a row of figures each: `paceline bench` and benchmarks/.
+"""Comparison of drafters with plain decoding and other engines, one row of figures each: `paceline bench` and
+benchmarks/.
 
-The cells of an experiment over one set of prompts; each cell is timed in turns with plain decoding
-(`paceline.experiments.measure`). Other engines decode every prompt once, afterwards. Nothing here passes or fails.
+It runs the cells of an experiment over one set of prompts; each cell alternates with plain decoding
+(`paceline.experiments.measure`). Other engines decode every prompt once, afterwards. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline.heads.frozen_model import transformers_model
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
 PLAIN = "plain"
-"""Name of the drafter that drafts nothing."""
+"""Name of plain decoding."""
 
 Engine = Callable[[list[int]], list[int]]
 """Prompt -> new tokens, greedily."""
@@ -53,7 +54,9 @@ def run_engine(engine: Engine, prompts: Prompts, plain: Sequence[Row]) -> list[R
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of some rows for JSON. A round's time is that of drafting and verifying, without the loop around it."""
+    """Figures of some rows for JSON. A round's time is that of drafting and verification, without the loop around
+    them.
+    """
     groups = list({row["group"]: row for row in rows}.values())
     tokens, seconds = sum(row["new_tokens"] for row in rows), _sum(groups, "seconds")
     found: dict[str, Any] = {"tokens_per_second": round(tokens / seconds, 2)}
@@ -95,7 +98,7 @@ def bench_pair(
 
     load  keys of `LoadOptions`, for both models
 
-    Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
+    Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all Paceline modes gave the same
     tokens (``identical``).
     """
     tokenizer = load_tokenizer(target)
@@ -139,7 +142,7 @@ def bench_pair(
 
 
 def hugging_face(target: str, draft: str, max_new_tokens: int) -> Iterator[tuple[str, Engine]]:
-    """`generate` alone and with an assistant, in both number formats: which is faster depends on the machine."""
+    """Time `generate` without and with an assistant, in both number formats: which is faster depends on the machine."""
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
         big, small = (transformers_model(path, dtype) for path in (target, draft))
         for model in (big, small):

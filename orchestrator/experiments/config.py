@@ -1,11 +1,9 @@
 """The file of an experiment: a grid of targets, drafters, samplings, rules, batch sizes and prompt sets.
 
-Every key is checked here, before any work; unknown ones are refused. Not here: prompts (`prompts.py`), and running
-cells (`runner.py`).
+Every key is checked before any work; unknown ones are rejected. Prompts are in `prompts.py`; `runner.py` runs cells.
 
-A cell's key is a digest of everything that decides its figures but the machine and the versions: which models (by
-content), which prompts (by content), and every option. So a finished cell is found again, whatever else in the file
-has changed.
+A cell's key is a digest of everything that determines its figures except the machine and the versions: models and
+prompts (by content), and every option. So a finished cell is found again after other changes of the file.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def _checked_load(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _checked_speculative(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    SpeculativeConfig.part_of({"draft": "ngram", **given})  # whoever drafts
+    SpeculativeConfig.part_of({"draft": "ngram", **given})  # regardless of the drafter
     return given
 
 
@@ -83,16 +81,16 @@ def _checked_sampling(given: Mapping[str, Any]) -> Mapping[str, Any]:
 SAMPLING = frozenset(SamplingParams.asked_names()) - {"temperature", "seed", "max_new_tokens", "ignore_eos", "logprobs"}
 LOAD = frozenset(one.name for one in fields(LoadOptions)) - {"batch_size"}
 SPECULATIVE = frozenset(SpeculativeConfig.model_fields) - {"draft", "k", "acceptor"}
-"""Options of a sampling, a target and a drafter, but for those of the whole experiment and of the grid."""
+"""Options of a sampling, a target and a drafter, except those of the whole experiment and of the grid."""
 
 Load = Annotated[Mapping[str, Any], AfterValidator(_checked_load)]
 Speculative = Annotated[Mapping[str, Any], AfterValidator(_checked_speculative)]
 
 
 class TargetEntry(_Strict):
-    """A target, and how it is loaded; what is not said here is as the experiment says.
+    """A target with its loading options; others are those of the experiment.
 
-    load  the keys of `LoadOptions` that are given; in a file they stand among the others
+    load  the given keys of `LoadOptions`; in a file they are at the same level as the others
     """
 
     path: str
@@ -113,7 +111,7 @@ class TargetEntry(_Strict):
 class DrafterEntry(_Strict):
     """A drafter of the grid in the grammar of `paceline.draft_spec`, a list of them, or ``none`` for plain decoding.
 
-    speculative  the keys of `SpeculativeConfig` that are given; in a file they stand among the others
+    speculative  the given keys of `SpeculativeConfig`; in a file they are at the same level as the others
     """
 
     draft: Any
@@ -178,7 +176,7 @@ class SamplingEntry(_Strict):
 class PromptSet(_Strict):
     """Prompts from a file or a folder.
 
-    ``chat``: put them into the target's chat template; ``auto``: where it has one and the file holds questions.
+    ``chat``: apply the target's chat template; ``auto``: if it has one and the file holds questions.
     """
 
     path: str
@@ -221,19 +219,19 @@ def _as_list(value: object) -> list[Any]:
 class ExperimentConfig(_Strict):
     """A whole experiment.
 
-    load            keys of `LoadOptions`, for all targets; in a file they stand among the others
+    load            keys of `LoadOptions`, for all targets; in a file they are at the same level as the others
     speculative     keys of `SpeculativeConfig`, for all drafters; likewise
 
-    max_new_tokens  of every text
-    repeats         timed runs of every group of prompts; medians are shown
-    baseline        also time plain decoding of every group, in turns with the cell, and compare the tokens
-    traces          record every drafter's proposals along the texts, for what-if questions
-    runs            run the cells; off: record traces alone, which answer whatever is no question of time
-    ray             address of a Ray cluster on which cells run at the same time; "auto" finds that of this machine,
-                    "local" starts one; None: one cell after the other, in this process
-    cores_per_cell  on it: NeuronCores, or CPUs where there are none, that a cell has for itself
-    cells_at_once   on it; None: as many as it has room for
-    ignore_eos      let texts go on behind their end, so that all have one length
+    max_new_tokens  of every output
+    repeats         timed runs of every group of prompts; medians are reported
+    baseline        also time plain decoding of every group, alternating with the cell, and compare the tokens
+    traces          record every drafter's proposals along the outputs, for what-if queries
+    runs            run the cells; off: only record traces, which answer all queries that need no times
+    ray             address of a Ray cluster on which cells run concurrently; "auto" finds that of this machine, "local"
+                    starts one; None: one cell after the other, in this process
+    cores_per_cell  exclusive NeuronCores of a cell on the cluster, or CPUs if there are none
+    cells_at_once   on the cluster; None: up to its capacity
+    ignore_eos      ignore eos ids, so that all outputs have one length
     """
 
     name: str = "experiment"
@@ -288,7 +286,7 @@ def speculative_options(config: ExperimentConfig, cell: Cell) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> ExperimentConfig:
-    """The experiment of a YAML file. Paths in it are relative to the working directory.
+    """Read the experiment of a YAML file. Paths in it are relative to the working directory.
 
     Raises:
         ConfigurationError: it cannot be read, or a key is unknown or out of range.
@@ -307,7 +305,7 @@ def load_config(path: Path) -> ExperimentConfig:
 
 
 def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
-    """The same from plain values; ``where`` is what errors call them.
+    """Make an experiment from plain values; ``where`` is their name in errors.
 
     Raises:
         ConfigurationError: a key is unknown or out of range.
@@ -326,7 +324,7 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
             raise ConfigurationError(f"{place}: expected a value, got none; give one") from error
         wanted = first["msg"].replace("Input should be", "expected", 1)
         raise ConfigurationError(f"{place}: {wanted}, got {first['input']!r:.60}; correct it") from error
-    except TypeError as error:  # keys that are no text
+    except TypeError as error:  # keys that are not text
         raise ConfigurationError(f"{where}: {error}; correct the keys") from error
 
 
@@ -375,7 +373,7 @@ class Cell:
 
 
 def cells(config: ExperimentConfig) -> Iterator[Cell]:
-    """All cells, those that share decoders one after the other. Plain decoding has one depth and one rule."""
+    """Return all cells; those that share decoders are consecutive. Plain decoding has one depth and one rule."""
     for target, batch_size, prompts, drafter in product(
         config.targets, config.batch_sizes, config.prompt_sets, config.drafters
     ):
@@ -397,7 +395,7 @@ def _is_tree(drafter: DrafterEntry) -> bool:
 
 
 def learns_from_texts(drafter: DrafterEntry) -> bool:
-    """Whether what it proposes depends on texts that it drafted before: a suffix drafter with earlier outputs."""
+    """Whether its proposals depend on earlier sequences, as in a suffix drafter with earlier outputs."""
     leaves = (leaf for spec in parse_draft(drafter.draft) for leaf in spec.leaves())
     return any(dict(leaf.options).get("max_cached_tokens") is not None for leaf in leaves)
 
@@ -418,10 +416,10 @@ def cell_key(cell: Cell, config: ExperimentConfig, *, prompts: str, models: tupl
 
 
 def fingerprint(path: str) -> str:
-    """A digest of a checkpoint's files: configurations whole, of other files names, sizes and both ends.
+    """Return a digest of a checkpoint's files: whole configurations, and of other files names, sizes and both ends.
 
     Raises:
-        CheckpointError: there is no such folder or file.
+        CheckpointError: the folder or file does not exist.
     """
     place = checkpoint_path(path)
     if not place.exists():
@@ -450,10 +448,10 @@ def model_paths(cell: Cell) -> tuple[str, ...]:
 
 
 def check_models(config: ExperimentConfig) -> dict[str, str]:
-    """The fingerprint of every checkpoint of an experiment, by its path.
+    """Return the fingerprint of every checkpoint of an experiment, by its path.
 
     Raises:
-        CheckpointError: one of them is not there.
+        CheckpointError: one of them does not exist.
     """
     paths = {path: None for cell in cells(config) for path in model_paths(cell)}
     missing = [path for path in paths if not Path(checkpoint_path(path)).exists()]

@@ -1,8 +1,7 @@
-"""Definitions of acceptance: every statistic of acceptance is defined in this module, once, with its denominator.
+"""Definitions of all acceptance statistics, with their denominators.
 
-All are counted from *drafts*: verifications of one request in which something was drafted, each known by how many
-tokens were drafted (for a tree: its depth) and how many of them were accepted. `docs/experiments.md` has the same
-definitions in words. Not here: time, and how rounds are run or recorded.
+All are computed from *drafts*: verifications of one request with drafted tokens, each described by the number of
+drafted tokens (for a tree: its depth) and of accepted ones. `docs/experiments.md` has the same definitions in words.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from paceline.outputs import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One verification of one request in which something was drafted.
+    """One verification of one request with drafted tokens.
 
-    drafted   tokens drafted one after the other: how deep the proposal went, 1 or more
-    accepted  how many of them, from the first on, are in the text; what stands behind the end of a text is not
+    drafted   depth of the proposal, 1 or more
+    accepted  number of leading drafted tokens in the output; tokens after its end are not counted
     """
 
     drafted: int
@@ -29,11 +28,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Outcome of the drafts of one request, or of many: statistics are over all drafts together, not means of means.
+    """Drafts of one request, or of many: statistics are over all drafts together, not means of means.
 
     drafts      in the order of the rounds
-    num_rounds  verifications, those without a draft included
-    new_tokens  tokens of the outputs, the first of each text (which comes with its prompt) included
+    num_rounds  verifications, including those without a draft
+    new_tokens  tokens of the outputs, including the first of each, which comes from the prefill
     """
 
     drafts: tuple[Draft, ...]
@@ -47,7 +46,7 @@ class Acceptance:
         rounds = tokens = 0
         for number, output in enumerate(outputs):
             tokens += len(output.tokens)
-            if number == 0:  # it came with the prompt
+            if number == 0:  # it came from the prefill
                 continue
             rounds += 1 if output.drafted else len(output.tokens)  # several plain steps may run in one graph
             if output.drafted:
@@ -77,7 +76,7 @@ class Acceptance:
 
     @property
     def num_tested_tokens(self) -> int:
-        """Drafted tokens whose predecessors in the draft were all accepted: those that the target decided about."""
+        """Drafted tokens whose predecessors in the draft were all accepted: those that the target tested."""
         return sum(min(draft.accepted + 1, draft.drafted) for draft in self.drafts)
 
     @property
@@ -149,8 +148,8 @@ class Position:
 
     accepted  drafts whose token at this position was accepted
     drafted   drafts that had a token at this position
-    tested    those of them whose tokens before it were all accepted
-    drafts    all drafts, also those that were shorter
+    tested    those of them in which all tokens before it were accepted
+    drafts    all drafts, including shorter ones
     """
 
     accepted: int
@@ -160,12 +159,14 @@ class Position:
 
     @property
     def unconditional(self) -> float:
-        """Accepted over all drafts. vLLM's acceptance rate per position; these add up to the mean length less 1."""
+        """Accepted over all drafts: vLLM's acceptance rate per position. The sum of these is the mean length less 1."""
         return _ratio(self.accepted, self.drafts)
 
     @property
     def of_drafted(self) -> float:
-        """Accepted over the drafts that had a token here; the same as ``unconditional`` where all have one length."""
+        """Accepted over the drafts that had a token at this position; equal to ``unconditional`` if all have one
+        length.
+        """
         return _ratio(self.accepted, self.drafted)
 
     @property

@@ -1,11 +1,11 @@
-"""Results in the formats of other tools, and theirs as ours: Spec-Bench, AIPerf and vLLM.
+"""Conversion of results to and from the formats of other tools: Spec-Bench, AIPerf and vLLM.
 
     spec-bench  the answer file of Spec-Bench (hemingkx/Spec-Bench, evaluation/): choices[0] with turns, new_tokens,
                 wall_time, accept_lengths and decoding_steps, which its speed.py and equal.py read
-    aiperf      the SpecDecodeAcceptanceRecord of AIPerf (ai-dynamo/aiperf, spec_decode_models.py), one a request
-    vllm        vLLM's counters of speculative decoding, as its /metrics names them
+    aiperf      the SpecDecodeAcceptanceRecord of AIPerf (ai-dynamo/aiperf, spec_decode_models.py), one per request
+    vllm        vLLM's counters of speculative decoding, with the names of its /metrics
 
-Not here: our own files (`store.py`).
+Paceline's own files are in `store.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def spec_bench(result: CellResult, tokenizer: Decodes) -> Iterator[dict[str, Any]]:
-    """One answer for every prompt. ``accept_lengths`` have the target's token, and rounds without a draft are 1."""
+    """Return one answer for every prompt. ``accept_lengths`` include the target's token; rounds without a draft are
+    1.
+    """
     for row in result.rows:
         lengths = [accepted + 1 for accepted in row["per_step_accepted"]]
         lengths += [1] * (row["num_rounds"] - row["num_drafts"])
@@ -91,9 +93,10 @@ def vllm_metrics(result: CellResult) -> str:
 
 
 def read_records(path: Path) -> list[tuple[str, Acceptance]]:
-    """Requests of a JSON-lines file of vLLM responses or AIPerf records with per-step arrays: name and acceptance.
+    """Read the requests of a JSON-lines file of vLLM responses or AIPerf records with per-step arrays: name and
+    acceptance.
 
-    vLLM's are below ``metrics.speculative_decoding``, AIPerf's below ``spec_decode_acceptance``.
+    vLLM's are in ``metrics.speculative_decoding``, AIPerf's in ``spec_decode_acceptance``.
 
     Raises:
         PromptError: the file cannot be read. ConfigurationError: a record has no per-step arrays, or they contradict
@@ -153,10 +156,10 @@ def _below(value: Any, key: str) -> Any:
 
 
 def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:
-    """One file for every cell of an experiment's folder that did not fail.
+    """Write one file for every successful cell of an experiment's folder.
 
     Raises:
-        ConfigurationError: no such layout, or no experiment. StorageError: a file cannot be written.
+        ConfigurationError: the layout or the experiment does not exist. StorageError: a file cannot be written.
     """
     if layout not in LAYOUTS:
         raise ConfigurationError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}; use one of them")

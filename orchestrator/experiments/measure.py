@@ -1,9 +1,9 @@
-"""One cell of an experiment: its generator, made over decoders that cells share, and what it does with every prompt.
+"""One cell of an experiment: its generator, over decoders that cells share, and the measurement of every prompt.
 
-Prompts go in groups of the batch size. Every group is also decoded plainly, in turns with the cell, so that a noisy
-machine slows both, and so that equal tokens are seen to be equal. Making graphs and a first group are not measured. A
-drafter that learns from texts is made anew for every pass over the prompts, or it would know the answers already.
-Not here: the order of cells, and files (`runner.py`, `store.py`).
+Prompts run in groups of the batch size. Every group also runs without speculation, alternating with the cell, so that a
+noisy machine slows both, and the tokens are compared. Making graphs and a first group are not measured. A drafter that
+learns from sequences is made again for every pass over the prompts; otherwise it would know the outputs. The order of
+cells is in `runner.py`, their files in `store.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.generator import SpeculativeGenerator
 from paceline.loadable import Loadable, loadable
 from paceline.outputs import RequestOutput, Statistics
 
-_BUCKET = 64  # positions are rounded up to a multiple of it, so that prompt sets of like lengths share graphs
+_BUCKET = 64  # positions are rounded up to a multiple of it, so that prompt sets of similar lengths share graphs
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Timed:
 
     outputs        of every prompt, in order
     seconds        until the last token
-    first_seconds  until the last of the first tokens
+    first_seconds  until all first tokens
     """
 
     outputs: list[list[RequestOutput]]
@@ -52,7 +52,7 @@ class Timed:
 
 
 class Bench(AbstractContextManager["Bench"]):
-    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models."""
+    """Decoders and generators of an experiment. Those of the last target stay loaded, with their draft models."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._config = config
@@ -108,7 +108,7 @@ class Bench(AbstractContextManager["Bench"]):
     def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
         """The cell's generator, its graphs compiled."""
         config = SpeculativeConfig(**speculative_options(self._config, cell))
-        prepared(config, self._found(cell, prompts))  # what is refused is refused before the target is loaded
+        prepared(config, self._found(cell, prompts))  # errors are raised before the target is loaded
         target, which = self.target(cell, prompts), self._name(cell)
         if which not in self._generators:
             config = load_draft_models(config, target, self._draft)

@@ -1,13 +1,13 @@
-"""Prompts of an experiment, from the files that benchmarks of speculative decoding use, and what is suspicious in them.
+"""Prompts of an experiment, from files of speculative decoding benchmarks, and warnings about suspicious ones.
 
     jsonl        {"prompt": ..., "category": ..., "id": ...}; or {"messages": [{"role", "content"}]}
     spec-bench   Spec-Bench's question.jsonl: {"question_id", "category", "turns": [text, ...]}
     speed-bench  NVIDIA SPEED-Bench, as JSON lines or Parquet: the same keys, with sub_category and multiturn
     aiperf       AIPerf's single_turn, random_pool and multi_turn files: {"text"}, {"texts"}, {"turns": [{"text"}]}
-    text         one prompt a file; a folder: all its .txt files
-    lines        one prompt a line
+    text         one prompt per file; a folder: all its .txt files
+    lines        one prompt per line
 
-Of several turns the first is asked: later ones would need the answers of each model. Not here: what is measured.
+Of several turns only the first is used: later ones would need the responses of each model.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Message = Mapping[str, str]
 _TEMPLATE_MARKERS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<|user|>", "<start_of_turn>", "<|assistant|>")
 _THINK = ("<think>", "<|think|>", "<thinking>")
 _RANDOM_IDS = 0.35
-"""Share of ids in the upper half of the vocabulary. Ids drawn at random have 1/2; in text, where a vocabulary lists
-frequent tokens first, as byte-pair encoding does, it is below 0.2."""
+"""Maximum share of ids in the upper half of the vocabulary. Random ids have 1/2; in text it is below 0.2 if the
+vocabulary lists frequent tokens first, as in byte-pair encoding.
+"""
 _LEAST_IDS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A prompt as its file has it.
+    """A prompt in its file.
 
-    messages     of a conversation, whose last is the user's
-    question     whether it is a question, for a chat template, rather than a text to continue
-    later_turns  turns that are left out
+    messages     of a conversation; the last is the user's
+    question     whether it is a question for a chat template instead of text to continue
+    later_turns  number of ignored turns
     """
 
     key: str
@@ -73,7 +74,7 @@ class Prompts:
 
 
 def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
-    """The prompts of a set, encoded.
+    """Return the encoded prompts of a set.
 
     Raises:
         PromptError: the file cannot be read, has another layout, or holds no prompt.
@@ -123,7 +124,7 @@ def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
 
 
 def read_prompts(path: Path, layout: Layout = "auto") -> Iterator[RawPrompt]:
-    """The prompts of a file in any of the layouts; ``auto`` goes by the file's name and the keys in it.
+    """Read the prompts of a file in any of the layouts; ``auto`` uses the file's name and its keys.
 
     Raises:
         PromptError: it cannot be read, or is not in the layout.

@@ -1,9 +1,8 @@
-"""Questions to traces and to times of rounds: what if, which way is the fastest, and what does a choice lose.
+"""Queries on traces and round times: what-if, the fastest configuration, and the loss of a choice.
 
-Acceptance is exact: `paceline.experiments.replay` runs the engine's own rounds over the texts of a trace, without a
-model. Speed is a prediction, from measured times of rounds, or from arithmetic about a Neuron chip
-(`paceline.neuron.hardware_speed`). Not here: the files of traces and times, and
-running the best answer, which is the proof (`tuned.py`).
+Acceptance is exact: `paceline.experiments.replay` runs the engine's rounds over the sequences of a trace, without a
+model. Speed is a prediction, from measured round times, or from a model of a Neuron chip
+(`paceline.neuron.hardware_speed`). `tuned.py` runs the best answer to verify it.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Drafters, and how many tokens they draft.
+    """Drafters and their draft length.
 
-    drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first that has a
+    drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first one with a
               proposal drafts; none: plain decoding
     k         depth; None = as recorded
-    nodes     those of a recorded static tree that are kept; None = all
-    confidence  threshold of the recorded draft models, in place of their own; None = their own
-    ladder    depths to choose among in every round, by measured times, in place of ``k``; its last is the depth
-    shadow_every  of a choice among the drafters, by accepted tokens alone (`paceline.draft.choice`); None = it is none
+    nodes     nodes of a recorded static tree to keep; None = all
+    confidence  threshold of the recorded draft models, replacing their own; None = their own
+    ladder    depths to choose among in every round, by measured times, instead of ``k``; the last is the maximum
+    shadow_every  of a choice among the drafters, by accepted tokens only (`paceline.draft.choice`); None = not a choice
     """
 
     drafters: tuple[str, ...]
@@ -65,7 +64,7 @@ class Policy:
         shadow_every: int = SHADOW_EVERY,
         recorded: Collection[str] = (),
     ) -> Policy:
-        """Read ``a``, a list ``a+b``, or a choice ``choice:a+b``. ``recorded``: names that may have a plus sign."""
+        """Read ``a``, a list ``a+b``, or a choice ``choice:a+b``. ``recorded``: names that may contain a plus sign."""
         if text in recorded:
             return cls((text,), k, nodes)
         names = text.removeprefix(CHOICE)
@@ -88,10 +87,10 @@ class Policy:
 
 
 def drafter_of(trace: Trace, policy: Policy) -> Drafter:
-    """A drafter that needs no model.
+    """Return a drafter that needs no model.
 
     Raises:
-        ConfigurationError: a drafter was not recorded, or not so deep.
+        ConfigurationError: a drafter was not recorded, or not at this depth.
     """
     drafters = [_drafter(trace, name, policy) for name in policy.drafters]
     if policy.confidence is not None:
@@ -119,13 +118,13 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
     if name in recorded:
         one = recorded[name]
         depth = policy.k
-        if depth is not None and len(policy.drafters) > 1:  # in a list, each drafts as far as it can
+        if depth is not None and len(policy.drafters) > 1:  # in a list, each drafts up to its own maximum
             depth = min(depth, one.k)
         confidence = None if one.confidences is None else policy.confidence
         return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes, confidence=confidence)
     spec = _text_spec(name)
     if spec is None or spec.name is None:
-        trace.drafter(name)  # says which there are
+        trace.drafter(name)  # its error lists the available ones
         raise ConfigurationError(f"drafter: expected a recorded one or a text drafter, got {name!r}; record it")
     row = DRAFTERS[spec.name]
     k = spec.k if spec.k is not None else policy.k
@@ -136,7 +135,7 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
 
 
 def _text_spec(name: str) -> DraftSpec | None:
-    """The drafter with that name if it looks at the text alone; None: there is none, or it is another one."""
+    """Return the drafter with that name if it needs only tokens; None: it does not exist, or needs more."""
     specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
     return specs[0] if len(specs) == 1 and reads_text_alone(specs[0]) else None
 
@@ -172,12 +171,12 @@ class PolicyResult:
 def ask(
     trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None, grouped: bool = False
 ) -> PolicyResult:
-    """Replay a policy on the texts of a trace.
+    """Replay a policy on the sequences of a trace.
 
-    grouped  as of `paceline.experiments.replay.replay`: True to foretell what ``experiment run`` measures
+    grouped  as in `paceline.experiments.replay.replay`: True to predict what ``experiment run`` measures
 
     Raises:
-        ConfigurationError: the trace does not say, or no round of it was timed.
+        ConfigurationError: the trace has no answer, or none of its rounds was timed.
     """
     if policy.ladder:
         return _ask_ladder(trace, policy, batch_size=batch_size, times=times)
@@ -192,7 +191,7 @@ def ask(
 
 
 def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
-    """The engine's controller chooses depths by the times; a round whose proposals are shorter takes as long."""
+    """Depths chosen by the engine's controller from the times; a round with shorter proposals takes the same time."""
     if times is None:
         raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
     name = policy.name
@@ -207,14 +206,14 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
 
 
 def best_per_text(answers: Sequence[PolicyResult]) -> tuple[list[int], Acceptance]:
-    """For every text which of some answers has the fewest rounds, and the acceptance of these: a perfect choice."""
+    """Return for every sequence the answer with the fewest rounds, and the acceptance of these: a perfect choice."""
     texts = zip(*(answer.replayed.requests for answer in answers), strict=True)
     chosen = [int(np.argmin([one.num_rounds for one in row])) for row in texts]
     return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
 
 
 def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
-    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: what errors call it.
+    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: its name in errors.
 
     Raises:
         ConfigurationError: it is none of these.
@@ -230,7 +229,7 @@ def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
 
 
 def parse_shares(text: str, option: str) -> tuple[float, ...]:
-    """``0.4`` or ``0.4,0.3``: numbers from 0 to 1. ``option``: what errors call it.
+    """``0.4`` or ``0.4,0.3``: numbers from 0 to 1. ``option``: its name in errors.
 
     Raises:
         ConfigurationError: it is neither.
@@ -245,18 +244,18 @@ def parse_shares(text: str, option: str) -> tuple[float, ...]:
 
 
 TEXT_DRAFTERS = ("suffix", "ngram")
-"""Need no recording, so every trace knows them."""
+"""Drafters that need no recording, so that every trace supports them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """A choice among drafters at run time, against the best fixed one, and a perfect choice for every text. Rounds
-    of a whole trace, exactly: no model is loaded, no time is measured and a busy machine changes nothing.
+    """A choice among drafters at run time, compared with the best fixed one, and a perfect choice for every sequence.
+    Rounds of a whole trace are exact: no model is loaded and no time is measured.
 
-    fixed    answers for every drafter by itself
+    fixed    answers for every single drafter
     choice   for the choice among them
-    best_of  for every text, the fixed drafter with the fewest rounds
-    perfect  acceptance if somebody had told that for every text
+    best_of  for every sequence, the fixed drafter with the fewest rounds
+    perfect  acceptance if that were known for every sequence
     """
 
     fixed: Mapping[str, PolicyResult]
@@ -293,21 +292,21 @@ class Regret:
 
 
 def chain_policies(trace: Trace, k: int) -> dict[str, Policy]:
-    """Every drafter of chains that a trace knows, recorded or of text alone, with at most ``k`` drafted tokens."""
+    """Return every chain drafter of a trace, recorded or using only tokens, with at most ``k`` drafted tokens."""
     chains = [one for one in trace.drafters if one.parents is None and not one.dynamic]
     policies = {one.name: Policy((one.name,), min(k, one.k) if one.prefixes else None) for one in chains}
     return policies | {name: Policy((name,), k) for name in TEXT_DRAFTERS if name not in policies}
 
 
 def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int = SHADOW_EVERY) -> Regret:
-    """Return the losses and gains of a choice on the texts of a trace, one after the other in their order.
+    """Return the losses and gains of a choice on the sequences of a trace, in their order.
 
     names         of drafters to choose among; none: all of `chain_policies`
-    k             drafted tokens a round, of each of them
-    shadow_every  as of `paceline.draft.choice.ChoiceDrafter`
+    k             drafted tokens per round, of each of them
+    shadow_every  as in `paceline.draft.choice.ChoiceDrafter`
 
     Raises:
-        ConfigurationError: there are fewer than two, or one was not recorded so deep.
+        ConfigurationError: there are fewer than two, or one was not recorded at this depth.
     """
     known = chain_policies(trace, k)
     policies = {name: known.get(name, Policy((name,), k)) for name in names} or known
@@ -320,12 +319,12 @@ def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int
 
 
 def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int = 8) -> list[PolicyResult]:
-    """All points of the grid whose rounds can be timed, the fastest first; plain decoding is one of them.
+    """Return all points of the grid with known round times, the fastest first; plain decoding is one of them.
 
-    A drafter that was timed and cannot be asked is left out, which is logged with the reason.
+    A timed drafter that cannot be replayed is skipped, and the reason is logged.
 
     Raises:
-        ConfigurationError: plain decoding was not timed, or not at this batch size nor at two others.
+        ConfigurationError: plain decoding was not timed at this batch size or at two others.
     """
     timed = {name for name, *_ in times.rounds}
     if PLAIN not in timed:
@@ -341,10 +340,10 @@ def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int =
 
 
 def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
-    """Every depth at which a timed drafter can be asked about.
+    """Return every depth at which a timed drafter can be replayed.
 
     Raises:
-        ConfigurationError: it, or a part of it, is neither recorded nor looks at the text alone.
+        ConfigurationError: it, or a part of it, is not recorded and needs more than tokens.
     """
     recorded = {one.name: one for one in trace.drafters}
     if name in recorded:
@@ -355,17 +354,18 @@ def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
     parts = tuple(name.split("+"))
     for part in parts:
         if part not in recorded and _text_spec(part) is None:
-            trace.drafter(part)  # says which there are
+            trace.drafter(part)  # its error lists the available ones
     yield from (Policy(parts, k) for k in range(1, max_depth + 1))
 
 
 def search_thresholds(
     trace: Trace, times: RoundTimes, answers: Sequence[PolicyResult], *, batch_size: int, trials: int, seed: int = 0
 ) -> list[PolicyResult]:
-    """The same answers and those with a threshold of confidence, the fastest first; without a threshold among equals.
+    """Return the answers and those with a confidence threshold, the fastest first; among equals without a threshold
+    first.
 
-    A draft model drafts in a graph of one length, so that what a threshold drops saves no time of its own: it pays
-    where another drafter of a list then has a turn. Nothing is tried where no threshold is known.
+    A draft model drafts in a graph of one length, so a threshold does not reduce its time: it pays if another drafter
+    of a list then drafts. Without recorded confidences nothing is tried.
 
     answers  of `search`; its five fastest that have a draft model with recorded confidence get thresholds
     trials   thresholds to try, by Parzen estimators (TPE, Bergstra et al., 2011)
@@ -397,15 +397,15 @@ def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
 
 @dataclass(frozen=True, slots=True)
 class SpeedEstimate:
-    """One way to decode at one load.
+    """One configuration at one load.
 
     mode              "plain"; "speculative"; on Neuron "shared cores" (draft and target in one graph on the same
                       cores) or "separate cores"
-    drafter, k        who drafts, and how much; "" and 0 for plain decoding
-    cores             of the target and of the draft; (0, 0) where times were measured and not modelled
-    tokens_per_round  of one request, its own token included
+    drafter, k        drafter and draft length; "" and 0 for plain decoding
+    cores             of the target and of the draft; (0, 0) if times were measured and not modelled
+    tokens_per_round  of one request, the target's token included
     round_seconds     of the whole batch
-    speedup, low, high  over the fastest plain decoding of this load, and the interval it is expected in
+    speedup, low, high  relative to the fastest plain decoding of this load, with its expected interval
     """
 
     mode: str
@@ -479,9 +479,9 @@ class LoadPlan:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Tokens of a round of a chain of ``k``: 1 + the sum of the products of the conditional acceptance rates.
+    """Return the tokens per round of a chain of ``k``: 1 + the sum of the products of the conditional acceptance rates.
 
-    rates  by position; the last one stands for all behind it (Leviathan et al., arXiv 2211.17192, equation 1)
+    rates  by position; the last one is used for all later ones (Leviathan et al., arXiv 2211.17192, equation 1)
     """
     chain = [rates[min(place, len(rates) - 1)] for place in range(k)]
     return 1.0 + math.fsum(accumulate(chain, mul))
@@ -490,7 +490,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
 def from_rates(
     times: RoundTimes, drafter: str, rates: Sequence[float], *, batch_size: int, max_depth: int, error: float
 ) -> LoadPlan:
-    """Measured times of one drafter and of plain decoding, and a given acceptance.
+    """Return candidates from measured times of one drafter and of plain decoding, and a given acceptance.
 
     Raises:
         ConfigurationError: one of them was not timed.
@@ -511,9 +511,10 @@ def from_rates(
 
 
 def from_trace(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float) -> LoadPlan:
-    """Measured times, and for every drafter that was recorded or looks at the text its exact acceptance.
+    """Return candidates from measured times, with exact acceptance for every drafter that was recorded or needs only
+    tokens.
 
-    Acceptance is as uncertain as the prompts are few: its interval is a bootstrap over texts.
+    The interval of acceptance is a bootstrap over sequences.
 
     Raises:
         ConfigurationError: plain decoding was not timed.
@@ -536,7 +537,7 @@ def policy_of(candidate: SpeedEstimate) -> Policy:
 def _candidate(answer: PolicyResult) -> SpeedEstimate:
     figures, rounds = answer.acceptance, max(1, len(answer.replayed.rounds))
     assert answer.seconds is not None, "the search times every answer"
-    # Texts that end early leave slots empty, which is part of the round's tokens here.
+    # Sequences that end early leave slots empty, which is included in the tokens per round.
     tokens = figures.new_tokens / rounds / answer.batch_size
     mode = "speculative" if answer.policy.drafters else "plain"
     name = "+".join(answer.policy.drafters)
@@ -547,7 +548,7 @@ def ranked(batch_size: int, candidates: Sequence[tuple[SpeedEstimate, float]]) -
     """Return candidates with the relative errors of their speed, compared with the fastest plain decoding.
 
     Raises:
-        ConfigurationError: there is no plain decoding among them.
+        ConfigurationError: plain decoding is not among them.
     """
     plain = [one for one, _ in candidates if one.plain]
     if not plain:

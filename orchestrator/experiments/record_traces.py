@@ -1,11 +1,10 @@
 """The traces of an experiment: one for every target, sampling and prompt set, with all its drafters that need a model.
 
-The target decodes alone, one token a round, and every drafter says what it would propose. Each gets the limits of a
-round of its own, so that it proposes as far as it can, and none of its tokens is accepted; so it is asked at every
-position. Once the texts are known, a drafter that reads nothing but tokens is asked along them without the target. Each
-drafter is recorded as deep as the experiment asks for it. Drafters that look at the text alone and are cheap (n-grams,
-suffixes) are not recorded: what-if runs them again; nor are lists, which what-if puts together. Not here: the file
-(`trace.py`), and what is made of it (`replay.py`).
+The target decodes without speculation, one token per round, and every drafter proposes at every position. Each gets the
+limits of a separate round, so that it proposes up to its maximum, and none of its tokens is accepted. Once the
+sequences are known, a drafter that reads only tokens proposes along them without the target. Each drafter is recorded
+at the largest depth in the experiment. Cheap drafters that need only tokens (n-grams, suffixes) are not recorded,
+because what-if runs them again; nor are lists, which what-if combines. The file is in `trace.py`; `replay.py` reads it.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ log = logging.getLogger("paceline")
 
 
 def record_traces(plan: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[Path]:
-    """Record what is not there yet, or cannot be read any more. -> the files that are complete, new and old
+    """Record what is missing or unreadable. -> the complete files, new and old
 
-    A file is written after every drafter, so that a run that is stopped loses one. Drafters whose files or options are
-    others by now are recorded again, alone; texts and the other drafters stay.
+    A file is written after every drafter, so that an interrupted run loses one. Drafters whose files or options have
+    changed are recorded again; sequences and other drafters stay.
 
-    deadline  of `time.monotonic`, behind which no recording begins
+    deadline  of `time.monotonic`, after which no recording begins
 
     Raises:
         StorageError: one cannot be written.
@@ -74,10 +73,10 @@ def count(plan: ExperimentPlan) -> int:
 
 
 def _groups(plan: ExperimentPlan) -> Iterator[tuple[str, list[PlannedCell]]]:
-    """Cells that share a text, one for every drafter that is recorded, by the name of their file.
+    """Group cells that share sequences, one for every recorded drafter, by the name of their file.
 
-    The name goes by what decides the texts: the target's files, the sampling, the prompts and the options. Texts are
-    decoded as many at a time as the largest batch of the experiment.
+    The name depends on what determines the sequences: the target's files, the sampling, the prompts and the options.
+    The batch size is the largest of the experiment.
     """
     size = max(plan.config.batch_sizes)
     groups: dict[str, list[PlannedCell]] = {}
@@ -85,7 +84,7 @@ def _groups(plan: ExperimentPlan) -> Iterator[tuple[str, list[PlannedCell]]]:
         cell = replace(one.cell, batch_size=size, acceptor="match")
         name = f"{cell.target.label}, {cell.sampling.label}, {cell.prompts.label}".replace("/", "-")
         group = groups.setdefault(name, [])
-        if cell.k is not None and not isinstance(cell.k, int):  # a ladder: as deep as it goes
+        if cell.k is not None and not isinstance(cell.k, int):  # several lengths: the largest
             cell = replace(cell, k=8 if cell.k == "auto" else cell.k[-1])
         same = next((i for i, other in enumerate(group) if other.cell.drafter == cell.drafter), None)
         deeper = same is not None and _depth(cell) > _depth(group[same].cell)
@@ -121,14 +120,14 @@ class _Group:
     def __init__(self, members: Sequence[PlannedCell], bench: Bench, path: Path) -> None:
         self._members, self._bench, self.path = members, bench, path
         self._chosen = [one for one in members if needs_recording(one.cell)]
-        # where none can be recorded, the texts alone are, for drafters that what-if runs again
+        # if none can be recorded, only the sequences are, for drafters that what-if runs again
         self._plain = replace(members[0], cell=replace(members[0].cell, drafter=DrafterEntry(draft="none"), k=None))
 
     def complete(self, report: Callable[[str], None], *, fingerprint: str, deadline: float) -> bool:
-        """Record what is missing. -> whether nothing is left for another time
+        """Record what is missing. -> whether everything is recorded
 
         Raises:
-            ConfigurationError: not even the target's texts could be recorded.
+            ConfigurationError: the target's sequences could not be recorded.
             StorageError: the file cannot be written.
         """
         kept = self._kept()
@@ -159,7 +158,7 @@ class _Group:
                 f"no sequence of {self._members[0].cell.target.label} could be recorded; see the errors of its cells"
             )
         if kept is not None and not left and kept.drafters != tuple(wanted := self._wanted(known)):
-            save_trace(self.path, replace(kept, drafters=tuple(wanted)))  # some are not in the experiment any more
+            save_trace(self.path, replace(kept, drafters=tuple(wanted)))  # some are no longer in the experiment
         return True
 
     def _wanted(self, known: Mapping[str, RecordedDrafter]) -> list[RecordedDrafter]:
@@ -205,7 +204,7 @@ class _Group:
 class _Recorded:
     """Recorded data of a sequence: its tokens and the proposals of its drafter at every position.
 
-    confidences  as in `RecordedDrafter`, empty for drafters that have none
+    confidences  as in `RecordedDrafter`, empty for drafters without any
     """
 
     text: TraceText
@@ -225,22 +224,22 @@ class Prompted:
 def prompted(
     rows: Sequence[tuple[str, str, Sequence[int]]], params: SamplingParams, limits: TargetLimits
 ) -> list[Prompted]:
-    """Prompts as (key, category, ids), checked.
+    """Check prompts, as (key, category, ids).
 
     Raises:
-        PromptError, SamplingError: one cannot be served.
+        PromptError, SamplingError: one is invalid.
     """
     requests = Request.batch([list(ids) for _, _, ids in rows], params, limits)
     return [Prompted(key, category, one) for (key, category, _), one in zip(rows, requests, strict=True)]
 
 
 def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[_Recorded]:
-    """The texts of some prompts, and what a drafter proposes along them; as many at a time as the target has slots.
+    """Record the sequences of some prompts, and a drafter's proposals along them, in batches of the target's slots.
 
-    verifier  for the drafter's own shape, of the rule ``match``
+    verifier  for the drafter's shape, with the rule ``match``
 
     Raises:
-        ConfigurationError: its proposals were drawn from probabilities, so that texts depend on them.
+        ConfigurationError: its proposals were sampled from probabilities, so the sequences depend on them.
     """
     slots = verifier.decoder.batch_size
     groups = [prompts[first : first + slots] for first in range(0, len(prompts), slots)]
@@ -252,11 +251,11 @@ def record_along(
 ) -> list[_Recorded]:
     """Record the proposals of a drafter that reads only tokens along known sequences: the target does not run.
 
-    decoder  the target, for how many slots it has and how long its caches are
+    decoder  the target, for its number of slots and its cache lengths
     texts    of the prompts
 
     Raises:
-        ConfigurationError: it reads the target's features; or as of `record_drafter`.
+        ConfigurationError: it reads the target's features; or as in `record_drafter`.
     """
     if drafter.reads is not None:
         raise ConfigurationError(
@@ -277,7 +276,7 @@ class _KnownTexts(Verifier):
     texts: Sequence[TraceText]
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        yield from ()  # nothing is read
+        yield from ()  # no prefill
         return PrefillResult(self.texts[slot].tokens[0])
 
     def __call__(
@@ -288,7 +287,7 @@ class _KnownTexts(Verifier):
         tokens[:, 0] = 0
         for slot, text in enumerate(self.texts):
             place = int(first_row[slot]) - len(text.prompt)
-            if 0 <= place < len(text.tokens):  # texts that have ended compute on, as idle slots do
+            if 0 <= place < len(text.tokens):  # finished sequences are still computed, like idle slots
                 tokens[slot, 0] = text.tokens[place]
         return Commit(tokens, torch.ones_like(commit.count), first_row)
 
@@ -323,7 +322,7 @@ class _Text:
 
 
 class _Recording:
-    """Some texts at the same time, one for every slot, until the last of them has ended; nothing is accepted."""
+    """Record a batch, one sequence per slot, until the last one has ended; nothing is accepted."""
 
     def __init__(
         self, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompted], *, decoder: CompiledDecoder
@@ -415,9 +414,10 @@ def _proposed(
 
 
 def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
-    """Return the largest depth that can be proposed after a sequence of this length, whatever its limit of new tokens.
+    """Return the largest depth that can be proposed after a sequence of this length, regardless of its limit of new
+    tokens.
 
-    The borders of smaller caches do not count: beside a longer text in the batch they do not hold either.
+    Ends of smaller cache buckets are ignored: with a longer sequence in the batch they do not apply either.
     """
     deep = min(drafter.draft_shape.depth, kv_buckets[-1] - length)
     if drafter.max_positions is not None:

@@ -1,8 +1,8 @@
-"""Runs the engine again over recorded texts, without a model: rounds, limits, batches and stops are the engine's own.
+"""Replay of the engine over recorded sequences, without a model: rounds, limits, batches and stops are the engine's.
 
-So a replay counts exactly what a run counts, at any batch size: the engine, the rounds, text drafters and lists are
-the real ones, a recorded drafter says what it said, and the target's choices are the recorded text. Not here: which
-questions are asked (`questions.py`).
+So a replay has exactly the counts of a run, at any batch size: the engine, the rounds, text drafters and lists are the
+real ones, a recorded drafter repeats its proposals, and the target's tokens are the recorded ones. `questions.py` uses
+it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 class Replayed:
     """Simulated outcome of a policy.
 
-    statistics  as of a call of ``sample``, without times
-    requests    acceptance of every text
-    rounds      for every round of the batch, how many slots took part and the deepest proposal
+    statistics  as in a call of ``sample``, without times
+    requests    acceptance of every sequence
+    rounds      for every round of the batch, the number of slots that took part and the deepest proposal
     """
 
     statistics: Statistics
@@ -62,7 +62,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Depths that the engine's controller chooses among, and how long a round of each of them takes, in seconds."""
+    """Depths that the engine's controller chooses among, and the seconds of a round of each."""
 
     seconds: Mapping[int, float]
 
@@ -76,19 +76,20 @@ def replay(
     ladder: Ladder | None = None,
     grouped: bool = False,
 ) -> Replayed:
-    """Decode the texts of a trace with a drafter that needs no model.
+    """Decode the sequences of a trace with a drafter that needs no model.
 
-    max_new_tokens  end every text there, if it has not ended before; not more than was recorded
-    ladder          choose the depth anew in every round, as with ``k="auto"``; but where drafting pauses, plain steps
-                    are rounds of their own here
-    grouped         begin no text before the ``batch_size`` texts before it have ended, as ``experiment run`` does;
-                    else a text begins as soon as a slot is free, as in one call with all of them and in ``serve``
+    max_new_tokens  maximum length of every output; not more than was recorded
+    ladder          choose the depth in every round, as with ``k="auto"``; but while drafting pauses, each plain step is
+                    a round
+    grouped         start a group of ``batch_size`` sequences only when the one before it has ended, as ``experiment
+                    run`` does; else a sequence starts as soon as a slot is free, as in one call with all of them and in
+                    ``serve``
 
     Raises:
-        ConfigurationError: the drafter cannot be had at one of the ladder's depths.
+        ConfigurationError: the drafter does not support one of the depths.
     """
     texts = [_shortened(text, max_new_tokens) for text in trace.texts]
-    end = trace.vocab_size  # an id that no model has: what a text ends with, for whatever reason
+    end = trace.vocab_size  # an id that no model has: marks the end of a sequence, for any reason
     target = _RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
     width = drafter.draft_shape.depth + 1
@@ -128,9 +129,9 @@ def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
 
 
 class _CountedRounds(Rounds):
-    """Notes how many slots took part in every round, and how deep its proposals went.
+    """Records the number of slots in every round, and the depth of its proposals.
 
-    ``seconds``: that a round of each length is said to take; None = as long as it takes.
+    ``seconds``: assumed time of a round of each length; None = the real time.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class _RecordedTarget(Verifier):
             self._waiting.setdefault((text.prompt, tuple(seed_row(text.seed))), []).append(index)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        yield from ()  # a recorded text has nothing to read
+        yield from ()  # a recorded sequence needs no prefill
         index = self._waiting[tuple(prompt), tuple(sampling.seeds[0].tolist())].pop(0)
         text = self.texts[index]
         whole = [*text.prompt, *text.tokens]
@@ -196,13 +197,15 @@ class _RecordedTarget(Verifier):
                 if proposal is None
                 else self._accepted(proposal, slot, following=whole[length:], last=last, most=most)
             )
-            row = [*whole[length : length + accepted + 1], 0][: accepted + 1]  # 0: behind the end of the text
+            row = [*whole[length : length + accepted + 1], 0][: accepted + 1]  # 0: after the end of the sequence
             tokens[slot, : accepted + 1] = torch.tensor(row, dtype=torch.int32)
             count[slot] = accepted + 1
         return Commit(tokens, count, commit.first_row + commit.count)
 
     def _accepted(self, proposal: Proposal, slot: int, *, following: Sequence[int], last: int, most: int) -> int:
-        """How deep the path of a proposal goes that agrees with what follows; ``last`` is what ``end`` stands for."""
+        """Return the depth to which a proposal agrees with the following tokens; ``last`` is the id that ``end``
+        replaces.
+        """
         nodes = proposal.tokens[slot].tolist()
         parents = parents_of(proposal, slot)
         place, depth = tree.ROOT, 0
@@ -226,12 +229,12 @@ def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
 
 
 class ReplayDrafter(Drafter):
-    """Says what a recorded drafter said; with ``depth`` less of it, with ``nodes`` those of its static tree alone, with
-    ``confidence`` as much as with that threshold in place of its own.
+    """Repeats the proposals of a recorded drafter; with ``depth`` shortened, with ``nodes`` only those of its static
+    tree, with ``confidence`` cut at that threshold instead of its own.
 
     Raises:
-        ConfigurationError: less was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
-            one, nodes without their parents, or a threshold where the drafter's confidence is not known.
+        ConfigurationError: this was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
+            one, nodes without their parents, or a threshold for a drafter without recorded confidences.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class ReplayDrafter(Drafter):
                 "threshold"
             )
         threshold = recorded.confidence_threshold if confidence is None else confidence
-        self._threshold = float(np.float32(threshold))  # as a graph compares it
+        self._threshold = float(np.float32(threshold))  # compared as in a graph
         self._recorded = recorded
         self.max_positions = recorded.max_positions
         self._keep: tuple[int, ...] | None = None
@@ -272,10 +275,10 @@ class ReplayDrafter(Drafter):
         self._begun: dict[tuple[int, ...], int] = {}
 
     def shortened(self, length: int) -> ReplayDrafter:
-        """Return a shorter drafter, which shares this one's sequences.
+        """Return a drafter with shorter drafts, which shares this one's sequences.
 
         Raises:
-            ConfigurationError: shorter drafts of it are not known.
+            ConfigurationError: its shorter drafts are not known.
         """
         known = self._recorded.confidences is not None
         shorter = ReplayDrafter(

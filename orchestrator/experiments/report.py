@@ -1,7 +1,7 @@
 """Report of an experiment: one self-contained HTML page, and the same as Markdown.
 
-Pictures are SVG texts and need matplotlib (the extra ``plots``). Rows are written as Parquet and JSON lines too. Not
-here: the figures themselves (`definitions.py`).
+Charts are SVG and need matplotlib (the extra ``plots``). Rows are also written as Parquet and JSON lines. The figures
+are computed in `definitions.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.lossy{color:#b00}
 @media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}td,th{border-color:#444}svg{background:#fff}}"""
 
 Table = tuple[str, list[str], list[list[str]]]
-"""A heading, names of columns, and rows."""
+"""Heading, column names, and rows."""
 
 
 def html_report(name: str, results: Sequence[CellResult]) -> str:
@@ -129,7 +129,7 @@ def _tables(results: Sequence[CellResult]) -> Iterator[Table]:
 
 
 def write_reports(store: Store, name: str, results: Sequence[CellResult]) -> list[Path]:
-    """``report.md`` and ``report.html``.
+    """Write ``report.md`` and ``report.html``.
 
     Raises:
         StorageError: one cannot be written.
@@ -153,7 +153,7 @@ Draw = Callable[[Any], None]
 
 
 def _pictures(results: Sequence[CellResult]) -> list[_Picture]:
-    """All pictures that these cells have figures for.
+    """Return all charts that these cells have figures for.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -326,7 +326,7 @@ def _line_plot(lines: Lines, name: str) -> Draw:
 
 
 def write_rows(folder: Path, results: Sequence[CellResult]) -> list[Path]:
-    """``results.jsonl``, and ``results.parquet`` where pyarrow is installed. -> what was written
+    """Write ``results.jsonl``, and ``results.parquet`` if pyarrow is installed. -> the written files
 
     Raises:
         StorageError: one of them cannot be written.
@@ -347,7 +347,9 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:
         return False
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
-    columns["k"] = [None if value is None else str(value) for value in columns["k"]]  # a number, a ladder or "auto"
+    columns["k"] = [
+        None if value is None else str(value) for value in columns["k"]
+    ]  # a number, a list of lengths or "auto"
     buffer = pyarrow.BufferOutputStream()
     try:
         parquet.write_table(pyarrow.table(columns), buffer)

@@ -1,7 +1,7 @@
-"""How long rounds take: measured by finished cells, kept for each target and sampling, and asked by predictions.
+"""Round times, measured by finished cells and stored for each target and sampling, for predictions.
 
-Depths and batch sizes between and beyond measured ones lie on lines; what no line can be drawn for is refused. Not
-here: how many rounds a text takes (`replay.py`), and what is predicted (`questions.py`).
+Times of other depths and batch sizes are interpolated or extrapolated linearly; without enough points they are
+rejected. `replay.py` counts the rounds of a sequence, and `questions.py` makes predictions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.registry import DRAFTERS
 PLAIN = "none"
 CHOICE = "choice:"
 VERSION = 2
-"""Of the file."""
+"""Version of the file."""
 
 _Key = tuple[str, int, int]
 
@@ -32,9 +32,8 @@ _Key = tuple[str, int, int]
 class RoundTimes:
     """Measured seconds of a round of the batch, by drafter, depth and batch size.
 
-    rounds   (drafter as `policy_name` calls it, depth, batch size) -> seconds of a round, drafting and the host's part
-             included
-    prefill  seconds of a prompt
+    rounds   (drafter by its `policy_name`, depth, batch size) -> seconds of a round, with drafting and the host's time
+    prefill  seconds per prompt
     """
 
     rounds: Mapping[_Key, float]
@@ -45,7 +44,7 @@ class RoundTimes:
         the last two. A single measured depth and plain decoding, which is depth 0, make a line too.
 
         Raises:
-            ConfigurationError: nothing was measured for this drafter, or a single depth or batch size that is another.
+            ConfigurationError: nothing was measured for this drafter, or only one other depth or batch size.
         """
         sizes: dict[int, dict[int, float]] = {}
         for (name, depth, size), value in self.rounds.items():
@@ -81,10 +80,10 @@ class RoundTimes:
 
 
 def _line(points: Mapping[int, float], x: int) -> float:
-    """On the line through the points around x, or through the last two on its side.
+    """Return the value on the line through the points around x, or through the last two on its side.
 
-    More drafted tokens or requests never make a round shorter, and a share of them takes that share of it or more: a
-    line that noise has bent does not go beyond that.
+    More drafted tokens or requests never make a round shorter, and a fraction of them takes at least that fraction of
+    its time: lines distorted by noise are limited to that.
     """
     if x in points:
         return points[x]
@@ -173,7 +172,7 @@ def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterat
         if result.error is not None or names["acceptor"] != "match" or result.totals["draft_lengths"]:
             continue
         groups: dict[int, int] = {}
-        for row in result.rows:  # a group's rounds are those of its longest text
+        for row in result.rows:  # a group's rounds are those of its longest sequence
             groups[row["group"]] = max(groups.get(row["group"], 0), row["num_rounds"])
         depth = max((max(row["per_step_drafted"], default=0) for row in result.rows), default=0)
         k = names["k"] if isinstance(names["k"], int) else depth
@@ -187,8 +186,8 @@ def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterat
 
 
 def policy_name(entry: DrafterEntry, config: ExperimentConfig) -> str:
-    """Return the name by which a trace query selects a drafter of an experiment: a recorded one by its name there, a
-    text drafter as drafts are written, a list ``a+b``, a choice ``choice:a+b``.
+    """Return the name by which a trace query selects a drafter of an experiment: a recorded one by its name in the
+    experiment, a text drafter in the grammar of drafts, a list ``a+b``, a choice ``choice:a+b``.
     """
     specs = parse_draft(entry.draft)
     if not specs:
@@ -205,7 +204,9 @@ def reads_text_alone(spec: DraftSpec) -> bool:
 
 
 def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str:
-    """A part of a list or a choice: where the experiment has it by itself too, it is recorded by that name."""
+    """Return the name of a part of a list or a choice: if the experiment also has it as a drafter, it is recorded by
+    that name.
+    """
     if reads_text_alone(spec):
         return str(spec)
     for one in config.drafters:
@@ -230,7 +231,7 @@ def save_times(times: ExperimentTimes) -> str:
 
 
 def load_times(path: Path) -> ExperimentTimes:
-    """From JSON that `save_times` made.
+    """Read the JSON that `save_times` wrote.
 
     Raises:
         TraceError: it cannot be read.

@@ -1,7 +1,7 @@
-"""Runs the cells of an experiment, one after the other or on a cluster, and keeps what is finished.
+"""Runs the cells of an experiment, one after the other or on a cluster, and stores finished ones.
 
-Everything that can be refused is refused before the first cell: models, prompts, lengths, the folder. A cell that
-fails is a row that says why, and the next one runs. Not here: what a cell does (`measure.py`) and reports.
+Models, prompts, lengths and the folder are checked before the first cell. A failed cell is a row with the reason, and
+the next one runs. `measure.py` runs a cell.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline")
 
 Report = Callable[[str, int, int], None]
-"""Told what is done now, how many cells are done, and how many there are."""
+"""Receives the current action, the number of finished cells, and the total."""
 
 _BYTES_PER_SECOND = 1e10
-"""Bytes of weights that two cores read in a second, for an estimate where nothing was measured yet."""
+"""Bytes of weights that two cores read per second, for estimates before any measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCell:
-    """A cell that may run: its key on disk, its prompts, and the program that has finished it; None: none has."""
+    """A planned cell: its key on disk, its prompts, and the program that has finished it; None: not finished."""
 
     cell: Cell
     key: str
@@ -111,7 +111,7 @@ class ExperimentPlan:
 
 
 def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
-    """Check everything and say what is to be done.
+    """Check everything and return the plan.
 
     Raises:
         CheckpointError: a model is missing or cannot be read.
@@ -148,15 +148,15 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
 
 
 def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[CellResult]:
-    """Run what is not finished. -> all cells, failed ones with their error
+    """Run unfinished cells. -> all cells, failed ones with their error
 
-    deadline  of `time.monotonic`, behind which no cell begins in this process: the others are then not in the answer;
-    without ``runs`` none begins
+    deadline  of `time.monotonic`, after which no cell begins in this process; the rest are then not returned. Without
+              ``runs`` none begins
 
     Raises:
         StorageError: a result cannot be written; finished cells stay.
-        PlanError: the cluster has no room for a cell.
-        WorkerError: it does not answer.
+        PlanError: the cluster has no capacity for a cell.
+        WorkerError: it does not respond.
     """
     if not planned.config.runs:
         planned = replace(planned, cells=())
@@ -196,10 +196,10 @@ def _in_turn(
 
 
 def _run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
-    """Run one cell; what goes wrong in it becomes part of its result.
+    """Run one cell; an error in it becomes part of its result.
 
     Raises:
-        StorageError, MemoryError: what would meet every other cell as well.
+        StorageError, MemoryError: errors that would affect every other cell too.
     """
     names, source = planned.cell.names(), provenance()
     try:
@@ -234,16 +234,16 @@ class _MakeBench:
 def _run_parallel(
     config: ExperimentConfig, cells: Sequence[PlannedCell], *, address: str
 ) -> Iterator[tuple[int, CellResult]]:
-    """Run cells on a Ray cluster: each worker has cores of its own and keeps its decoders from cell to cell. Results
-    are written by the process that asks, as they come, so that a run that is killed keeps what is finished.
+    """Run cells on a Ray cluster: each worker has separate cores and keeps its decoders from cell to cell. The calling
+    process writes results as they arrive, so that a killed run keeps finished cells.
 
-    -> (place in ``cells``, result), as they are finished; failed ones have their error
+    -> (index in ``cells``, result), as they finish; failed ones have their error
 
-    address  as of `paceline.placement.cluster.jobs.JobWorkers`
+    address  as in `paceline.placement.cluster.jobs.JobWorkers`
 
     Raises:
-        PlanError: no node has room for a cell.
-        WorkerError: the cluster is not there.
+        PlanError: no node has capacity for a cell.
+        WorkerError: the cluster does not exist.
     """
     from paceline.placement.cluster.jobs import JobWorkers
 

@@ -1,6 +1,6 @@
 """Uncertainty of experiments: bootstrap over prompts, and the paired test of two runs.
 
-Prompts are the unit that is drawn again: rounds of one text are not independent. Not here: what is shown.
+Prompts are the unit of resampling, because rounds of one sequence are not independent.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def length_interval(rows: Sequence[Row]) -> Interval:
 class Comparison:
     """Two runs of the same prompts.
 
-    figure       what is compared
+    figure       the compared figure
     first        of the first run; second: of the second
-    units        what is drawn again and flipped: prompts, or for times the groups of prompts that ran together
-    difference   second less first, with its interval
-    p_value      two-sided, of a sign-flip test over units: how likely so large a mean difference is by chance
+    units        unit of resampling and flipping: prompts, or for times the groups of prompts that ran together
+    difference   second minus first, with its interval
+    p_value      two-sided, of a sign-flip test over units: the probability of such a large mean difference by chance
     """
 
     figure: str

@@ -1,11 +1,11 @@
-"""The folder of an experiment: a file for every finished cell, each written whole or not at all.
+"""The folder of an experiment: a file for every finished cell, each written atomically.
 
     DIR/experiment.json     the configuration
-    DIR/cells/KEY.json      a finished cell: what it is, its rows, or why it failed
+    DIR/cells/KEY.json      a finished cell: its names, its rows, or why it failed
     DIR/traces/             recorded traces
     DIR/results.jsonl, results.parquet, report.md, report.html     made of the cells
 
-A process that is killed loses the cell it was at and nothing else. Not here: what is in a report.
+A killed process loses only its current cell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.decoder.weights.atomic_write import atomic_write, save_bytes
 from paceline.experiments.config import ExperimentConfig, parse_config
 
 VERSION = 1
-"""Of the layout of cell files."""
+"""Version of the layout of cell files."""
 
 Row = dict[str, Any]
 
@@ -30,14 +30,14 @@ _LISTING = "experiment.json"
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """A cell that was run.
+    """A cell that has run.
 
-    key         its file's name
-    names       what tells it from others (`paceline.experiments.config.Cell.names`)
+    key         name of its file
+    names       its distinguishing names (`paceline.experiments.config.Cell.names`)
     rows        one for every prompt
     totals      figures of the whole cell
     provenance  of the run
-    error       why there are no rows; None: there are
+    error       reason why it has no rows; None: it has
     warnings    about its prompts
     """
 
@@ -51,10 +51,10 @@ class CellResult:
 
 
 class Store:
-    """Cell files below a folder, which is made and tried out at once.
+    """Cell files in a folder, which is created and tested at once.
 
     Raises:
-        StorageError: nothing can be written there.
+        StorageError: the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class Store:
         return self.folder / "traces"
 
     def write(self, name: str, text: str) -> Path:
-        """A file of the folder.
+        """Write a file of the folder.
 
         Raises:
             StorageError: it cannot be written.

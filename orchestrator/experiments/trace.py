@@ -1,11 +1,11 @@
-"""Traces: the texts of a target, and what drafters would have proposed at every position of them.
+"""Traces: the sequences of a target, and the proposals of drafters at every position of them.
 
-With the rule ``match`` the text does not depend on who drafts, or on how much: so the proposals along one text answer
-every question about depths, trees, lists and choices of drafters (`paceline.experiments.questions`). Not here: how they
-are recorded (`record_traces.py`).
+With the rule ``match`` the sequence does not depend on drafter or draft length, so the proposals along one sequence
+answer every query about depths, trees, lists and choices of drafters (`paceline.experiments.questions`).
+`record_traces.py` records them.
 
 A trace is one file: a header (JSON) and arrays (int32), gzip-compressed, with a checksum over all of it. It holds no
-code and nothing that is run when it is read.
+code, and reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class TraceText:
-    """One prompt and its answer.
+    """One prompt and its output.
 
     prompt      ids
-    tokens      the answer's ids, the last of which may end it
-    seed        it was drawn with
-    max_length  of the whole text, had it not ended before
+    tokens      the output's ids, the last of which may stop it
+    seed        seed of its sampling
+    max_length  limit of the whole sequence
     """
 
     key: str
@@ -49,20 +49,20 @@ class TraceText:
 
 @dataclass(frozen=True, slots=True)
 class RecordedDrafter:
-    """The proposals of one drafter along every text of a trace.
+    """The proposals of one drafter along every sequence of a trace.
 
-    draft          as the experiment names it
+    draft          its name in the experiment
     k              depth of the proposals
-    parents        of a static tree; None = chains, or trees of their own where ``dynamic``
-    max_positions  positions it can follow; None = all
-    prefixes       whether a shorter draft is the beginning of a longer one, so that smaller depths are known too
-    proposals      for every text, for every position of the answer but the last: token of every node, -1 = none.
-                   Of a dynamic tree the parents follow the tokens
+    parents        of a static tree; None = chains, or separate trees if ``dynamic``
+    max_positions  number of positions it can follow; None = all
+    prefixes       whether a shorter draft is a prefix of a longer one, so that smaller depths are known too
+    proposals      for every sequence, for every position of the output except the last: token of every node, -1 = none.
+                   For a dynamic tree the parents follow the tokens
     confidence_threshold  the drafter's own, which a replay applies; proposals are recorded without it
-    confidences    for every proposal the largest probability at each of its places, float32, which a threshold is
-                   compared with; None = of another kind of drafter
-    key            the cell that asked for it (`paceline.experiments.config.cell_key`): with other files of the drafter
-                   or other options it is another one
+    confidences    for every proposal the largest probability at each of its positions, float32, for comparison with a
+                   threshold; None = another kind of drafter
+    key            key of the cell that needs it (`paceline.experiments.config.cell_key`), which changes with the
+                   drafter's files and options
     """
 
     name: str
@@ -80,11 +80,11 @@ class RecordedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A target's texts and the drafters that were recorded along them.
+    """A target's sequences and the drafters recorded along them.
 
     target       the model's label; ``fingerprint`` of its files
-    sampling     how the texts were drawn, as options
-    kv_buckets   lengths of the target's cache, whose borders no draft crosses
+    sampling     options of the sampling
+    kv_buckets   buckets of the target's cache, whose ends no draft crosses
     texts, drafters
     provenance   of the recording
     """
@@ -99,7 +99,7 @@ class Trace:
     provenance: Mapping[str, object]
 
     def drafter(self, name: str) -> RecordedDrafter:
-        """By its name.
+        """Return a recorded drafter by its name.
 
         Raises:
             ConfigurationError: it was not recorded.
@@ -114,7 +114,7 @@ class Trace:
 
 
 def save_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all.
+    """Write a trace atomically.
 
     Raises:
         StorageError: it cannot be written.
@@ -141,7 +141,7 @@ def load_trace(path: Path) -> Trace:
     """Read a trace.
 
     Raises:
-        TraceError: it is no trace, of another version, or damaged.
+        TraceError: it is not a trace, has another version, or is damaged.
     """
     try:
         data = path.read_bytes()
@@ -171,10 +171,10 @@ def load_trace(path: Path) -> Trace:
 
 
 def check_target(trace: Trace, fingerprint: str, path: str) -> None:
-    """Refuse a trace of another model.
+    """Reject a trace of another model.
 
     Raises:
-        TraceError: the target's files are others than those the trace was recorded with.
+        TraceError: the target's files differ from those of the recording.
     """
     if trace.fingerprint != fingerprint:
         raise TraceError(

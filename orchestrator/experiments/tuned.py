@@ -1,4 +1,4 @@
-"""Run of the best answer to a question, compared with plain decoding, and its models file for `paceline serve`."""
+"""Run of the best answer to a query, compared with plain decoding, and its models file for `paceline serve`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, int | None]:
-    """The best policy as a drafter of the experiment, with its options and files, and the depth.
+    """Return the best policy as a drafter of the experiment, with its options and files, and the depth.
 
     Raises:
-        ConfigurationError: one of its parts is no drafter of the experiment.
+        ConfigurationError: one of its parts is not a drafter of the experiment.
     """
     if not policy.drafters:
         return DrafterEntry(draft="none"), None
@@ -51,8 +51,7 @@ def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_s
     """Return an experiment of the best policy and plain decoding, with the target, sampling and prompts of a trace.
 
     Raises:
-        TraceError: the trace is not of this experiment: of another target or other prompts, or their files are others
-            by now.
+        TraceError: the trace is not of this experiment: another target or other prompts, or their files have changed.
     """
     targets = tuple(one for one in config.targets if one.label == trace.target)
     if not targets:

@@ -268,7 +268,7 @@ async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
     """Unload idle models while the application runs."""
     try:
         await lifecycle.restore()
-    except PacelineError as error:  # most likely it is as the models file says
+    except PacelineError as error:  # most likely the state is that of the models file
         log.warning("reading the list of loaded models failed (%s)", error)
     watching = asyncio.ensure_future(lifecycle.watch())
     try:

@@ -20,7 +20,7 @@ td:first-child, th:first-child { overflow-wrap: anywhere; }
 
 
 def docs_page(described: Mapping[str, Any]) -> str:
-    """Return the page of an OpenAPI description: every route with its fields and answers, and every schema."""
+    """Return the page of an OpenAPI description: every route with its fields and responses, and every schema."""
     info, routes = described["info"], described["paths"]
     operations = [(path, method, one) for path, methods in routes.items() for method, one in methods.items()]
     links = "".join(f'<li><a href="#{_anchor(m, p)}">{_title(m, p)}</a></li>' for p, m, _ in operations)

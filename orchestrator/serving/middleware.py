@@ -29,7 +29,7 @@ LOGGER = "paceline"
 log = logging.getLogger(f"{LOGGER}.access")
 
 REQUEST_ID = "x-request-id"
-CLIENT_CLOSED = 499  # of a request whose client did not wait for the answer; nginx's number
+CLIENT_CLOSED = 499  # of a request whose client did not wait for the response; nginx's number
 
 _GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _OPEN_PATHS = frozenset({"/docs", "/openapi.json", "/health", "/health/live", "/health/ready", *PATHS})

@@ -324,7 +324,7 @@ class ChatFormat:
     template   its text; empty without one
     tools      format of its tool calls, if it supports tools
     reasoning  its markers of reasoning
-    in_parts   roles whose content it reads as a list of parts alone
+    in_parts   roles whose content it reads only as a list of parts
     """
 
     template: str = ""
@@ -411,7 +411,7 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
         return RequestPrompts(ids)
     said = request.messages[-1].text if goes_on else ""
     opened = said.rfind(row.start) > said.rfind(row.end) if said else text.rstrip().endswith(row.start)
-    if not opened and (said or text.rstrip().endswith(row.end)):  # the model is not to reason: that is done, or closed
+    if not opened and (said or text.rstrip().endswith(row.end)):  # no reasoning: it is finished, or switched off
         return RequestPrompts(ids)
     markers = ReasoningMarkers(row.end, "" if opened else row.start)
     return RequestPrompts(ids, in_reasoning=opened, reasoning=markers)

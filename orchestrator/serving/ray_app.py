@@ -136,7 +136,7 @@ def application(
         logging_config=SERVE_LOGGING,
         ray_actor_options={
             "num_cpus": CPU_SHARE,
-            "runtime_env": {"env_vars": environment.without_cores()},  # Ray hides no core from them
+            "runtime_env": {"env_vars": environment.without_cores()},  # Ray restricts no cores of them
             **({"resources": {_HERE: CPU_SHARE}} if handover else {}),
         },
     )

@@ -190,7 +190,7 @@ class ModelReplica:
         failure = self._target.engine.failure
         if isinstance(failure, RankError):
             log.error("a rank of the model failed; this replica exits so that Ray Serve replaces it", exc_info=failure)
-            os._exit(1)  # its processes cannot be connected again
+            os._exit(1)  # its processes cannot be reconnected
         if failure is not None:
             raise WorkerError(
                 f"the model's rounds fail repeatedly ({type(failure).__name__}: {failure}); see the replica's log"

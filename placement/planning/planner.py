@@ -164,10 +164,11 @@ def _needs(models: Sequence[ModelSpec], instance: Instance, degrees: Mapping[str
     needs = []
     for model in models:
         degree = degrees[model.name]
-        if (needed := model.replicas * degree) > instance.cores:
+        if model.replicas * degree > instance.cores:
             raise RoomError(
-                f"{model.name}: {model.replicas} replicas on {degree} cores each want {needed} cores, and "
-                f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
+                f"{model.name}: replicas: expected at most {instance.cores // degree} of {degree} cores each on "
+                f"{instance.name} ({instance.cores} cores), got {model.replicas}; lower replicas, or use a larger "
+                "instance"
             )
         size = _size(model, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]

@@ -187,7 +187,7 @@ def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: 
     monkeypatch.setattr("paceline.build.DraftLengthController", Dice)
     if not row.ladder:
         if row.drafts:
-            with pytest.raises(ConfigurationError, match=r"one (depth|draft length)"):
+            with pytest.raises(ConfigurationError, match=r"k: expected one number, since .*(depth|draft length)"):
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
     generator, target = make(DRAFT_LENGTHS)

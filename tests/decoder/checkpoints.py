@@ -55,7 +55,7 @@ def refused(folder: Path, error: type[Exception], *parts: str) -> None:
         load(folder)
     assert type(caught.value) is error
     for part in (str(folder), *parts):
-        assert part in str(caught.value)
+        assert part in str(caught.value), str(caught.value)
 
 
 def save_shards(folder: Path, state: State, suffix: str, *, save: Callable[[State, Path], None]) -> None:

@@ -73,25 +73,25 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"batch_size": 0}, ["batch_size", "not 0"]),
-        ({"batch_size": "2"}, ["batch_size", "not '2'"]),
-        ({"batch_size": True}, ["batch_size", "not True"]),
-        ({"n_positions": True}, ["n_positions", "not True"]),
-        ({"backend": ["eager"]}, ["backend=['eager']", "eager, native"]),
-        ({"n_positions": "64"}, ["n_positions", "ascending", "not '64'"]),
+        ({"batch_size": 0}, ["batch_size", "got 0"]),
+        ({"batch_size": "2"}, ["batch_size", "got '2'"]),
+        ({"batch_size": True}, ["batch_size", "got True"]),
+        ({"n_positions": True}, ["n_positions", "got True"]),
+        ({"backend": ["eager"]}, ["backend: ", "got ['eager']", "eager, native"]),
+        ({"n_positions": "64"}, ["n_positions", "ascending", "got '64'"]),
         ({"context_length_estimate": [8, 1.5]}, ["context_length_estimate", "ascending"]),
-        ({"amp": None}, ["amp=None", "bf16, f16, f32"]),
-        ({"n_positions": 0}, ["n_positions", "positive", "not 0"]),
+        ({"amp": None}, ["amp: ", "got None", "bf16, f16, f32"]),
+        ({"n_positions": 0}, ["n_positions", "positive", "got 0"]),
         ({"n_positions": []}, ["n_positions", "ascending"]),
         ({"n_positions": [64, 64]}, ["n_positions", "ascending"]),
         ({"n_positions": [64, 32]}, ["n_positions", "ascending"]),
-        ({"n_positions": POSITIONS + 1}, ["n_positions=129", "128 positions", "max_position_embeddings"]),
-        ({"n_positions": [64, 256]}, ["n_positions=256", "128 positions"]),
+        ({"n_positions": POSITIONS + 1}, ["n_positions: ", "at most 128", "got 129", "max_position_embeddings"]),
+        ({"n_positions": [64, 256]}, ["n_positions: ", "at most 128", "got 256"]),
         ({"context_length_estimate": -1}, ["context_length_estimate", "positive"]),
         ({"context_length_estimate": [8, 4]}, ["context_length_estimate", "ascending"]),
         ({"context_length_estimate": 0}, ["context_length_estimate", "positive"]),
-        ({"amp": "fp16"}, ["amp='fp16'", "bf16, f16, f32"]),
-        ({"backend": "tpu"}, ["backend='tpu'", "eager, native"]),
+        ({"amp": "fp16"}, ["amp: ", "got 'fp16'", "bf16, f16, f32"]),
+        ({"backend": "tpu"}, ["backend: ", "got 'tpu'", "eager, native"]),
     ],
 )
 def test_bad_options_are_refused_with_what_is_possible(
@@ -113,7 +113,7 @@ def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
     tensors = load_file(file)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(WeightValueError, match=r"model\.norm\.weight holds NaN"):
+    with pytest.raises(WeightValueError, match=r"model\.norm\.weight contains NaN"):
         loaded(tmp_path, backend=backend)
 
 

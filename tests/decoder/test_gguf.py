@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
     "rope": ({"llama.rope.scaling.type": "longrope"}, UnknownArchitectureError, "'longrope'"),
     "a part": ({"split.count": 3}, CheckpointError, "3 parts"),
     "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count: expected an integer .*, got 'two'"),
-    "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "of the vocabulary of"),
+    "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "eos_token_id: expected .*size 266, got 266"),
 }  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_keys_that_would_change_the_output_are_refused_by_name(tmp_path: Path, n
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), architecture="mamba")
-    with pytest.raises(UnknownArchitectureError, match=r"'mamba' got 'mamba'"):
+    with pytest.raises(UnknownArchitectureError, match=r"architecture: expected one of llama, .*, got 'mamba'"):
         ModelConfig.from_pretrained(path)
 
 
@@ -288,10 +288,12 @@ def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
 
 def test_tensors_that_are_missing_or_not_used_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
-    with pytest.raises(MissingWeightsError, match=r"lacks model.layers.2.* check that the file's metadata belongs"):
+    with pytest.raises(MissingWeightsError, match=r"expected the tensors model.layers.2.* the file's metadata belongs"):
         loaded(path)
     extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
-    with pytest.raises(CheckpointError, match=r"does not use: model.layers.0.self_attn.q_norm.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm.weight"
+    ):
         loaded(write(tmp_path / "model.gguf", network(), extra=extra))
     path = write(
         tmp_path / "model.gguf",
@@ -349,5 +351,5 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(at)
         file.write(struct.pack("<f", float("nan")))
-    with pytest.raises(CheckpointError, match=r"mlp.down_proj.weight holds NaN"):
+    with pytest.raises(CheckpointError, match=r"mlp.down_proj.weight contains NaN"):
         loaded(path)

@@ -68,5 +68,6 @@ def test_a_name_loads_its_family_alone(tmp_path: Path, name: str, family: str) -
     decoder = getattr(paceline, name).from_pretrained(folder, **options)
     plain = AutoDecoder.from_pretrained(folder, **options)  # type: ignore[arg-type]
     assert torch.equal(decoder.sample([[5, 9]], max_new_tokens=5), plain.sample([[5, 9]], max_new_tokens=5))
-    with pytest.raises(CheckpointError, match=f"{family}.*LlamaForSampling loads llama; use AutoDecoder"):
+    says = f"model_type: expected llama for LlamaForSampling, got '{family}'; use AutoDecoder"
+    with pytest.raises(CheckpointError, match=says):
         paceline.LlamaForSampling.from_pretrained(folder, **options)

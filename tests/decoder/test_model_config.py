@@ -262,7 +262,7 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, parts: list[str
 def test_absent_folder_and_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: expected a folder; give the local folder"):
         ModelConfig.from_pretrained(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"None : expected a path; give the local folder"):
+    with pytest.raises(CheckpointError, match=r"None: expected a path; give the local folder"):
         ModelConfig.from_pretrained(None)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist; give the folder"):
+    with pytest.raises(CheckpointError, match=r"config\.json: the file does not exist; give the folder"):
         ModelConfig.from_pretrained(tmp_path)

@@ -82,14 +82,14 @@ def test_what_is_no_split_checkpoint(tmp_path: Path, state: State) -> None:
     (place / INDEX).write_text("{}")
     refused(tmp_path, CheckpointError, "expected tensor names, got none; download the checkpoint in")
     (place / INDEX).unlink()
-    refused(tmp_path, CheckpointError, f"without {INDEX}", "save_pretrained_split")
+    refused(tmp_path, CheckpointError, f"a folder with {INDEX}", "save_pretrained_split", "got a folder without it")
 
 
 def test_tensors_that_are_missing_damaged_or_something_else(tmp_path: Path, state: State) -> None:
     place = save_split(tmp_path, state)
     file = place / json.loads((place / INDEX).read_text())[NORM]
     torch.save([state[NORM]], file)
-    refused(tmp_path, CheckpointError, "holds a list", NORM)
+    refused(tmp_path, CheckpointError, f"expected the tensor {NORM}", "got a list")
     os.truncate(file, 100)
     refused(tmp_path, MissingWeightsError, file.name, "download the file again")
     file.unlink()

@@ -36,7 +36,7 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
     path = tmp_path / "new" / name
     small = {"weight": torch.ones(2)}
     write(path, small)
-    with full_disk(), pytest.raises(StorageError, match=f"{name} cannot be written .*; make room"):
+    with full_disk(), pytest.raises(StorageError, match=f"{name}: cannot be written .*; make room"):
         write(path, LARGE)
     assert [file.name for file in path.parent.iterdir()] == [name]
     kept = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
@@ -48,7 +48,7 @@ def test_a_run_that_cannot_be_kept_any_more_can_still_be_gone_on_with(tmp_path: 
     run = RunState(tmp_path / "state.pt", {"data": "a"}, lambda: state)
     with run.saving():
         pass
-    with full_disk(), pytest.raises(StorageError, match=r"state.pt cannot be written"), run.saving():
+    with full_disk(), pytest.raises(StorageError, match=r"state.pt: cannot be written"), run.saving():
         state = {"step": 2, **LARGE}
     assert run.restore() == {"step": 1}
 
@@ -74,7 +74,7 @@ def test_who_is_told_to_end_in_the_middle_of_a_change_ends_behind_it(tmp_path: P
 
 def test_text_says_its_place_and_the_system_s_reason(tmp_path: Path) -> None:
     path = tmp_path / "no folder" / "log.jsonl"
-    said = r"log.jsonl cannot be written \(No such file or directory\); make room"
+    said = r"log.jsonl: cannot be written \(No such file or directory\); make room"
     with pytest.raises(StorageError, match=said), atomic_write(path), path.open("a"):
         pass
 
@@ -82,7 +82,7 @@ def test_text_says_its_place_and_the_system_s_reason(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
     root = tmp_path / "file" / "cache"
     root.parent.write_text("no folder")
-    with pytest.raises(StorageError, match=r"cache cannot be written \(Not a directory\); .*PACELINE_CACHE"):
+    with pytest.raises(StorageError, match=r"cache: cannot be written \(Not a directory\); .*PACELINE_CACHE"):
         cache.ensure(root, {"kind": "test"}, lambda _folder: None)
 
 
@@ -93,7 +93,7 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
     monkeypatch.setattr("pwd.getpwuid", nobody)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("PACELINE_CACHE", raising=False)
-    with pytest.raises(ConfigurationError, match="set PACELINE_CACHE"):
+    with pytest.raises(ConfigurationError, match="PACELINE_CACHE: expected a folder for the cache, got none"):
         environment.cache_root()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert environment.cache_root() == tmp_path / ".cache" / "paceline"

@@ -46,7 +46,7 @@ def test_truncated_files(tmp_path: Path, state: State, form: str, share: float) 
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"<html>not found</html>", ["not a ", "download the file again"]),
+        (b"<html>not found</html>", ["expected a ", "or other file", "download the file again"]),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["Git LFS pointer", "git lfs pull"]),
     ],
 )
@@ -132,7 +132,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, state: State, f
         (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(poisoned[NORM], protocol=2))
     else:
         FORMATS[form](tmp_path, poisoned)
-    refused(tmp_path, CheckpointError, ".bin is refused", "mkdir", "safetensors")
+    refused(tmp_path, CheckpointError, ".bin: expected tensors only", "mkdir", "safetensors")
     assert not trap.exists()
     pickle.loads(pickle.dumps(Attack(trap)))
     assert trap.exists(), "the attack itself must work, or this test shows nothing"
@@ -141,8 +141,8 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, state: State, f
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ([torch.ones(2)], ["holds a list", "model.state_dict()"]),
-        ({"epoch": 3}, ["'epoch' is a int", "model.state_dict()"]),
+        ([torch.ones(2)], ["expected a dictionary of tensors, got a list", "model.state_dict()"]),
+        ({"epoch": 3}, ["'epoch': expected a dense tensor with a name, got a int", "model.state_dict()"]),
         ({NORM: torch.ones(24).to_sparse()}, [NORM, "expected a dense tensor with a name, got a"]),
     ],
 )

@@ -237,5 +237,5 @@ def test_a_tree_that_would_grow_out_of_the_cache_is_refused(workshop: Workshop, 
     assert torch.equal(tokens, target.sample([prompt], max_new_tokens=4))
     with pytest.raises(ConfigurationError, match="got 5"):
         EagleDrafter(made.head, target, 5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="171 cache rows"):
+    with pytest.raises(ConfigurationError, match="at most 128 cache rows after the last position, got 171"):
         EagleDrafter(made.head, target, DynamicTree(20, depth=18, width=10))

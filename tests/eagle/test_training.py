@@ -97,9 +97,14 @@ def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path)
     other = FeatureCache(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
     fewer = DraftVocab(vocabulary.ids.flip(0), VOCABULARY)
     for part, changed, texts, drafted in (
-        ("another learning_rate", replace(options, learning_rate=1e-5), corpus, vocabulary),
-        ("another corpus", options, other, vocabulary),
-        ("another drafted ids", options, corpus, fewer),
+        (
+            "expected a run with learning_rate 0.002, got 1e-05",
+            replace(options, learning_rate=1e-5),
+            corpus,
+            vocabulary,
+        ),
+        ("expected a run with corpus", options, other, vocabulary),
+        ("expected a run with drafted ids", options, corpus, fewer),
     ):
         with pytest.raises(ConfigurationError, match=part):
             EagleTrainer(network, texts, changed, head=output(frozen), vocabulary=drafted, folder=tmp_path)
@@ -148,16 +153,16 @@ def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Worksho
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     train.check(EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60), SHORT, sizes)
     for plan, said in (
-        (EagleHeadOptions(version=3, layers=(0, 9)), "numbered 0 to 2"),
-        (EagleHeadOptions(version=3, layers=(-1,)), "numbered 0 to 2"),
-        (EagleHeadOptions(version=3, draft_vocab_size=0), "1 to 96 ids"),
-        (EagleHeadOptions(version=3, draft_vocab_size=97), "1 to 96 ids"),
+        (EagleHeadOptions(version=3, layers=(0, 9)), r"streams from 0 to 2 of this target, got \[0, 9\]"),
+        (EagleHeadOptions(version=3, layers=(-1,)), r"streams from 0 to 2 of this target, got \[-1\]"),
+        (EagleHeadOptions(version=3, draft_vocab_size=0), "expected 1 to 96 for .*, got 0 for version 3"),
+        (EagleHeadOptions(version=3, draft_vocab_size=97), "expected 1 to 96 for .*, got 97 for version 3"),
         (EagleHeadOptions(version=1, draft_vocab_size=60), "for version 1; correct it"),
         (EagleHeadOptions(depth=20), "20 draft positions"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             train.check(plan, SHORT, sizes)
-    with pytest.raises(ConfigurationError, match="the target reads 128"):
+    with pytest.raises(ConfigurationError, match=r"length: expected at most 128 tokens \(what the target reads\)"):
         train.check(EagleHeadOptions(), replace(SHORT, length=129), sizes)
     with pytest.raises(CheckpointError, match="EAGLE-2"):
         train.check(EagleHeadOptions(version=2), SHORT, sizes)

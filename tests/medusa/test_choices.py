@@ -115,7 +115,7 @@ def test_a_tree_deeper_than_the_heads_or_wider_than_the_table_is_refused() -> No
         tall.check(heads=3, top=10)
     with pytest.raises(ConfigurationError, match=r"ranks below .*, got 9"):
         tall.check(heads=4, top=9)
-    with pytest.raises(ConfigurationError, match="rank 10"):
+    with pytest.raises(ConfigurationError, match=r"ranks below 10 .*, got 10; use a narrower"):
         tree_buffers([[0], [10]])
 
 

@@ -62,5 +62,5 @@ def test_it_has_its_address_before_it_loads_and_refuses_until_it_can_answer(
     monkeypatch.setattr(
         actors.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)
     )
-    with pytest.raises(ConfigurationError, match="expected weights"):
+    with pytest.raises(ConfigurationError, match="it has no weights"):
         actors.DraftWorker(replace(spec, address=address))

@@ -239,7 +239,7 @@ def test_a_model_that_does_not_start_is_tried_again_by_the_next_request(home: Pa
     with service(home, {"name": "c", "load": "on_demand"}) as served:
         served.loader.broken.add("c")
         answer = served.ask("c")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "c does not start")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "c did not start")
         assert served.states() == {"c": "unloaded"}
         served.loader.broken.clear()
         assert served.ask("c").status_code == 200

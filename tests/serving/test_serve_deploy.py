@@ -105,7 +105,7 @@ def test_a_cluster_with_other_applications_keeps_them(
     with pytest.raises(ConfigurationError, match="an application 'paceline' already runs"):
         serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     monkeypatch.setattr(serving_run, "APPLICATION", "more")
-    with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
+    with pytest.raises(WorkerError, match=r"the service did not start \(Prefix / is being used"):
         serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications

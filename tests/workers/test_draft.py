@@ -41,7 +41,7 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
     first, second = (made.acquire(Handshake(0, name, 1, VOCABULARY)) for name in "ab")
     assert isinstance(first, ModelDrafter) and isinstance(second, ModelDrafter)
     assert first.decoder is not second.decoder
-    with pytest.raises(ConfigurationError, match="serves 2 targets"):
+    with pytest.raises(ConfigurationError, match="max_targets: expected at most 2 targets at a time"):
         made.acquire(Handshake(0, "c", 1, VOCABULARY))
     made.release(first)
     with pytest.raises(ConfigurationError, match="for the draft, as for target"):

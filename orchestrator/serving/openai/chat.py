@@ -85,7 +85,7 @@ class Message(Strict):
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call. ``parameters``: a JSON schema, which demanded calls follow always."""
+    """A function that the model may call. ``parameters``: a JSON schema, which required calls always follow."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str = ""
@@ -126,7 +126,9 @@ class Prediction(Strict):
 
 
 class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
-    """Answer a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins over it."""
+    """Request for a response to a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and
+    overrides it.
+    """
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -196,7 +198,7 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
                     f"tool_choice: expected a function in tools, got {self.tool_choice.function.name!r}; correct "
                     "the name"
                 )
-        _ = self.structured  # refused here where it is given twice
+        _ = self.structured  # rejected if it is given twice
         if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
             raise ValueError(
                 "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"

@@ -37,7 +37,9 @@ def _not_empty(value: Prompt) -> Prompt:
 
 
 class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
-    """Continue prompts. A request without a seed gets one when it is read, so that its answer can be resumed."""
+    """Request to continue prompts. Without a seed it gets one when it is parsed, so that its response can be
+    resumed.
+    """
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -64,7 +66,7 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        _ = self.structured  # refused here where it is given twice
+        _ = self.structured  # rejected if it is given twice
         if not self.max_tokens and not self.echo:
             raise RefusedError(
                 400, "max_tokens: expected at least 1 unless echo is true, got 0; raise it", param="max_tokens"
@@ -81,7 +83,7 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens that are generated: at least one, though an answer of the prompt alone does not show it."""
+        """Maximum number of generated tokens: at least one, though a response with only the prompt does not show it."""
         return max(1, self.max_tokens)
 
     @property

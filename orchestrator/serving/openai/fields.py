@@ -1,8 +1,8 @@
 """Fields that the requests of all endpoints share, and the parser of request bodies.
 
-What a field means is OpenAI's, or vLLM's where OpenAI has none. An unknown field is refused by name; a null is a
-missing field. Ranges of sampling values are checked by `SamplingParams`, in one place for every way into the engine. A
-field's description completes "must be ..." in an error's message.
+Fields have the meaning of OpenAI's API, or vLLM's if OpenAI lacks them. An unknown field is rejected with an error that
+names it; a null is a missing field. `SamplingParams` checks the ranges of sampling values for all interfaces. A field's
+description completes "must be ..." in an error's message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
     """``strict``: names of functions whose calls must follow their schemas.
 
     Raises:
-        RefusedError: the model chooses freely whether it calls, so that nothing holds a call to a schema.
+        RefusedError: the model is free to call or not, so a schema cannot be enforced.
     """
     if strict and choice in (None, "auto"):
         message = (
@@ -86,11 +86,11 @@ class StreamOptions(Strict):
 
 
 class SpeculativeOptions(Strict):
-    """How one request is drafted for: never more than the server's own setting.
+    """Drafting options of one request, within the server's setting.
 
-    enabled  false: nothing is drafted; plain decoding
-    k        most drafted tokens of a round
-    metrics  what the answer says about acceptance, in place of the server's setting
+    enabled  false: plain decoding
+    k        maximum drafted tokens per round
+    metrics  acceptance metrics in the response, replacing the server's setting
     """
 
     enabled: bool = True
@@ -118,7 +118,7 @@ class IgnoredFields(Strict):
 class OwnSamplingFields(Strict):
     """How tokens are chosen, where it is said as in OpenAI's API or in vLLM."""
 
-    # `SamplingParams` checks bounds that only the description has, for every way into the engine.
+    # `SamplingParams` checks bounds that are only in the description, for all interfaces.
     temperature: Annotated[float, Field(description="a number from 0 on", json_schema_extra={"minimum": 0})] = 1.0
     top_p: Annotated[
         float | None,
@@ -164,7 +164,7 @@ FURTHER = tuple(
     for one in fields(SamplingParams)
     if one.name in SamplingParams.asked_names() and one.name not in {*OwnSamplingFields.model_fields, *_SAID_OTHERWISE}
 )
-"""Fields of `SamplingParams` that are the same here."""
+"""Fields of `SamplingParams` with the same name and meaning in requests."""
 
 if TYPE_CHECKING:
     SamplingFields = OwnSamplingFields
@@ -238,7 +238,7 @@ def one_structure(response_format: ResponseFormat, structured: StructuredOutputs
     """Return the structure of the output, given by OpenAI's field or by vLLM's.
 
     Raises:
-        RefusedError: both say something.
+        RefusedError: both are set.
     """
     if response_format.structured is not None and structured is not None:
         message = "response_format: expected either response_format or structured_outputs, got both; omit one of them"
@@ -276,10 +276,10 @@ class ResponseFormat(Strict):
 
 
 def read_body(model: type[ModelT], body: bytes) -> ModelT:
-    """Check the JSON of a request. In C from end to end, so a MiB of it takes some 20 ms.
+    """Check the JSON of a request. All of it runs in C, so a MiB takes some 20 ms.
 
     Raises:
-        RefusedError: with status 400, and the field that is wrong.
+        RefusedError: with status 400, and the invalid field.
     """
     try:
         return model.model_validate_json(body)
@@ -293,7 +293,7 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
 
 
 def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
-    """A request that was made of the fields of another one.
+    """Make a request of the fields of another one.
 
     Raises:
         RefusedError: with status 400, as `read_body`.
@@ -319,12 +319,12 @@ def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> Re
     description = model.model_fields[name].description or "as OpenAI's API says"
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return RefusedError(400, f"{name}: expected {description}, got nothing; add it", param=name)
-    # Of a value that could be several things there is an error for each: the deepest says most.
+    # A value of a union type has an error for each type: the deepest is the most specific.
     places = [(_place(one["loc"], body), one) for one in errors if one["loc"][0] == name]
     depth = max(len(place) for place, _ in places)
     deepest = [(place, one) for place, one in places if len(place) == depth]
     place, worst = deepest[0]
-    # Where the whole field could be several kinds of lists, its description says more than one of its entries does.
+    # For a union of several list types, the field's description is more helpful than that of an entry.
     is_either = (
         depth > 1 and isinstance(first["loc"][1], str) and isinstance(body, dict) and isinstance(body[name], list)
     )
@@ -349,7 +349,7 @@ _PLAIN = {
     "model_attributes_type": "an object",
     "none_required": "null",
 }
-"""What a value must be, by the kind of pydantic's error."""
+"""Expected value in messages, by the type of pydantic's error."""
 
 
 def _place(location: tuple[int | str, ...], body: object) -> tuple[int | str, ...]:

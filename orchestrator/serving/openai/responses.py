@@ -1,7 +1,6 @@
-"""POST /v1/responses, without state: every request brings the whole conversation.
+"""POST /v1/responses, without state: every request contains the whole conversation.
 
-A request becomes a `ChatRequest`, since both ask a model the same; only the answer is written otherwise
-(`paceline.serving.render.writers`).
+A request is converted to a `ChatRequest`; only the format of the response differs (`paceline.serving.render.writers`).
 """
 
 from __future__ import annotations
@@ -183,10 +182,10 @@ class ResponsesRequest(SamplingFields, StructureFields):
         return self
 
     def chat(self) -> ChatRequest:
-        """The same as a chat.
+        """Return the request as a chat request.
 
         Raises:
-            RefusedError: its items are no conversation, or its fields do not go together.
+            RefusedError: its items are not a conversation, or its fields contradict each other.
         """
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input

@@ -1,7 +1,7 @@
 """Contents of a piece of a response: text for the reader, reasoning, and tool calls.
 
-Parsers are fed a growing text and hand out what is certain. What they have handed out depends on the text alone, not on
-how it was cut into pieces; an answer can so be resumed at any token.
+Parsers receive a growing text and return the parts that are certain. Their output depends only on the text, not on its
+division into pieces, so a response can be resumed at any token.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 class ToolCallDelta:
     """Addition to a tool call.
 
-    index      of the call in the answer
+    index      of the call in the response
     name       of the function, with the first delta of the call; None later
-    arguments  more of its arguments, which are a JSON object as a text
+    arguments  addition to its arguments, which are a JSON object as text
     """
 
     index: int
@@ -61,7 +61,7 @@ class CallParser(Parser, Protocol):
 
 
 class StateParser:
-    """A parser of several states, each a method that takes what is certain from the held text and says what it is."""
+    """A parser with several states, each a method that takes the certain part of the held text and returns its kind."""
 
     ended = False
 

@@ -31,7 +31,7 @@ def reasoning_of(template: str) -> ReasoningRow | None:
 class ReasoningParser:
     """Text before the end marker is reasoning, if a start marker opens the text or the prompt ended with one.
 
-    What follows goes to another parser. ``started``: whether the prompt ended with the start marker.
+    The rest goes to another parser. ``started``: whether the prompt ended with the start marker.
     """
 
     def __init__(self, row: ReasoningRow, inner: Parser, *, started: bool) -> None:
@@ -66,7 +66,7 @@ class ReasoningParser:
                 certain = len(self._held) - overlap(self._held, self._row.end)
                 piece, self._held = self._held[:certain], self._held[certain:]
                 return delta + Delta(reasoning=piece)
-        answer = self._held.lstrip("\n")  # templates put empty lines behind the marker
+        answer = self._held.lstrip("\n")  # templates put empty lines after the marker
         return delta + self._answer(answer) if answer else delta
 
     def flush(self) -> Delta:

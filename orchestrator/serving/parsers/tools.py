@@ -1,6 +1,6 @@
-"""Tool calls in the forms that chat templates teach their models, each found by a parser of its own.
+"""Tool calls in the formats of chat templates, with a parser for each.
 
-`tool_format` tells from a template which one. Names are vLLM's (``--tool-call-parser``).
+`tool_format` detects the format of a template. Names are vLLM's (``--tool-call-parser``).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class _JsonValue:
 
 
 class _JsonCall:
-    """One call written as JSON, {"name": ..., "arguments": {...}}, while it grows. ``name`` is known before the first
-    piece of the arguments is handed out.
+    """Incremental parser of one call as JSON, {"name": ..., "arguments": {...}}. ``name`` is known before the first
+    piece of the arguments is returned.
 
-    The arguments are handed out as they are written. Where they stand before the name, or the text is no such call, all
-    of it is known at its end only.
+    The arguments are returned as they are generated. If they come before the name, or the text is not such a call,
+    nothing is known before its end.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class MistralParser(StateParser):
         head = self._held[:place].strip()
         for marker in _HEAD_END:
             head = head.partition(marker)[0].strip()
-        if not _NAME.fullmatch(head):  # no call after all
+        if not _NAME.fullmatch(head):  # not a call
             text, self._held, self._state = _MISTRAL_START + self._held[:place], self._held[place:], self._text
             return Delta(text)
         self._held, self._state, self._value = self._held[place:], self._arguments, _JsonValue()
@@ -215,8 +215,8 @@ _Schemas = Mapping[str, Mapping[str, Any]]
 class Qwen3CoderParser(StateParser):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>, any number, with text around.
 
-    A value is written as it is, without quotes: the function's schema says whether it is a text, else it is JSON.
-    Models sometimes leave the outer tags out. A parameter is handed out when it is complete.
+    A value has no quotes: the function's schema determines whether it is text, else it is JSON. Models sometimes omit
+    the outer tags. A parameter is returned when it is complete.
     """
 
     def __init__(self, schemas: _Schemas) -> None:
@@ -260,7 +260,7 @@ class Qwen3CoderParser(StateParser):
             return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
         if not begun.startswith(_PARAMETER):
             if begun and not _PARAMETER.startswith(begun) and not _FUNCTION_END.startswith(begun):
-                self._held = begun[1:]  # nothing that belongs here
+                self._held = begun[1:]  # unexpected text
             return Delta()
         name, closed, value = begun[len(_PARAMETER) :].partition(">")
         value, ended, rest = value.partition(_PARAMETER_END)
@@ -344,7 +344,7 @@ class HermesParser:
     def _finish(self) -> Delta:
         call, self._call = self._call, None
         assert call is not None
-        if (delta := _ended(call, self.calls)) is None:  # no call after all
+        if (delta := _ended(call, self.calls)) is None:  # not a call
             return Delta(f"{self._MISTRAL_START}{call.text}{self._END}")
         self.calls += 1
         return delta
@@ -402,7 +402,9 @@ class LlamaJsonParser:
 
 
 class PythonicParser:
-    """The whole answer is a Python list of calls, [f(a=1), g(b="x")]: Llama 3.2 and 4. Handed out when complete."""
+    """Parser of a response that is a Python list of calls, [f(a=1), g(b="x")]: Llama 3.2 and 4. Returned when
+    complete.
+    """
 
     ended = False
     calls = 0  # none is known before the end
@@ -428,7 +430,9 @@ class PythonicParser:
 
 
 class JsonListParser:
-    """The whole answer is [{"name": ..., "parameters": {...}}, ...]: what a grammar makes of tool_choice: required."""
+    """Parser of a response [{"name": ..., "parameters": {...}}, ...], as the grammar of tool_choice: required generates
+    it.
+    """
 
     ended = False
 
@@ -461,7 +465,9 @@ class JsonListParser:
 
 
 class NamedCallParser:
-    """The whole answer is the arguments of one function: what a grammar makes of a tool_choice with a name."""
+    """Parser of a response with the arguments of one function, as the grammar of a tool_choice with a name generates
+    it.
+    """
 
     ended = False
 
@@ -499,12 +505,12 @@ def _first_call(delta: Delta) -> Delta:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A form of tool calls.
+    """A format of tool calls.
 
     name     vLLM's
-    make     a parser for one answer, from the schemas of the functions that were offered
-    markers  a template with all of these teaches it
-    tokens   texts that the parser looks for, and that may be special tokens of the vocabulary
+    make     makes the parser of one response from the schemas of the offered functions
+    markers  a template with all of these uses it
+    tokens   strings that the parser searches for, which may be special tokens of the vocabulary
     """
 
     name: str
@@ -520,7 +526,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
     ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
 )
-"""In the order in which templates are searched."""
+"""Formats in the order in which templates are searched."""
 
 
 def tool_format(template: str) -> ToolFormat | None:

@@ -1,4 +1,4 @@
-"""A whole answer: every choice of it, its events or its body, what is counted on the way, and what writers get."""
+"""Rendering of a response: its choices, its events or its body, its counts, and the input of writers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
 
 Origin = Literal["draft", "corrected", "target"]
-"""Of a token: drafted and accepted; the target's own where a drafted one fell; or the target's own."""
+"""Origin of a token: an accepted draft; a recovered token after a rejected draft; or a token without a draft."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:
-    """One token of an answer.
+    """One token of a response.
 
-    text      that became certain with it: empty where a character is unfinished or a stop string may have begun
-    logprob   natural logarithm of its probability, if asked for
-    top       (id, log-probability) of the likeliest tokens at its place, if asked for
-    replaced  with log-probabilities, of a corrected token: those that were drafted in its place
+    text      text that it completed: empty if a character is incomplete or a stop string may have begun
+    logprob   natural logarithm of its probability, if requested
+    top       (id, log-probability) of the most likely tokens at its position, if requested
+    replaced  with log-probabilities, for a recovered token: the tokens drafted at its position
     """
 
     token: int
@@ -44,7 +44,7 @@ class Step:
     """Addition to one choice.
 
     first          whether this holds the first token of the choice
-    prompt         log-probabilities of the prompt's tokens from the second on, with the first step, if asked for
+    prompt         log-probabilities of the prompt's tokens from the second on, with the first step, if requested
     finish_reason  OpenAI's, with the last step of a choice
     """
 
@@ -58,10 +58,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of an answer.
+    """Token counts of a response.
 
-    cached_tokens     of the prompts, those that were not read again; None: without prefix caching
-    reasoning_tokens  of the answer, those up to the end of its reasoning
+    cached_tokens     cached tokens of the prompts; None: without prefix caching
+    reasoning_tokens  tokens up to the end of the reasoning
     """
 
     prompt_tokens: int
@@ -144,9 +144,9 @@ class ChoiceText:
 
 
 class AnswerWriter(Protocol):
-    """Writes answers in the format of one endpoint.
+    """Writes responses in the format of one endpoint.
 
-    ``by_token``: steps hold one token each, since the events are numbered and an answer must be resumable.
+    ``by_token``: steps hold one token each, because the events are numbered and a response must be resumable.
     """
 
     by_token: bool
@@ -176,11 +176,11 @@ def _encode(content: Mapping[str, object]) -> bytes:
 
 @dataclass(slots=True)
 class AcceptanceMetrics:
-    """``metrics.speculative_decoding`` of an answer, in vLLM 0.32's schema: counts of one request, over verification
-    steps in which something was drafted. Definitions:
+    """Return ``metrics.speculative_decoding`` of a response, in vLLM 0.32's schema: counts of one request, over
+    verification steps with drafted tokens. Definitions:
     https://docs.vllm.ai/en/v0.32.0/features/speculative_decoding/acceptance_metrics/
 
-    ``num_spec_tokens``: most drafted tokens of a step, as the server is set.
+    ``num_spec_tokens``: maximum drafted tokens of a step, by the server's settings.
     """
 
     num_spec_tokens: int
@@ -220,13 +220,13 @@ class AcceptanceMetrics:
 
 
 class ChoiceRenderer:
-    """One choice of an answer: turns rounds into steps, token by token, so that the steps add up to the same
-    wherever rounds begin and end.
+    """One choice of a response: converts rounds to steps, token by token, so that the result does not depend on the
+    borders of rounds.
 
     skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
-    ended    whether its last step was handed out; tokens that come later are not part of the answer
-    reasoning_tokens  those up to the last one with which reasoning became certain
+    ended    whether its last step was returned; later tokens are not part of the response
+    reasoning_tokens  tokens up to the last one that completed a part of the reasoning
     """
 
     def __init__(
@@ -239,10 +239,10 @@ class ChoiceRenderer:
         self.called = self.ended = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
-        """The steps of a round, and whether each is new to the client.
+        """Return the steps of a round, and whether each is new to the client.
 
         Raises:
-            RequestError: the round ended the request with it.
+            RequestError: the request failed with it in this round.
         """
         if self.ended:
             return
@@ -272,7 +272,7 @@ class ChoiceRenderer:
             if rest and pieces:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + rest)
         step = self._step(delta, pieces, first=first, reason=reason)
-        # Who was sent the last token was sent the reason with it.
+        # A client that got the last token got the reason with it.
         yield step, self.tokens > self._skip or not output.tokens
 
     def _parsed(self, delta: Delta) -> Delta:
@@ -305,9 +305,9 @@ class AnswerPlan:
     """Settings of a response that are fixed before its first token.
 
     prompt_tokens  of all prompts together
-    choices        texts that are generated for each prompt
+    choices        outputs per prompt
     stream         whether it is written as events
-    spec_metrics   what it says about acceptance; only where it has one choice
+    spec_metrics   acceptance metrics in it; only with one choice
     prompt_only    whether no generated token is shown
     """
 
@@ -352,7 +352,7 @@ class Answer:
                 continue
             self._acceptance.count(output.drafted, output.accepted)
             if output.cached_tokens is not None and output.index % self._plan.choices == 0:
-                self._cached = (self._cached or 0) + output.cached_tokens  # other choices find the prompt anyhow
+                self._cached = (self._cached or 0) + output.cached_tokens  # the others find it anyway
             if self._plan.prompt_only and output.error is None:
                 output = replace(output, tokens=(), accepted=0, drafted=0, finish_reason="length", token_logprobs=None)
             for step, is_new in self._choices[output.index].push(output):
@@ -380,8 +380,8 @@ class Answer:
 
 
 class TokenAnswer:
-    """An answer by ids: takes in what the engine hands out, and leaves out the tokens that were sent before (``skip``).
-    As `Answer`, for a `paceline.serving.router.TokenRequest`.
+    """A response by ids: receives the engine's outputs, and omits the tokens that were sent before (``skip``). Like
+    `Answer`, for a `paceline.serving.router.TokenRequest`.
     """
 
     def __init__(self, num_requests: int, skip: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from paceline.serving.parsers.base import ToolCallDelta
 from paceline.serving.render.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
 
 BytesOf = Callable[[int], bytes]
-"""The bytes of a token, which join to those of the text."""
+"""Function from a token to its bytes, whose concatenation is that of the text."""
 
 
 def token_text(data: bytes) -> str:
@@ -21,7 +21,9 @@ def token_text(data: bytes) -> str:
 
 
 def _name(data: bytes) -> str:
-    """A token as a completion names it: its text, or its bytes where it is a part of a character, as OpenAI has it."""
+    """Return a token's name in a completion: its text, or its bytes if it is part of a character, as in OpenAI's
+    API.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -29,7 +31,7 @@ def _name(data: bytes) -> str:
 
 
 Likeliest = Sequence[tuple[int, float]]
-"""(id, log-probability) of the likeliest tokens."""
+"""(id, log-probability) of the most likely tokens."""
 
 Echo = tuple[str, Sequence[int]]
 """Text and ids of a prompt."""
@@ -54,9 +56,9 @@ def _prompt_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
 
 
 class CompletionWriter:
-    """Writes the answers to one completion request.
+    """Writes the responses to one completion request.
 
-    ``prompts``: the texts and ids that are repeated (``echo``), for each choice; () repeats nothing.
+    ``prompts``: the texts and ids to repeat (``echo``), for each choice; () repeats nothing.
     """
 
     by_token = False
@@ -271,10 +273,10 @@ _Item = dict[str, object]
 
 
 class ResponsesWriter:
-    """Writes the answer to one request. ``id_``: of the answer, without a prefix; ``created``: seconds since 1970.
+    """Writes the response to one request. ``id_``: of the response, without a prefix; ``created``: seconds since 1970.
 
-    Streamed or not, an answer has the same items, one for each part that was written. Where its length cut it, the last
-    one is incomplete: a call that clients must not execute.
+    Streamed or not, a response has the same items, one for each part. If the length limit cut it, the last one is
+    incomplete: clients must not execute such a call.
     """
 
     by_token = True
