@@ -229,7 +229,7 @@ def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
     assert stats.kstest(draws.numpy(), "uniform").pvalue > 1e-3
 
 
-def test_seeds_are_told_apart_in_all_64_bits() -> None:
+def test_seeds_are_distinguished_in_all_64_bits() -> None:
     rows = [noise.gumbel(keys(1 << bit), positions([0]), 8)[0, 0] for bit in range(64)]
     assert len({tuple(row.tolist()) for row in rows}) == 64
 

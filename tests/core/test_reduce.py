@@ -55,7 +55,7 @@ def test_the_largest_stand_with_all_that_equal_the_smallest_of_them(values: list
 
 
 @given(scores, st.integers(1, 12))
-def test_exactly_so_many_of_the_largest_are_the_first_of_a_stable_sort(values: list[float], count: int) -> None:
+def test_exactly_count_of_the_largest_are_the_first_of_a_stable_sort(values: list[float], count: int) -> None:
     count = min(count, len(values))
     rows = torch.tensor([values], dtype=torch.float32)
     got = reduce.first_of_largest(rows, rows.sort(descending=True).values[:, count - 1 : count], count)

@@ -216,7 +216,7 @@ def test_two_drafts_are_judged_one_after_the_other() -> None:
     assert misfit(committed(Proposal(drafts), verdict)[:, :1].numpy(), p.double().numpy()) > 1e-3
 
 
-def test_a_later_acceptance_behind_a_rejection_is_not_counted() -> None:
+def test_an_acceptance_after_a_rejection_is_not_counted() -> None:
     sharp = torch.eye(4)[[1, 1, 1, 1]]
     drafts = torch.tensor([[2, 1, 1], [1, 2, 1], [1, 1, 1]], dtype=torch.int32)
     verdict = decide(

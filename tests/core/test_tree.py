@@ -40,6 +40,6 @@ def test_a_chain_hangs_every_node_on_the_one_before() -> None:
 
 
 @pytest.mark.parametrize(("parents", "node", "parent"), [((0,), 0, 0), ((-1, -2), 1, -2), ((-1, 2, 0), 1, 2)])
-def test_a_parent_behind_its_child_is_refused(parents: tuple[int, ...], node: int, parent: int) -> None:
+def test_a_parent_after_its_child_is_rejected(parents: tuple[int, ...], node: int, parent: int) -> None:
     with pytest.raises(ConfigurationError, match=f"the parent of node {node}, got {parent}"):
         tree.check(parents)

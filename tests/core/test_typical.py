@@ -79,7 +79,7 @@ def test_the_longest_plausible_path_stands(
         assert int(verdict.token[slot]) == int(choices[slot, expected[-1] if expected else 0])
 
 
-def test_a_tree_of_its_own_for_every_slot() -> None:
+def test_a_separate_tree_for_every_slot() -> None:
     distribution = torch.full((2, 3, V), 1 / V)
     parents = ints([-1, -1], [-1, 0])
     verdict = decide(

@@ -136,7 +136,7 @@ def test_a_killed_build_leaves_nothing_under_the_key_and_no_lock(tmp_path: Path)
     assert sorted(path.name for path in folder.iterdir()) == [cache.MANIFEST, "thing"]
 
 
-def test_a_folder_without_a_manifest_is_built_anew(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_built_again(tmp_path: Path) -> None:
     folder = tmp_path / cache.key(FACTS)
     folder.mkdir()
     (folder / "half").write_text("x")

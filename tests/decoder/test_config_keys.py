@@ -154,7 +154,7 @@ def test_published_files_load_without_a_warning(name: str, tmp_path: Path, caplo
     assert not caplog.text
 
 
-def test_what_nobody_knows_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_keys_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "config.json"
     file.write_text(
         json.dumps({**next(files_of("llama")), "attention_sinks": 4, "attn_logit_softcapping": 30.0, "x": None})

@@ -126,7 +126,7 @@ def test_a_truncated_file(tmp_path: Path, backend: str) -> None:
         loaded(tmp_path, backend=backend)
 
 
-def test_progress_is_told_while_weights_are_read(workshop: Workshop) -> None:
+def test_progress_is_reported_while_weights_are_read(workshop: Workshop) -> None:
     seen: list[tuple[int, int]] = []
     loaded(workshop.checkpoint(), progress=lambda done, all_: seen.append((done, all_)))
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))

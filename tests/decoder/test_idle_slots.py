@@ -30,7 +30,7 @@ def test_rows_that_are_not_real_change_no_bit_of_a_product(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("mode", ["plain", "model", "ngram:prompt_lookup_max=2"])
-def test_tokens_are_the_same_whoever_else_is_there(workshop: Workshop, mode: str) -> None:
+def test_tokens_do_not_depend_on_other_requests(workshop: Workshop, mode: str) -> None:
     """Requests of unequal lengths on four slots, which join and leave, and each of them alone on those four slots."""
     target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
     draft = fresh(workshop.checkpoint("draft"), backend="native", batch_size=4) if mode == "model" else mode

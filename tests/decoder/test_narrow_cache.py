@@ -134,7 +134,7 @@ def test_a_shared_prefix_is_copied_with_its_scales(folder: Path) -> None:
         assert isinstance(alone, torch.Tensor) and row == alone[0].tolist()
 
 
-def test_it_takes_less_memory_and_graphs_of_its_own(folder: Path) -> None:
+def test_it_takes_less_memory_and_separate_graphs(folder: Path) -> None:
     narrow, wide = load(folder, kv_cache_dtype="int8"), load(folder)
     for one in (narrow, wide):
         held = sum(part.nbytes for layer in one.body.caches for part in layer)

@@ -118,7 +118,7 @@ def test_rounding_to_sixteen_bits_is_that_of_pytorch(native: Native) -> None:
                 assert torch.equal(written, given.qkv[1 + side][b, 0, 0].to(dtype).view(torch.int16))
 
 
-def test_rows_behind_the_count_are_zero_and_leave_no_trace(native: Native) -> None:
+def test_rows_after_the_count_are_zero_and_have_no_effect(native: Native) -> None:
     given = case()
     given.count = [5, 2, 0]
     made = attend(native, given.copied())
@@ -149,7 +149,7 @@ def test_a_row_has_the_same_bits_in_every_window(native: Native, heads: str, dty
         assert torch.equal(torch.cat(parts, 1), whole)
 
 
-def test_a_row_has_the_same_bits_beside_other_lines_and_in_any_slot(native: Native) -> None:
+def test_a_row_has_the_same_bits_with_other_batch_rows_and_in_any_slot(native: Native) -> None:
     given = case()
     whole = attend(native, given.copied())
     for b in range(3):

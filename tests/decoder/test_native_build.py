@@ -101,7 +101,7 @@ def test_kernels_depend_on_sources_flags_and_the_machine_and_not_on_pytorch() ->
     assert facts != build.facts(build.NATIVE.with_flags("-O0"))
 
 
-def test_another_version_is_built_beside(tiny: Library, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_version_is_built_next_to_it(tiny: Library, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(tiny) == 42
     (source,) = map(Path, tiny.sources)
     source.write_text('extern "C" int answer() { return 43; }\n')

@@ -120,7 +120,7 @@ def test_equal_shares_are_added_in_the_order_of_experts(native: Native) -> None:
 
 @pytest.mark.parametrize("side", ["native", "torch"])
 @pytest.mark.parametrize("width", [1, 5, 64])
-def test_an_expert_that_nobody_chose_is_not_read(native: Native, width: int, side: str) -> None:
+def test_an_inactive_expert_is_not_read(native: Native, width: int, side: str) -> None:
     """Its weights are not numbers: a share of 0 would not hide that, as the sum over all experts shows."""
     shape = (8, 2, 96, 64)
     weights, x, shares = mixture(shape, torch.float32), numbers(1, width, 96), shares_of(shape, width)

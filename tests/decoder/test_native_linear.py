@@ -109,7 +109,7 @@ def test_padding_is_zero_and_real_rows_have_the_same_bits(
         assert not made[b, count[b] :].any()
 
 
-def test_a_line_that_nobody_reads_is_neither_computed_nor_written(native: Native) -> None:
+def test_an_unread_batch_row_is_neither_computed_nor_written(native: Native) -> None:
     """Its count is below 0. Lines of idle slots times a vocabulary are more than all else of a round."""
     weight, x = numbers(130, 384, seed=1), numbers(4, 9, 384)
     out, library = torch.full((4, 9, 130), 7.0), build.library()

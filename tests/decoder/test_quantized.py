@@ -187,7 +187,7 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
         assert torch.equal(packed[0].dequantize(), plain.body.model.embedding.detach())
 
 
-def test_a_gguf_file_is_quantised_anew_on_wish(tmp_path: Path) -> None:
+def test_a_gguf_file_is_quantised_again_on_request(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q8_0)
     kept, anew = load(path, quantization="gguf"), load(path, quantization="q4_0")
     for one, form in ((kept, WeightFormat.Q8_0), (anew, WeightFormat.Q4_0)):

@@ -90,7 +90,7 @@ def test_plain_and_two_models_fused_and_apart(workshop: Workshop, target: Sampli
 
 
 @pytest.mark.full
-def test_six_ranks_of_nine_heads_with_zeros_behind_everything(workshop: Workshop) -> None:
+def test_six_ranks_of_nine_heads_with_zero_padding(workshop: Workshop) -> None:
     """9 query and 3 K/V heads, 50 columns of the MLP and 97 ids become 12, 6, 54 and 102."""
     target, draft = (load(workshop, 6, role, "odd") for role in ("target", "draft"))
     try:

@@ -98,7 +98,7 @@ FEW = ("several plain steps", "a fused model that draws", "a head")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in DRAFTS])
-def test_every_kind_has_graphs_of_its_own_and_the_same_tokens(
+def test_every_sampling_mode_has_separate_graphs_and_the_same_tokens(
     workshop: Workshop, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     source, options, graphs = DRAFTS[name]

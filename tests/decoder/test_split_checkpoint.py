@@ -68,7 +68,7 @@ def test_files_of_old_pytorch(tmp_path: Path, state: State) -> None:
 
 
 @pytest.mark.parametrize("name", ["../p0", "/etc/p0", "sub/p0", "..\\p0", "c:p0", "..", "", 3, "p\0"])
-def test_an_index_may_only_name_files_beside_it(tmp_path: Path, state: State, name: object) -> None:
+def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State, name: object) -> None:
     place = save_split(tmp_path, state)
     (place / INDEX).write_text(json.dumps({NORM: name}))
     refused(tmp_path, CheckpointError, INDEX, repr(name), "its own folder")

@@ -54,7 +54,7 @@ def test_a_run_that_cannot_be_kept_any_more_can_still_be_gone_on_with(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_told_to_end_in_the_middle_of_a_change_ends_behind_it(tmp_path: Path, number: int) -> None:
+def test_a_signal_during_a_change_ends_the_process_after_it(tmp_path: Path, number: int) -> None:
     def end(*_: object) -> None:
         raise SystemExit(7)
 
@@ -86,7 +86,9 @@ def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> No
         cache.ensure(root, {"kind": "test"}, lambda _folder: None)
 
 
-def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_without_a_home_gets_an_error_that_names_the_cache_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def nobody(uid: int) -> None:
         raise KeyError(uid)
 

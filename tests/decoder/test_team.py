@@ -138,7 +138,7 @@ def held() -> Iterator[Held]:
             held.end()
 
 
-def test_nobody_waits_for_helpers_that_do_not_run(held: Held) -> None:
+def test_the_caller_does_not_wait_for_helpers_that_do_not_run(held: Held) -> None:
     assert len(held.helpers) >= 2
     for thread in held.helpers:
         held.stop(thread)
@@ -158,7 +158,7 @@ def test_what_a_helper_has_begun_is_waited_for(held: Held) -> None:
     assert held.output.readline() == "\n", "the bits are those of a whole team"
 
 
-def test_callers_have_teams_of_their_own() -> None:
+def test_callers_have_separate_teams() -> None:
     expected, found = layer(1), []
 
     def call() -> None:

@@ -93,7 +93,7 @@ def test_the_same_tensor_in_two_shards(tmp_path: Path, state: State) -> None:
         "",
     ],
 )
-def test_an_index_may_only_name_files_beside_it(tmp_path: Path, state: State, name: str) -> None:
+def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State, name: str) -> None:
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
     (tmp_path / "config.json").rename(folder / "config.json")

@@ -139,7 +139,7 @@ def test_what_continues_a_text_says_what_was_asked(text: str, cut: int, marked: 
 
 
 @pytest.mark.parametrize("tokenizer", [COARSE, FINE, MARKED])
-def test_only_the_end_of_a_long_text_is_encoded_anew(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_the_end_of_a_long_text_is_encoded_again(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         longest = 0
 

@@ -174,7 +174,7 @@ def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> No
     assert other.body.forwards < one.body.forwards * 3
 
 
-def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
+def test_drafters_in_a_list_may_have_separate_depths() -> None:
     """The function drafts as many as k, the model two, and neither changes a token."""
     text = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=50)[0].tolist()
 
@@ -197,7 +197,7 @@ def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
 REPEATS = [[3, 4, 5, 3, 4, 5, 3, 4]]
 
 
-def test_short_proposals_of_a_list_have_a_graph_of_their_own_and_all_are_made_ahead(workshop: Workshop) -> None:
+def test_short_proposals_of_a_list_have_a_separate_graph_and_all_are_made_ahead(workshop: Workshop) -> None:
     """A model's two tokens are not verified in a window for six; and nothing is compiled while a user waits."""
     draft, target = workshop.pair(backend="eager")
     target = target.sibling()  # with graphs of its own

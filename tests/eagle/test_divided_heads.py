@@ -92,7 +92,7 @@ def test_a_rank_has_its_part_of_an_eagle_head(workshop: Workshop, target: Sampli
     assert sizes[0] < 0.6 * sizes[1]
 
 
-def test_an_eagle_head_with_an_embedding_of_its_own_divides_that_too(
+def test_an_eagle_head_with_its_own_embedding_shards_that_too(
     workshop: Workshop, target: SamplingDecoder, tmp_path: Path
 ) -> None:
     found = heads.random_head(heads.config(target.config, 1))

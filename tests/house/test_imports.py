@@ -49,7 +49,7 @@ def test_every_name_of_the_package_is_there_when_it_is_used() -> None:
         _ = paceline.Nothing  # type: ignore[attr-defined]
 
 
-def test_type_checkers_are_told_where_every_name_is() -> None:
+def test_type_checkers_find_every_name() -> None:
     tree = ast.parse((REPOSITORY / "orchestrator" / "__init__.py").read_text())
     told = {one.name for one in structure.imports_of(tree) if one.name.startswith("paceline.")}
     assert told == {f"paceline.{module}.{name}" for name, module in paceline._MODULE_OF.items()}

@@ -22,7 +22,7 @@ def test_the_files_that_use_ray_are_those_with_its_mark() -> None:
     assert order.scope_of("tests/core/test_types.py::test_x") == "tests/core/test_types.py"
 
 
-def test_a_file_that_became_long_is_told() -> None:
+def test_a_file_that_became_long_is_reported() -> None:
     def report(file: str, duration: float) -> pytest.TestReport:
         return pytest.TestReport(f"{file}::test_x", ("", 0, ""), {}, "passed", None, "call", duration=duration)
 

@@ -66,7 +66,7 @@ def characters(text: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("asked", [GREEDY, SAMPLED], ids=["greedy", "sampling"])
-def test_an_assistant_with_a_tokenizer_of_its_own(both: Both, tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_an_assistant_with_another_tokenizer(both: Both, tmp_path: Path, asked: dict[str, Any]) -> None:
     """Its ids, and the rows of its weights, are the target's in the opposite order: it drafts as the target does."""
     signs = (string.ascii_letters + string.digits)[:V]
     other = network()

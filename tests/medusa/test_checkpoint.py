@@ -256,7 +256,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("medusa", "medusa_lm_head.safetensors"),
     ],
 )
-def test_heads_are_not_written_behind_others(tmp_path: Path, layout: str, stale: str) -> None:
+def test_heads_are_not_written_where_others_are_read_first(tmp_path: Path, layout: str, stale: str) -> None:
     """What is written is what is read afterwards."""
     (tmp_path / stale).touch()
     with pytest.raises(ConfigurationError, match=f"expected a folder without other heads, got {stale}"):

@@ -28,7 +28,7 @@ def test_a_dead_end_is_named_at_the_beginning_and_in_the_middle(length: int, do_
 
 
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_what_a_grammar_says_behind_a_draft_that_it_forbids_is_no_dead_end(acceptor: str) -> None:
+def test_the_grammar_mask_after_a_forbidden_draft_is_not_a_dead_end(acceptor: str) -> None:
     def never_nine(ids: Tensor, scores: Tensor) -> Tensor:
         return scores - math.inf if 9 in ids else scores.index_fill(1, torch.tensor([9]), -math.inf)
 

@@ -201,7 +201,7 @@ def test_an_id_is_fetched_once_without_code_and_decodes_as_its_folder(hub: Hub) 
     assert not hub.asked  # a snapshot that is there is used without asking
 
 
-def test_a_revision_is_one_of_its_own_and_an_interrupted_download_goes_on(hub: Hub) -> None:
+def test_revisions_are_separate_and_an_interrupted_download_resumes(hub: Hub) -> None:
     folder = snapshot(HubId("tiny/draft", "old"))
     assert folder.name == OLD
     (folder / "model.safetensors").unlink()

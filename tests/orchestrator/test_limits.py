@@ -116,9 +116,7 @@ def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bo
 
 @pytest.mark.parametrize("gap", [-1, V, 1 << 30])
 @pytest.mark.parametrize(("acceptor", "scores"), RULES)
-def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next(
-    gap: int, acceptor: str, scores: bool
-) -> None:
+def test_tokens_after_a_gap_in_a_proposal_are_not_verified(gap: int, acceptor: str, scores: bool) -> None:
     """The tokens around the gap are right, but the window has another one between them."""
     prompt = LONG[:4]
     knows = oracle([whole(prompt)], 3)

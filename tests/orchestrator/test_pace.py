@@ -133,7 +133,7 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     assert pace.choose(1) == 1 and pace._step_times.typical[0] == 1.0 and pace._idle == 10
 
 
-def test_every_batch_fill_has_costs_of_its_own_and_no_load_is_slower_than_plain() -> None:
+def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() -> None:
     """Virtual time: a draft costs a tenth of a round of one request, and twice a round of sixteen."""
     controllers, dice = ControllersByFill(DraftLengthController(DRAFT_LENGTHS)), random.Random(0)
     cost = {1: 0.1, 2: 0.3, 5: 1.0, 16: 2.0}

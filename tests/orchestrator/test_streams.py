@@ -61,7 +61,7 @@ def test_a_streamer_gets_the_prompt_and_then_every_token_once() -> None:
     assert heard.ended == 1
 
 
-def test_a_streamer_gets_nothing_behind_a_stop() -> None:
+def test_a_streamer_gets_nothing_after_a_stop() -> None:
     heard = Heard()
     first = generator().sample([PROMPTS[0]], max_new_tokens=17)
     assert isinstance(first, torch.Tensor)

@@ -83,7 +83,7 @@ def test_a_node_that_is_gone_is_in_no_report(simulated: Simulated) -> None:
     assert set(allocator.report()) == set(allocator.taken()) == {"node"}
 
 
-def test_nodes_of_two_types_have_the_cores_of_their_own(simulated: Simulated) -> None:
+def test_nodes_of_two_types_have_the_cores_of_their_type(simulated: Simulated) -> None:
     simulated.alive = {"large", "small"}
     allocator = CoreAllocator(cluster=simulated)
     allocator.claim("large", LARGE, [CoreRequest("a", 8, CoreRange(0, 7))])
@@ -105,7 +105,7 @@ def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: S
     assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
 
 
-def test_it_belongs_to_no_placement_group_of_whoever_calls_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_belongs_to_no_placement_group_of_its_first_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica captures its children into its own group, and the allocator would die with it."""
     options = dict[str, Any]()
 
@@ -135,7 +135,7 @@ def test_a_silent_allocator_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_an_allocator_that_has_just_ended_is_made_anew_once(monkeypatch: pytest.MonkeyPatch, deaths: int) -> None:
+def test_an_allocator_that_has_just_ended_is_created_again_once(monkeypatch: pytest.MonkeyPatch, deaths: int) -> None:
     """Whoever leaves last ends it, perhaps while somebody else claims."""
     made = []
 

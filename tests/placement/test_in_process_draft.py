@@ -78,7 +78,7 @@ def test_a_draft_model_counts_as_if_it_were_planned_alone(home: Path) -> None:
     assert both.footprint.cache == target.footprint.cache + draft.footprint.cache
 
 
-def test_a_draft_has_a_degree_of_its_own_even_one_that_does_not_divide_it(home: Path) -> None:
+def test_a_draft_has_a_separate_degree_even_one_that_does_not_divide_it(home: Path) -> None:
     for degree in (1, 3):
         assert planned(home, draft={"path": "draft", "tp_degree": degree}, tp_degree=4)
 

@@ -143,7 +143,7 @@ def test_a_draft_sits_next_to_its_target_where_that_costs_nothing() -> None:
     assert cores == {"a": CoreRange(0, 7), "b": CoreRange(8, 15), "db": CoreRange(18, 19)}
 
 
-def test_every_replica_of_a_target_has_a_draft_of_its_own() -> None:
+def test_every_replica_of_a_target_has_its_own_draft() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     own = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",), replicas=3)], machine)
     assert {p.label: p.drafts_for for p in own.placements if p.drafts_for} == {

@@ -100,7 +100,7 @@ def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: 
 
 
 @pytest.mark.parametrize(("ahead", "slots", "degree"), [(False, 2, 1), (True, 1, 2)])
-def test_a_model_in_a_process_of_its_own(
+def test_a_model_in_a_separate_process(
     workshop: Workshop, tmp_path: Path, ahead: bool, slots: int, degree: int
 ) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)

@@ -144,7 +144,7 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
             time.sleep(0.1)
 
 
-def test_a_model_that_cannot_be_loaded_is_told_and_nothing_is_left(cluster: Cluster, workshop: Workshop) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_and_nothing_is_left(cluster: Cluster, workshop: Workshop) -> None:
     made = planned(entry(workshop, "chat"))
     (item,) = made.placements
     broken = replace(item, model=replace(item.model, folder=Path("no such folder")))

@@ -15,7 +15,7 @@ from paceline.placement.planning.groups import plan_groups
 LARGE = INSTANCES["inf2.48xlarge"]
 
 
-def test_a_group_is_a_target_with_drafts_of_its_own() -> None:
+def test_a_group_is_a_target_with_its_own_drafts() -> None:
     groups = {group.name: group for group in plan_groups(models(), LARGE)}
     assert {name: group.num_cores for name, group in groups.items()} == {"pair": (8, 2), "alone": (8,), "small": (2,)}
     assert [item.drafts_for for item in groups["pair"].plan.placements] == [(), (("pair", 0),)]

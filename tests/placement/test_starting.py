@@ -34,7 +34,7 @@ def gate(cluster: object) -> Iterator[threading.Event]:
     made.set()
 
 
-def test_a_draft_that_fails_is_told_while_the_target_loads(gate: threading.Event) -> None:
+def test_a_failed_draft_is_reported_while_the_target_loads(gate: threading.Event) -> None:
     ended = []
 
     def load() -> None:
@@ -48,7 +48,7 @@ def test_a_draft_that_fails_is_told_while_the_target_loads(gate: threading.Event
     ray.cancel(pending["late"], force=True)
 
 
-def test_a_target_that_fails_is_told_while_a_draft_loads(gate: threading.Event) -> None:
+def test_a_failed_target_is_reported_while_a_draft_loads(gate: threading.Event) -> None:
     def load() -> None:
         raise CheckpointError("it is torn")
 

@@ -18,7 +18,7 @@ from tests.placement.faulty import SECRET
 from tests.placement.test_wire import connected, slow
 
 
-def test_strangers_are_few_and_take_nobodys_place(
+def test_unauthenticated_connections_are_limited_and_block_no_target(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a thread until it has authenticated itself, so there may be so many; who comes later is told at once."""

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 
-def test_behind_occurrences_are_the_places_after_the_same_two_tokens() -> None:
+def test_occurrences_are_the_positions_after_the_same_two_tokens() -> None:
     from recipe.wiring import behind_occurrences
 
     ids = torch.tensor([[7, 8, 9, 7, 8, 5, 8, 7, 8]])

@@ -45,7 +45,7 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
 
 
 @pytest.mark.parametrize("name", ["eager", "late"])
-def test_a_model_that_does_not_start_is_told_without_rays_text(
+def test_a_model_that_does_not_start_is_reported_without_rays_text(
     loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "paceline")

@@ -124,7 +124,7 @@ def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.O
     assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt
 
 
-def test_one_call_at_most_where_none_may_run_beside_it(
+def test_at_most_one_call_without_parallel_tool_calls(
     client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]
 ) -> None:
     (choice,) = ask(client, "tool", tools=TOOLS, parallel_tool_calls=False).choices
@@ -167,7 +167,7 @@ def test_an_answer_of_one_call_ends_with_it(
 
 
 @pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, None)])
-def test_demanded_calls_are_one_where_none_may_run_beside_it(parallel: bool, most: int | None) -> None:
+def test_required_calls_are_one_without_parallel_tool_calls(parallel: bool, most: int | None) -> None:
     """By their grammar, which functions with `strict` may count on."""
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     asked = {"tools": strict, "tool_choice": "required", "parallel_tool_calls": parallel}

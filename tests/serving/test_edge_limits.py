@@ -19,7 +19,7 @@ from tests.serving.edge import client_of, running, scripted
 from tests.serving.test_edge_errors import CHAT, COMPLETION, refused
 
 
-def test_a_key_may_have_so_many_requests_at_a_time() -> None:
+def test_requests_of_a_key_are_limited() -> None:
     app, engine, _ = scripted(lambda _: "words and words " * 20, api_keys=("a", "b"), max_requests_per_key=2)
     engine.pause_s = 0.02
     body = COMPLETION | {"stream": True, "max_tokens": 300}
@@ -39,7 +39,7 @@ def test_a_key_may_have_so_many_requests_at_a_time() -> None:
             assert again.status_code == 200, "those that ended count no more"
 
 
-def test_a_request_has_so_many_tokens_in_all() -> None:
+def test_total_tokens_of_a_request_are_limited() -> None:
     app, engine, _ = scripted(lambda _: "words and words " * 40, max_sequence_tokens=20)
     with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:
         fits = client.post("/v1/completions", json=COMPLETION | {"prompt": [5] * 4, "max_tokens": 16})

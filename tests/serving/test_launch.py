@@ -118,7 +118,7 @@ def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_cluster_of_its_own_ends_with_the_service(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_cluster_ends_with_the_service(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy runs: the process of HTTP listens at the socket of this process, until the end and no longer."""
     played = Played()
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -183,7 +183,7 @@ def test_requests_that_come_while_it_loads_wait_for_the_same_attempt(home: Path)
         assert served.loader.loads == ["c"]
 
 
-def test_what_is_pinned_or_busy_stays_and_the_request_is_told_when_to_come_back(home: Path) -> None:
+def test_pinned_and_busy_models_stay_and_the_request_is_told_when_to_retry(home: Path) -> None:
     with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("pin", "b").json()["pinned"] is True
         answer = served.ask("c")

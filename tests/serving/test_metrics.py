@@ -100,7 +100,7 @@ class Recorded:
         self.calls.append(("set", value, tags))
 
 
-def test_ray_is_told_later_and_once_for_all() -> None:
+def test_ray_receives_metrics_later_and_together() -> None:
     """A record of Ray's takes longer than what it counts: none is made where events are sent."""
     metrics = MetricSet("m", "a", ray_too=False)
     metrics._ray = {row.name: Recorded() for row in METRICS}

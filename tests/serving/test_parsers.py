@@ -133,6 +133,6 @@ def test_reasoning_cut_anywhere(row: object) -> None:
         ("{{ messages }} <tool_call>", None),
     ],
 )
-def test_the_form_is_told_by_the_template(template: str, name: str | None) -> None:
+def test_the_format_is_detected_from_the_template(template: str, name: str | None) -> None:
     found = tool_format(template)
     assert (None if found is None else found.name) == name

@@ -29,7 +29,7 @@ def ask(replica: ModelReplica) -> None:
     asyncio.run(replica.check_health())
 
 
-def test_a_device_that_fails_every_round_is_told() -> None:
+def test_a_device_that_fails_every_round_is_reported() -> None:
     with pytest.raises(WorkerError, match="the model's rounds fail repeatedly"):
         ask(Bare(failure=BackendError("the device is gone")))
 
@@ -43,7 +43,7 @@ def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(Bare(failure=RankError("rank 1 is gone")))
 
 
-def test_an_engine_that_stands_still_with_requests_is_told_and_an_idle_one_is_not() -> None:
+def test_a_stalled_engine_with_requests_is_reported_and_an_idle_one_is_not() -> None:
     busy, idle = Bare(running=1), Bare()
     for replica in (busy, idle):
         ask(replica)

@@ -94,7 +94,7 @@ class Decides:
     load = demand
 
 
-def test_it_is_as_the_file_says_until_somebody_decided_otherwise_and_then_as_was_told_last(workshop: Workshop) -> None:
+def test_the_state_follows_the_file_until_an_operator_decides_and_then_the_last_decision(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
 
     async def ask() -> None:

@@ -196,7 +196,7 @@ def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monke
     assert caught.value.status == 503 and "10.0.0.7" not in caught.value.message
 
 
-def test_a_model_of_which_nobody_answers_is_neither_listed_nor_healthy() -> None:
+def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
     async def look() -> None:
         router = ServeRouter({"m": ModelRoute(Handle())})
         health = await router.health()
@@ -239,7 +239,7 @@ def test_questions_of_health_that_come_together_are_one() -> None:
     assert asyncio.run(look()) <= 2
 
 
-def test_a_replica_is_told_who_reads_its_answer() -> None:
+def test_a_replica_receives_the_reader_of_its_response() -> None:
     handle = Handle(answers(1, ActorDiedError()), answers(4))
 
     async def run() -> None:
@@ -252,7 +252,7 @@ def test_a_replica_is_told_who_reads_its_answer() -> None:
 
 
 @pytest.mark.parametrize("decides", [None, RefusedError(503, "no node has room"), WorkerError("nobody decides")])
-def test_where_nobody_answers_the_lifecycle_is_asked(
+def test_the_lifecycle_is_called_if_no_replica_responds(
     decides: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads the model, or says why not; while nobody decides, the model may come back by itself."""

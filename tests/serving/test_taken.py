@@ -76,5 +76,5 @@ def test_a_call_whose_server_is_gone_ends() -> None:
     assert call([OSError("gone"), READ]) == [READ]
 
 
-def test_a_call_without_an_end_waits_for_nobody() -> None:
+def test_a_call_without_an_end_waits_for_no_reader() -> None:
     assert call([READ, GONE], more=True) == [READ, GONE]

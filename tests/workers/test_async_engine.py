@@ -199,7 +199,7 @@ def test_a_failed_round_fails_those_in_slots_alone() -> None:
     run(work())
 
 
-def test_a_device_that_fails_again_is_told_to_all_and_to_who_asks_for_health() -> None:
+def test_a_device_that_fails_again_is_reported_to_all_callers_and_health_checks() -> None:
     made = made_for(1)
 
     async def work() -> None:

@@ -113,7 +113,7 @@ def test_all_that_wait_go_when_one_has_waited_for_its_time() -> None:
     assert [[at for at, _ in line.heard[name]] for name in "01"] == [[1.0, 11.0, 21.0, 31.0], [5.0, 11.0, 21.0, 31.0]]
 
 
-def test_where_many_wait_each_is_told_less_often() -> None:
+def test_with_many_calls_each_gets_fewer_updates() -> None:
     """So that the messages of all of them together are no more."""
     few, many = Line([10.0] * CROWD), Line([10.0] * 3 * CROWD)
     for line, count in ((few, CROWD), (many, 3 * CROWD)):

@@ -104,7 +104,7 @@ def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
     assert max(made[1].together) == slots
 
 
-def test_who_leaves_makes_room_and_hears_no_more() -> None:
+def test_an_aborted_call_frees_its_slot_and_gets_no_more_updates() -> None:
     made = shared(1)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(say, made, "first", PROMPTS[0], max_new_tokens=50)
@@ -260,7 +260,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
         next(outputs_by(host, "y", [[10**6]], SamplingParams()))
 
 
-def test_where_the_time_of_requests_went_is_told_once() -> None:
+def test_the_phase_times_of_a_request_are_reported_once() -> None:
     found = shared(2)
     engine, gate, _ = found
     gate.let(1000)

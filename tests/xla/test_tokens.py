@@ -76,7 +76,7 @@ def test_trees_of_any_drafter(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_depth_chosen_anew_every_round(workshop: Workshop, fused: bool | None) -> None:
+def test_a_depth_chosen_in_every_round(workshop: Workshop, fused: bool | None) -> None:
     """Which rungs are taken is a matter of time, and changes no token; each is tried at first."""
     ladder, setting = (0, 1, 3), SETTINGS["sampled"]
     wanted = tokens(workshop.pair(backend="eager", slots=SLOTS)[1], **setting)
