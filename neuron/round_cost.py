@@ -34,9 +34,13 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     """Return figures of a round, as plain values: milliseconds by part and resource, and the exceeded limits.
 
     Raises:
-        ConfigurationError: the models cannot be sharded in this way, or the figures of this chip are not known.
+        ConfigurationError: the models cannot be sharded in this way, or the chip or the weights' format is unknown.
     """
     _check_instance(setup.degree, instance)
+    if setup.quantization not in (None, "int8"):
+        raise ConfigurationError(
+            f"quantization: expected int8, got {setup.quantization!r}; use it, or omit it for 16 bits"
+        )
     parts = _parts(setup)
     rest = parts[REST]
     total = Work(rest.rows)

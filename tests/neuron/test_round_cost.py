@@ -206,3 +206,5 @@ def test_what_has_no_figures_is_refused() -> None:
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("cpu"))
     with pytest.raises(ConfigurationError, match="got 16"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=16), instance("inf2.48xlarge"))
+    with pytest.raises(ConfigurationError, match="quantization: expected int8, got 'foo'"):
+        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", quantization="foo"), instance("inf2.48xlarge"))

@@ -427,5 +427,5 @@ def _without_first(output: RequestOutput, count: int) -> RequestOutput:
     """The output without its first ``count`` tokens."""
     logprobs = None if output.logprobs is None else output.logprobs[count:]
     of_model = None if output.token_logprobs is None else output.token_logprobs[count:]
-    accepted = max(0, output.accepted - count)
-    return replace(output, tokens=output.tokens[count:], accepted=accepted, logprobs=logprobs, token_logprobs=of_model)
+    output = replace(output, accepted=max(0, output.accepted - count), drafted=max(0, output.drafted - count))
+    return replace(output, tokens=output.tokens[count:], logprobs=logprobs, token_logprobs=of_model)
