@@ -36,11 +36,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     Raises:
         ConfigurationError: the models cannot be sharded in this way, or the chip or the weights' format is unknown.
     """
-    _check_instance(setup.degree, instance)
-    if setup.quantization not in (None, "int8"):
-        raise ConfigurationError(
-            f"quantization: expected int8, got {setup.quantization!r}; use it, or omit it for 16 bits"
-        )
+    _check(setup, instance)
     parts = _parts(setup)
     rest = parts[REST]
     total = Work(rest.rows)
@@ -99,9 +95,14 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     }
 
 
-def _check_instance(degree: int, instance: Instance) -> None:
-    """Raise ConfigurationError unless the chip has figures and models can be sharded to ``degree`` on it."""
+def _check(setup: RoundSetup, instance: Instance) -> None:
+    """Raise ConfigurationError unless the chip and the weights' format have figures, and the degree is possible."""
     engines_of(instance)
+    degree = setup.degree
+    if setup.quantization not in (None, "int8"):
+        raise ConfigurationError(
+            f"quantization: expected int8, got {setup.quantization!r}; use it, or omit it for 16 bits"
+        )
     if degree not in instance.degrees:
         degrees = ", ".join(map(str, instance.degrees))
         raise ConfigurationError(
@@ -260,7 +261,7 @@ class PartTimes:
     def __init__(
         self, setup: RoundSetup, instance: Instance, *, drafts: bool, depths: Sequence[int], slots: int
     ) -> None:
-        _check_instance(setup.degree, instance)
+        _check(setup, instance)
         self._depths = (depths[0], max(depths[-1], depths[0] + 1))
         self._slots = (1, slots) if slots > 1 else (1,)
         self._corners: Mapping[tuple[int, int], PartTime] = {

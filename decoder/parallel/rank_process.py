@@ -50,8 +50,8 @@ class Follower:
         ).eval()
 
     def release(self, number: int) -> None:
-        """Remove a model and its steps."""
-        del self.bodies[number]
+        """Remove a model and its steps, if this rank could load it."""
+        self.bodies.pop(number, None)
         self._steps = {key: pair for key, pair in self._steps.items() if pair[0] != number}
 
     def take(self, tensors: list[tuple[tuple[str, str], bool, bytes]]) -> None:

@@ -202,7 +202,8 @@ class Ranks:
             self._open.add(number)
             self._check(number)
             try:
-                self._send("load", number, path, config=config, options=options)
+                # The processes may be older than a change of this one's folder.
+                self._send("load", number, str(Path(path).absolute()), config=config, options=options)
                 self._answers()
             except BaseException:
                 self.release(number)

@@ -306,3 +306,28 @@ def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: Samplin
     with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
         target.graph(GraphKey("local"), lambda _body, _bucket: Local(), [torch.ones(1)])
     assert tokens(target) == tokens(target)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_load_that_fails_on_a_rank_leaves_the_others_their_models(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is released on ranks that never had it."""
+    path = workshop.checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.decoder.parallel.ranks.Path", lambda _: tmp_path / "absent")
+        with pytest.raises(CheckpointError, match="absent"):
+            load(workshop, 2)
+    again = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", tp_degree=2)
+    assert again.sample([[3, 1, 4]], max_new_tokens=3).shape == (1, 6)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_relative_path_is_that_of_the_process_that_loads(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of the ranks are older than the change of its folder."""
+    shutil.copytree(workshop.checkpoint(), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    decoder = AutoDecoder.from_pretrained("model", backend="eager", amp="f32", tp_degree=2)
+    assert decoder.sample([[3, 1, 4]], max_new_tokens=3).shape == (1, 6)

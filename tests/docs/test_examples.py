@@ -36,7 +36,7 @@ def test_questions_of_the_page_of_experiments_are_about_its_example() -> None:
     config = load_config(ROOT / "examples" / "experiments" / "quick.yaml")
     names = {policy_name(one, config) for one in config.drafters}
     lines = [line for line in text("docs/experiments.md").splitlines() if "paceline" in line and "build/quick" in line]
-    asked = {name for line in lines for name in re.findall(r'--drafter "([^"]+)"', line)}
+    asked = {name for line in lines for name in re.findall(r'--draft(?:er)? "([^"]+)"', line)}
     assert config.traces and len(lines) > 6 and {"draft model", "suffix+draft model"} <= asked <= names
 
 
