@@ -25,6 +25,7 @@ from paceline.checks.findings import Finding
 from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
+from paceline.decoder import steps
 from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
@@ -36,6 +37,8 @@ VOCABULARY, POSITIONS = 512, 256
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]
 NEW = 32
 K = 3
+NEAR_TIE = 0.02
+"""Share of the logits' root mean square by which two tokens may differ whose order depends on how bf16 is rounded."""
 
 
 class NoiseStep(nn.Module):
@@ -146,7 +149,16 @@ def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool
 
 
 def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, amp: str) -> tuple[bool, str]:
-    """Texts of a source over ``decoder`` against plain ones; greedy ones alone where sampling is refused."""
+    """Compare texts of a source over ``decoder`` with plain ones; greedy ones only in bf16, or if sampling is refused.
+
+    Backends round activations of bf16 matmuls differently, so texts may part at near-ties there.
+    """
+    if amp == "bf16":
+        reference = _load("eager", target, amp)
+        rows, expected = _texts(source, sampled=False), _texts(reference, sampled=False)
+        gap = max(_gap(reference, *pair) for pair in zip(rows, expected, strict=True))
+        seen = f"{_compared(rows, expected)[1]}, of greedy texts; the largest gap there is {gap:.1%} of the logits"
+        return gap < NEAR_TIE, seen
     sampled = sampling_refusal(decoder.backend) is None
     passed, seen = _compared(_texts(source, sampled=sampled), _texts(_load("eager", target, amp), sampled=sampled))
     return passed, seen if sampled else f"{seen}, of greedy texts alone: the noise has not passed"
@@ -159,6 +171,17 @@ def _texts(source: Sampler, *, sampled: bool) -> list[list[int]]:
         variants.append({"do_sample": True, "seed": 11, "temperature": 1.1, "top_k": 40, "top_p": 0.95})
     results = [source.sample(PROMPTS, max_new_tokens=NEW, return_dict=True, **one) for one in variants]
     return [row for result in results if isinstance(result, GenerationResult) for row in result.sequences.tolist()]
+
+
+def _gap(reference: SamplingDecoder, row: list[int], expected: list[int]) -> float:
+    """Return the gap of the first two tokens that differ, as a share of the logits' root mean square; 0: none."""
+    at = next((i for i, pair in enumerate(zip(row, expected, strict=False)) if len(set(pair)) > 1), None)
+    if at is None:
+        return 0.0 if len(row) == len(expected) else float("inf")
+    with reference.held_by(expected[:at]):
+        logits, _ = steps.prefill(reference, 0, expected[:at])
+    line = logits.flatten()
+    return float((line[row[at]] - line[expected[at]]).abs() / line.square().mean().sqrt())
 
 
 def _compared(rows: list[list[int]], reference: list[list[int]]) -> tuple[bool, str]:

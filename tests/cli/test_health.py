@@ -90,6 +90,13 @@ class OffBackend(eager.EagerBackend):
         self.kernels = Off()
 
 
+def test_texts_in_bf16_may_part_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`native` rounds activations, `eager` does not."""
+    assert [one.name for one in selftest.run("native") if not one.passed] == []
+    monkeypatch.setattr(selftest, "NEAR_TIE", 1e-6)
+    assert [one.name for one in selftest.run("native") if not one.passed] == ["plain, bf16"]
+
+
 def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "OffBackend", OffBackend, raising=False)
     row = registry.BackendRow("off", "paceline.decoder.backends.eager:OffBackend", "off by one")
