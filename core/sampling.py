@@ -144,7 +144,8 @@ def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
     """
     if not names or any(name not in SAMPLING_KINDS for name in names):
         raise ConfigurationError(
-            f"kinds: expected one or more of {', '.join(SAMPLING_KINDS)}, got {list(names)}; correct the list"
+            f"sampling: expected one or more of {', '.join(SAMPLING_KINDS)}, got {', '.join(names) or 'none'}; "
+            "correct it"
         )
     return tuple(kind for kind in SAMPLING_KINDS if kind in names)
 

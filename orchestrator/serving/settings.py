@@ -62,8 +62,8 @@ class ApiSettings:
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigurationError(
-                    f"cors_origins: expected an origin such as https://example.org:8080, or *, got {origin!r}; omit "
-                    "the path"
+                    f"cors_origins: expected an origin such as https://example.org:8080, without a path, or *, got "
+                    f"{origin!r}; correct it"
                 )
         for name in ("max_body_bytes", "max_sequence_tokens", "max_requests_per_key"):
             limit: int | None = getattr(self, name)
