@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -42,7 +42,7 @@ WORKERS ?= 3
 PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 test: setup
-	$(PYTEST) -m "not full and not aiperf and not page and not clients and not gguf"
+	$(PYTEST) -m "not full and not aiperf and not page and not clients and not gguf and not speculators"
 
 # The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
 test-full: setup
@@ -109,6 +109,22 @@ test-gguf: setup $(GGUF_VENV)/.stamp
 	LLAMA_CPP_PYTHON="$(abspath $(GGUF_BIN))/python" LLAMA_CPP_LIB_PATH="$(abspath $(GGUF_VENV))/build/bin" \
 	  LLAMA_CPP_SOURCES="$(GGUF_SOURCES)/vendor/llama.cpp" \
 	  $(BIN)/python -m pytest -m gguf tests/decoder/test_llama_cpp.py tests/orchestrator/test_gguf_vectors.py
+
+# Heads that the speculators library writes, against its own forward pass. It wants another transformers than ours, and
+# its training packages are left out, so it gets an environment of its own.
+SPECULATORS ?= speculators==0.9.0 hs-connectors transformers==5.19.0
+HEADS_VENV ?= .venv-heads
+HEADS_BIN := $(HEADS_VENV)/bin
+
+$(HEADS_VENV)/.stamp:
+	test -x $(HEADS_BIN)/python || $(PYTHON) -m venv $(HEADS_VENV)
+	$(HEADS_BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(HEADS_BIN)/python -m pip --disable-pip-version-check --quiet install "transformers==5.19.0" datasets loguru pydantic-settings
+	$(HEADS_BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps $(SPECULATORS)
+	@touch $@
+
+test-heads: setup $(HEADS_VENV)/.stamp
+	SPECULATORS_PYTHON="$(abspath $(HEADS_BIN))/python" $(BIN)/python -m pytest -m speculators tests/heads tests/eagle
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?
