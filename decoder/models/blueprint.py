@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Norm = Literal["rms", "rms plus one", "layer"]
+Norm = Literal["rms", "rms plus one", "layer", "layer plus one"]
+Alibi = Literal["", "bloom", "mpt"]
 Activation = Literal["silu", "gelu", "gelu tanh", "relu", "relu squared"]
 Joined = Literal["", "rows", "heads"]
 """Layout of query, key and value in a checkpoint: separate, concatenated by rows, or by head (q, k, v of each head)."""
@@ -38,7 +39,8 @@ class Experts:
 class Blueprint:
     """Options of a network; the defaults are Llama's.
 
-    norm             "rms plus one": the weight is added to 1 (Gemma); "layer": with mean and bias
+    norm             "plus one": the weight is added to 1 (Gemma, Nemotron); "layer": with mean and bias
+    norm_weight      whether norms have weights (OLMo 1 and nanochat have none)
     norm_bias        whether a norm of the kind "layer" has a bias (Cohere's has none)
     norms            position of norms: before attention and MLP, after them before the addition (OLMo 2), or both
     activation       of the MLP; "gelu tanh" is the approximation by a hyperbolic tangent
@@ -48,10 +50,13 @@ class Blueprint:
     shared_norm      with ``parallel``: both read it through one norm
     head_norms       queries and keys are normalised before rotation: each "head" with the same weights (Qwen3) or its
                      "own" (Cohere), or the "whole" width at once (OLMo 2)
+    late_head_norms  they are normalised after rotation (Hunyuan, nanochat)
+    qkv_clip         bound of the size of queries, keys and values (OLMo); 0: none
     joined           layout of query, key and value in a checkpoint
     turned           the share of a head's first dimensions that rotary embeddings rotate; 0: none
     unturned         for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
     neighbours       rotary pairs are dimensions 2i and 2i + 1 (GPT-J), not i and i + half
+    backwards        rotary embeddings rotate by the negative angle (nanochat)
     local_rope       layers with a sliding window have separate rope settings (Gemma 3)
     windows          for each layer: number of positions that a token attends to, its own included; 0: all
     score_cap        soft cap of attention scores; 0: none
@@ -61,12 +66,13 @@ class Blueprint:
                                                    logits (Granite)
     learned          rows of a table of learned positions; 0: none
     learned_from     the row of position 0
-    alibi            scores decrease linearly with distance
+    alibi            scores decrease linearly with distance, by the slopes of BLOOM or of MPT
     embedding_norm   a norm after the embedding (BLOOM)
     qkv_bias, out_bias, mlp_bias, head_bias   which matmuls have a bias
     """
 
     norm: Norm = "rms"
+    norm_weight: bool = True
     norm_bias: bool = True
     norms: Norms = "before"
     activation: Activation = "silu"
@@ -75,10 +81,13 @@ class Blueprint:
     parallel: bool = False
     shared_norm: bool = False
     head_norms: HeadNorms = ""
+    late_head_norms: bool = False
+    qkv_clip: float = 0.0
     joined: Joined = ""
     turned: float = 1.0
     unturned: tuple[bool, ...] = ()
     neighbours: bool = False
+    backwards: bool = False
     local_rope: bool = False
     windows: tuple[int, ...] = ()
     score_cap: float = 0.0
@@ -89,7 +98,7 @@ class Blueprint:
     logit_scale: float = 1.0
     learned: int = 0
     learned_from: int = 0
-    alibi: bool = False
+    alibi: Alibi = ""
     embedding_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

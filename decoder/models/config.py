@@ -415,9 +415,9 @@ def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
                 f"{both.where}: expected the two keys full_attention and sliding_attention, got others; correct the "
                 "file"
             )
-        return own, base if side == "full_attention" else config.number("rope_local_base_freq")
+        return own, base if side == "full_attention" else config.number("rope_local_base_freq", base)
     if side == "sliding_attention":
-        return Fields({}, config.where), config.number("rope_local_base_freq")
+        return Fields({}, config.where), config.number("rope_local_base_freq", base)
     # transformers 5 renamed rope_scaling; if a file has both, the old name wins, as in transformers.
     settings = (config.child(key) for key in ("rope_scaling", "rope_parameters"))
     return next((fields for fields in settings if fields is not None and fields.values), Fields({}, config.where)), base

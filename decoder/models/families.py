@@ -97,6 +97,47 @@ _PHI3 = Family(
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000},
 )
 
+_MINISTRAL = replace(_MISTRAL, name="ministral", summary="Ministral 8B")
+_CWM = Family(
+    "cwm",
+    "Code World Model",
+    reads={
+        **_ACTIVATION,
+        "mlp_bias": flag("mlp_bias"),
+        "windows": windows(lambda _, layer: layer % 4 != 0),
+    },
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "sliding_window": 8192,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+    },
+)
+_HELIUM = Family(
+    "helium",
+    "Helium",
+    plan=Blueprint(neighbours=True),
+    reads={**_ACTIVATION, "qkv_bias": flag("attention_bias"), "mlp_bias": flag("mlp_bias")},
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 1e5,
+        "pad_token_id": 3,
+    },
+)
+
 # ---- Qwen
 
 _QWEN_WINDOWS = {
@@ -218,6 +259,15 @@ _GEMMA3 = replace(
     },
 )
 
+_VAULTGEMMA = replace(
+    _GEMMA2,
+    name="vaultgemma",
+    summary="VaultGemma",
+    names=LLAMA_NAMES.but(mlp_norm="pre_feedforward_layernorm"),
+    plan=Blueprint(norm="rms plus one"),
+    defaults={**_GEMMA2.defaults, "pad_token_id": 0},
+)
+
 # ---- other variants of Llama
 
 _SMOLLM3 = Family(
@@ -299,6 +349,47 @@ _GEMMA = replace(
     defaults={key: one for key, one in _GEMMA2.defaults.items() if key != "sliding_window"} | {"pad_token_id": 0},
 )
 
+_NANOCHAT = Family(
+    "nanochat",
+    "nanochat",
+    names=LLAMA_NAMES.but(gate="", up="mlp.fc1", down="mlp.fc2"),
+    plan=Blueprint(
+        norm_weight=False, head_norms="head", late_head_norms=True, backwards=True, gated=False, embedding_norm=True
+    ),
+    reads={
+        **_BIASES,
+        "activation": activation(default="relu2"),
+        "logit_cap": number("final_logit_softcapping", 15.0),
+    },
+    defaults={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+)
+
+
+class _Hunyuan(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with "dynamic" frequencies that have a fixed ``alpha`` as what they are: another base."""
+        fields = super().translated(config)
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = fields.child(key)
+            if rope is None or rope.text("rope_type", rope.text("type", "")) != "dynamic" or "alpha" not in rope.values:
+                continue
+            width = fields.integer("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+            base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+            other = {"rope_type": "default", "rope_theta": base * rope.number("alpha") ** (width / (width - 2))}
+            fields = Fields({**fields.values, key: other}, fields.where)
+        return fields
+
+
+_HUNYUAN = _Hunyuan(
+    "hunyuan_v1_dense",
+    "Hunyuan, dense",
+    names=LLAMA_NAMES.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+    plan=Blueprint(head_norms="head", late_head_norms=True),
+    reads={**_ACTIVATION, **_BIASES},
+    defaults={"rms_norm_eps": 1e-5, "pad_token_id": 0},
+    neutral={"use_qk_norm": True, "use_cla": False},
+)
+
 # ---- OLMo, EXAONE, GLM, Cohere: norms in other positions
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279}
@@ -310,6 +401,21 @@ _OLMO2 = Family(
     names=LLAMA_NAMES.but(norm="", mlp_norm="", **_AFTER),
     plan=Blueprint(norms="after", head_norms="whole"),
     reads={**_ACTIVATION, **_BIASES},
+    defaults=_OLMO_DEFAULTS,
+)
+_OLMO3 = replace(
+    _OLMO2,
+    name="olmo3",
+    summary="OLMo 3",
+    plan=replace(_OLMO2.plan, local_rope=True),
+    reads={**_OLMO2.reads, "windows": windows(_all_but_every)},
+    defaults={**_OLMO_DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096},
+)
+_OLMO = Family(
+    "olmo",
+    "OLMo 1",
+    plan=Blueprint(norm="layer", norm_weight=False, norm_bias=False),
+    reads={**_ACTIVATION, **_BIASES, "qkv_clip": number("clip_qkv")},
     defaults=_OLMO_DEFAULTS,
 )
 _OLMOE = Family(
@@ -380,6 +486,25 @@ _COHERE = Family(
     renamed={"layer_norm_eps": "rms_norm_eps"},
 )
 
+
+def _where_no_window_slides(config: Fields) -> tuple[bool, ...]:
+    slides = config.values.get("sliding_window") is not None
+    return tuple(not (slides and one) for one in kinds_of_layers(config, _all_but_every))
+
+
+_COHERE2 = replace(
+    _COHERE,
+    name="cohere2",
+    summary="Command R7B and Command A",
+    reads={
+        **{name: key for name, key in _COHERE.reads.items() if name != "head_norms"},
+        "windows": windows(_all_but_every, names=("sliding_window_pattern",)),
+        "unturned": Key((), _where_no_window_slides),
+    },
+    defaults={**_COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096},
+    neutral={"use_qk_norm": False, "use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0},
+)
+
 FAMILIES = (
     _LLAMA,
     _QWEN3,
@@ -388,6 +513,9 @@ FAMILIES = (
     _QWEN2_MOE,
     _MISTRAL,
     _MIXTRAL,
+    _MINISTRAL,
+    _CWM,
+    _HELIUM,
     _PHI3,
     _SMOLLM3,
     _GRANITE,
@@ -397,10 +525,16 @@ FAMILIES = (
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
+    _VAULTGEMMA,
+    _NANOCHAT,
+    _HUNYUAN,
+    _OLMO,
     _OLMO2,
+    _OLMO3,
     _OLMOE,
     _EXAONE4,
     _GLM,
     _GLM4,
     _COHERE,
+    _COHERE2,
 )

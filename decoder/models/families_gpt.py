@@ -5,6 +5,9 @@ Defaults are those of transformers' configuration classes, except that sizes hav
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Names
 from paceline.decoder.models.family import Family, Key, activation, flag, share_turned, windows
@@ -53,6 +56,73 @@ _GPT2 = Family(
     bare_prefix="transformer.",
     # Masks, which old versions of transformers saved.
     ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+)
+_GPT_BIGCODE = replace(
+    _GPT2,
+    name="gpt_bigcode",
+    summary="StarCoder 1, SantaCoder",
+    names=replace(_GPT2.names, transposed=False),
+    reads={
+        **_GPT2.reads,
+        "activation": activation("activation_function", "gelu_pytorch_tanh"),
+        "joined": Key(("multi_query",), lambda config: "rows" if config.flag("multi_query", True) else "heads"),
+    },
+    defaults={
+        **_GPT2.defaults,
+        "max_position_embeddings": 1024,
+        "num_key_value_heads": lambda config: (
+            1 if config.flag("multi_query", True) else config.integer("num_attention_heads")
+        ),
+    },
+)
+
+
+def _local(config: Fields) -> tuple[int, ...]:
+    """Return the window of each layer: ``attention_types`` lists kinds of layers and how often they come."""
+    count, window = config.integer("num_hidden_layers"), config.integer("window_size", 256)
+    kinds = config.values.get("attention_layers")
+    if kinds is None:
+        pattern = config.values.get("attention_types", [[["global", "local"], (count + 1) // 2]])
+        try:
+            kinds = [kind for some, times in pattern for _ in range(times) for kind in some]  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            kinds = None
+    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {"global", "local"}:
+        raise CheckpointError(
+            f"{config.where}: attention_types: expected global and local for {count} layers, got another value; "
+            "correct the file"
+        )
+    return tuple(window if kind == "local" else 0 for kind in kinds[:count])
+
+
+_GPT_NEO = Family(
+    "gpt_neo",
+    "GPT-Neo",
+    names=Names(
+        _GPT2.names.outer,
+        "transformer.h.{i}.",
+        {
+            "norm": "ln_1",
+            "q": "attn.attention.q_proj",
+            "k": "attn.attention.k_proj",
+            "v": "attn.attention.v_proj",
+            "out": "attn.attention.out_proj",
+            "mlp norm": "ln_2",
+            "up": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        },
+    ),
+    plan=Blueprint(norm="layer", gated=False, turned=0.0, query_scale=1.0, out_bias=True, mlp_bias=True),
+    reads={**_GPT2.reads, "windows": Key(("attention_types", "attention_layers", "window_size"), _local)},
+    defaults=_GPT2.defaults,
+    renamed={
+        "num_heads": "num_attention_heads",
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    bare_prefix="transformer.",
+    # Masks, which old versions of transformers saved.
+    ignored=r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",
 )
 _GPTJ = Family(
     "gptj",
@@ -183,7 +253,8 @@ _BLOOM = Family(
         },
     ),
     plan=Blueprint(
-        norm="layer", activation="gelu tanh", gated=False, joined="heads", turned=0.0, alibi=True, embedding_norm=True,
+        norm="layer", activation="gelu tanh", gated=False, joined="heads", turned=0.0, alibi="bloom",
+        embedding_norm=True,
         qkv_bias=True, out_bias=True, mlp_bias=True,
     ),
     defaults={
@@ -203,6 +274,61 @@ _BLOOM = Family(
     neutral={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
     bare_prefix="transformer.",
 )  # fmt: skip
+
+_MPT = Family(
+    "mpt",
+    "MPT, ALiBi",
+    names=Names(
+        {"embedding": "transformer.wte", "norm": "transformer.norm_f", "head": "lm_head"},
+        "transformer.blocks.{i}.",
+        {
+            "norm": "norm_1",
+            "qkv": "attn.Wqkv",
+            "out": "attn.out_proj",
+            "mlp norm": "norm_2",
+            "up": "ffn.up_proj",
+            "down": "ffn.down_proj",
+        },
+    ),
+    plan=Blueprint(
+        norm="layer", norm_bias=False, activation="gelu", gated=False, joined="rows", turned=0.0, alibi="mpt"
+    ),
+    reads={
+        "query_scale": Key(("attn_config",), lambda config: _attention_of_mpt(config, "softmax_scale")),
+        "qkv_clip": Key((), lambda config: _attention_of_mpt(config, "clip_qkv")),
+    },
+    defaults={"intermediate_size": _inner_of_four, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    renamed={
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+        "max_seq_len": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    neutral={"no_bias": True, "expansion_ratio": 4, "logit_scale": None, "embedding_fraction": 1.0},
+    bare_prefix="transformer.",
+)
+_MPT_NEUTRAL = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "prefix_lm": False,
+    "qk_ln": False,
+}
+
+
+def _attention_of_mpt(config: Fields, name: str) -> float:
+    """Return an option of ``attn_config``, 0 for null; other options have the values that are computed here."""
+    fields = config.child("attn_config") or Fields({}, config.where)
+    for key, neutral in _MPT_NEUTRAL.items():
+        if fields.values.get(key, neutral) != neutral:
+            raise UnknownArchitectureError(
+                f"{fields.where}: {key}: expected {neutral!r}, got {fields.values[key]!r}, which is not supported; use "
+                "another model"
+            )
+    return fields.optional_number(name) or 0.0
+
 
 # ---- with rotary embeddings
 
@@ -275,4 +401,60 @@ _STABLELM = Family(
     neutral={"qk_layernorm": False},
 )
 
-FAMILIES = (_GPT2, _GPTJ, _GPT_NEOX, _OPT, _BLOOM, _PHI, _STARCODER2, _STABLELM)
+_NEMOTRON = Family(
+    "nemotron",
+    "Nemotron 3 and 4, Minitron",
+    names=LLAMA_NAMES.but(gate=""),
+    plan=Blueprint(norm="layer plus one", gated=False),
+    reads={
+        "activation": activation(default="relu2"),
+        "turned": share_turned(0.5),
+        "qkv_bias": flag("attention_bias"),
+        "out_bias": flag("attention_bias"),
+        "mlp_bias": flag("mlp_bias"),
+    },
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 2, "eos_token_id": 3},
+    renamed={"norm_eps": "rms_norm_eps"},
+)
+_PERSIMMON = Family(
+    "persimmon",
+    "Persimmon",
+    names=Names(
+        {"embedding": "model.embed_tokens", "norm": "model.final_layernorm", "head": "lm_head"},
+        "model.layers.{i}.",
+        {
+            "norm": "input_layernorm",
+            "qkv": "self_attn.query_key_value",
+            "q norm": "self_attn.q_layernorm",
+            "k norm": "self_attn.k_layernorm",
+            "out": "self_attn.dense",
+            "mlp norm": "post_attention_layernorm",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+    ),
+    plan=Blueprint(norm="layer", gated=False, joined="heads", qkv_bias=True, out_bias=True, mlp_bias=True),
+    reads={
+        "activation": activation(default="relu2"),
+        "turned": share_turned(0.5),
+        "head_norms": Key(("qk_layernorm",), lambda config: "head" if config.flag("qk_layernorm", True) else ""),
+    },
+    defaults={"max_position_embeddings": 16384, "rms_norm_eps": 1e-5},
+    renamed={"layer_norm_eps": "rms_norm_eps"},
+)
+
+FAMILIES = (
+    _GPT2,
+    _GPT_BIGCODE,
+    _GPT_NEO,
+    _GPTJ,
+    _GPT_NEOX,
+    _OPT,
+    _BLOOM,
+    _MPT,
+    _PHI,
+    _STARCODER2,
+    _STABLELM,
+    _NEMOTRON,
+    _PERSIMMON,
+)

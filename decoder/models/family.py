@@ -232,7 +232,7 @@ class Family:
         if plan.learned:
             specs[f"{outer['positions']}.weight"] = TensorSpec((plan.learned, hidden))
         if plan.embedding_norm:
-            specs |= _norm(outer["embedding norm"], hidden, plan)
+            specs |= _norm(outer.get("embedding norm", ""), hidden, plan)
         for index in range(config.num_layers):
             specs |= self._layer(config, self.names.layer.format(i=index))
         specs |= _norm(outer["norm"], hidden, plan)
@@ -297,8 +297,8 @@ def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: boo
             specs |= _product(inner[part], TensorSpec((rows, hidden), split), bias=plan.qkv_bias, transposed=transposed)
     for part, heads in (("q norm", config.num_heads), ("k norm", config.num_kv_heads)):
         sizes = {"": (), "head": (width,), "own": (heads, width), "whole": (heads * width,)}[plan.head_norms]
-        if sizes:
-            specs[f"{inner[part]}.weight"] = TensorSpec(sizes)
+        if sizes and plan.norm_weight:
+            specs |= {f"{inner[part]}.{kind}": TensorSpec(sizes) for kind in _norm_kinds(plan)}
     spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS)
     return specs | _product(inner["out"], spec, bias=plan.out_bias, transposed=transposed)
 
@@ -315,8 +315,13 @@ def _mlp(size: int, config: ModelConfig, inner: Mapping[str, str], *, transposed
 
 
 def _norm(name: str, size: int, plan: Blueprint) -> dict[str, TensorSpec]:
-    kinds = ("weight", "bias") if plan.norm == "layer" and plan.norm_bias else ("weight",)
-    return {f"{name}.{kind}": TensorSpec((size,)) for kind in kinds}
+    return {f"{name}.{kind}": TensorSpec((size,)) for kind in _norm_kinds(plan)}
+
+
+def _norm_kinds(plan: Blueprint) -> tuple[str, ...]:
+    """Return the tensors that a norm has."""
+    bias = plan.norm_bias and plan.norm.startswith("layer")
+    return (*(("weight",) if plan.norm_weight else ()), *(("bias",) if bias else ()))
 
 
 def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> dict[str, TensorSpec]:

@@ -23,8 +23,9 @@ from paceline.decoder.kernels.protocol import (
     Kernels,
     MixtureKernels,
     MlpWeights,
+    NormKind,
 )
-from paceline.decoder.models.blueprint import Blueprint, Names
+from paceline.decoder.models.blueprint import Alibi, Blueprint, Names
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.family import shared
 from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, joined_vectors, scaled
@@ -59,7 +60,20 @@ class Part:
 
     def norm(self, weights: Weights, name: str) -> Normalise:
         """A norm over the width of the model."""
-        return Normalise(self, weights.pop(f"{name}.weight"), bias=weights.pop(f"{name}.bias", None))
+        weight = self.norm_weight(weights, name, self.config.hidden_size)
+        return Normalise(self, weight, bias=weights.pop(f"{name}.bias", None))
+
+    def norm_weight(self, weights: Weights, name: str, width: int) -> Tensor:
+        """A norm's weight, ones where the family has none. Takes it out of ``weights``."""
+        if not self.plan.norm_weight:
+            return torch.ones(width)
+        weight = frozen(weights.pop(f"{name}.weight"))
+        return weight.float() + 1.0 if self.plan.norm == "layer plus one" else weight
+
+    @property
+    def norm_kind(self) -> NormKind:
+        """Return the norm that kernels compute; one is added to the weights of "layer plus one" when they load."""
+        return "layer" if self.plan.norm == "layer plus one" else self.plan.norm
 
 
 class DecoderModel(nn.Module):
@@ -77,7 +91,7 @@ class DecoderModel(nn.Module):
         self.norm = part.norm(weights, outer["norm"])
         head = weights.pop(f"{outer['head']}.weight", None)
         self.head = self.embedding if head is None else matrix(head)
-        self.first = part.norm(weights, outer["embedding norm"]) if plan.embedding_norm else None
+        self.first = part.norm(weights, outer.get("embedding norm", "")) if plan.embedding_norm else None
         self.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
         self.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
         for name, rope in (("", config.rope), ("local_", config.local_rope)):
@@ -209,7 +223,7 @@ class Normalise(nn.Module):
 
     def __init__(self, part: Part, weight: Stored, *, bias: Stored | None = None) -> None:
         super().__init__()
-        self._kernels, self.kind, self.eps = part.kernels, part.plan.norm, part.config.rms_norm_eps
+        self._kernels, self.kind, self.eps = part.kernels, part.norm_kind, part.config.rms_norm_eps
         self.weight = frozen(weight)
         self.bias = None if bias is None else frozen(bias)
 
@@ -229,21 +243,23 @@ class Attention(nn.Module):
         self.out = matrix(part.matrix(weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
         self.q_norm, self.k_norm = (
-            HeadNorm(part, weights.pop(f"{inner[side]}.weight"), heads) if plan.head_norms else None
+            HeadNorm(part, weights, inner.get(side, ""), heads) if plan.head_norms else None
             for side, heads in (("q norm", _queries), ("k norm", _keys))
         )
         self.scale = plan.query_scale * config.head_dim**0.5 if plan.query_scale else 1.0
         self.window, self._cap = plan.windows[index] if plan.windows else 0, plan.score_cap
         self.plain = (
-            not (plan.head_norms or plan.alibi or self.window or self._cap)
+            not (plan.head_norms or plan.alibi or self.window or self._cap or plan.qkv_clip)
             and self.scale == 1.0
             and config.rotated == config.head_dim
         )
         if shard.gathers:
             self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
-        self._sloped = plan.alibi
+        self._sloped, self._late, self._clip = bool(plan.alibi), plan.late_head_norms, plan.qkv_clip
         if plan.alibi:
-            slopes = torch.tensor([*alibi_slopes(config.num_heads), *[0.0] * shard.heads], dtype=torch.float32)
+            slopes = torch.tensor(
+                [*alibi_slopes(config.num_heads, plan.alibi), *[0.0] * shard.heads], dtype=torch.float32
+            )
             self.register_buffer("slopes", slopes.narrow(0, shard.queries.start, shard.heads).clone())
 
     def with_norm(self, norm: Normalise) -> AttentionWeights:
@@ -255,14 +271,18 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [b, T, H] -> [b, T, H]; keys and values go to their rows of the cache [slots, G, R, D]."""
         mixed = biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
+        if self._clip:
+            mixed = mixed.clamp(-self._clip, self._clip)
         width, share = self._shard.config.head_dim, self._shard.key_part
         q, keys, values = mixed.split((self._shard.heads * width, share, share), dim=-1)
         q = q.view(*q.shape[:-1], -1, width)
         k, v = self._key_heads(keys, values)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self._late:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
+        if self.q_norm is not None and self.k_norm is not None and self._late:
+            q, k = self.q_norm(q), self.k_norm(k)
         rule = AttentionRule(self.window, self._cap, self.get_buffer("slopes") if self._sloped else None)
         mixed = self._kernels.attend((scaled(q, self.scale), k, v), cache, place, rule=rule)
         return biased(self._group.reduce(self._kernels.linear(mixed, self.out, place.real)), self.out_bias)
@@ -285,12 +305,14 @@ class HeadNorm(nn.Module):
     heads  heads of the rank; -1: padding
     """
 
-    def __init__(self, part: Part, weight: Stored, heads: Callable[[Shard], Sequence[int]]) -> None:
+    def __init__(self, part: Part, weights: Weights, name: str, heads: Callable[[Shard], Sequence[int]]) -> None:
         super().__init__()
         shard, width, own = part.shard, part.config.head_dim, heads(part.shard)
         self._kernels, self._group, self._whole = part.kernels, part.group, part.plan.head_norms == "whole"
-        self.kind, self.eps = part.plan.norm, part.config.rms_norm_eps
-        held = frozen(weight)
+        self.kind, self.eps = part.norm_kind, part.config.rms_norm_eps
+        held = frozen(part.norm_weight(weights, name, width))
+        bias = weights.pop(f"{name}.bias", None)
+        self.bias = None if bias is None else frozen(bias)
         self.weight = frozen(_apart(held.flatten(), width, part.config.rotated)) if part.plan.neighbours else held
         self._numbers = held.numel()
         self._apart = part.plan.head_norms != "head"
@@ -308,7 +330,7 @@ class HeadNorm(nn.Module):
         """Return the output, of the shape of x."""
         norm = partial(self._kernels.norm, eps=self.eps, kind=self.kind)
         if not self._apart:
-            return norm(x, self.weight)
+            return norm(x, self.weight, bias=self.bias)
         if not self._whole:
             return norm(x, self.get_buffer("ones")) * self.weight
         if self._group.degree == 1:
@@ -430,12 +452,17 @@ class EveryExpert(nn.ModuleList):
         return total
 
 
-def alibi_slopes(heads: int) -> list[float]:
+def alibi_slopes(heads: int, kind: Alibi = "bloom") -> list[float]:
     """Return the slope of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 /
     2^n) on.
 
-    For other numbers the rest are every second slope of the next power of two, as in the authors' code and BLOOM.
+    For other numbers the rest are every second slope of the next power of two, as in the authors' code and BLOOM; MPT
+    takes all slopes from the next power of two, every second one first.
     """
+    if kind == "mpt":
+        most = 1 << (heads - 1).bit_length()
+        every = [2.0 ** (-8.0 * (i + 1) / most) for i in range(most)]
+        return every if most == heads else [*every[1::2], *every[::2]][:heads]
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -462,6 +489,10 @@ def _ordered(part: Part, rows: Tensor) -> Tensor:
         sides = list(rows.split((queries, keys, keys)))
     if plan.neighbours:
         sides[:2] = [_apart(side, width, part.config.rotated) for side in sides[:2]]
+    if plan.backwards:  # the halves in the other order: turning them by an angle turns these by its negative
+        half = part.config.rotated // 2
+        order = [*range(half, 2 * half), *range(half), *range(2 * half, width)]
+        sides[:2] = [side.view(-1, width, *side.shape[1:])[:, order].flatten(0, 1) for side in sides[:2]]
     return torch.cat(sides)
 
 

@@ -118,12 +118,47 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "ministral": ("ministral", {**_ROTARY, **_MIXED}),
+    "cwm": ("cwm", {**_ROTARY, **_MIXED, "head_dim": 8, "bos_token_id": 0}),
+    "helium": ("helium", {**_ROTARY, "head_dim": 8}),
+    "vaultgemma": ("vaultgemma", {**_ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
+    "nanochat": ("nanochat", {**_ROTARY, "head_dim": 8, "final_logit_softcapping": 3.0}),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {**_ROTARY, "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4}},
+    ),
+    "olmo": ("olmo", {**_ROTARY, "head_dim": 8, "clip_qkv": 0.5}),
+    "olmo3": (
+        "olmo3",
+        {
+            **_ROTARY,
+            **_MIXED,
+            "head_dim": 8,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+        },
+    ),
+    "cohere2": ("cohere2", {**_ROTARY, **_MIXED, "head_dim": 8}),
+    "bigcode": ("gpt_bigcode", _GPT),
+    "bigcode heads": ("gpt_bigcode", {**_GPT, "multi_query": False}),
+    "gpt neo": (
+        "gpt_neo",
+        {
+            "hidden_size": 32,
+            "num_heads": 4,
+            "max_position_embeddings": POSITIONS,
+            "window_size": WINDOW,
+            "attention_types": [[["global", "local", "local"], 1]],
+        },
+    ),
+    "mpt": ("mpt", {"d_model": 36, "n_heads": 6, "max_seq_len": POSITIONS, "attn_config": {"clip_qkv": 0.5}}),
+    "nemotron": ("nemotron", {**_ROTARY, "head_dim": 8}),
+    "persimmon": ("persimmon", {**_PLAIN, "intermediate_size": 40}),
     "bloom": ("bloom", {"hidden_size": 32, "n_head": 4, "seq_length": POSITIONS}),
 }  # fmt: skip
 
 NEAR = (
     "phi", "starcoder2", "stablelm", "stablelm parallel", "seed oss", "ernie", "arcee", "gemma", "olmoe", "exaone4",
-    "glm", "glm4",
+    "glm", "glm4", "ministral", "cwm", "helium", "vaultgemma", "hunyuan", "cohere2", "gpt neo",
 )  # fmt: skip
 """Those that make no choice that none of the others makes."""
 
@@ -134,15 +169,19 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
     ``changes`` are of its configuration.
     """
     kind, fields = FAMILIES[name]
-    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, **fields, **changes}
+    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "bos_token_id": None, **fields, **changes}
     if "layer_types" in fields:
         fields["layer_types"] = _SLIDES[:layers]
-    config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=None)
+    if "attention_types" in fields:
+        fields["attention_types"] = [[["global", "local", "local"][:layers], 1]]
+    config = AutoConfig.for_model(kind, **fields, eos_token_id=None)
     config.eos_token_id = None  # some have their own where none is given
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for label, parameter in made.named_parameters():
-        later = any(f".{part}.{index}." in f".{label}" for part in ("layers", "h") for index in range(1, layers))
+        later = any(
+            f".{part}.{index}." in f".{label}" for part in ("layers", "h", "blocks") for index in range(1, layers)
+        )
         mean = 0.0 if parameter.dim() > 1 or "bias" in label or "gemma" in kind else 1.0
         torch.nn.init.normal_(parameter, mean, 0.2 if later else 0.3)
     return made  # type: ignore[no-any-return]
