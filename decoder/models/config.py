@@ -96,7 +96,8 @@ HARMLESS: dict[str, str] = {
         (
             "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
             "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
-            "embedding_dropout", "residual_dropout", "layerdrop",
+            "embedding_dropout", "residual_dropout", "layerdrop", "resid_dropout", "embed_dropout", "emb_pdrop",
+            "init_device",
             "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
             "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "tf_legacy_loss",
             "embed_requires_grad",
@@ -109,7 +110,8 @@ HARMLESS: dict[str, str] = {
             "torchscript", "use_bfloat16", "is_decoder", "tie_encoder_decoder", "attn_implementation",
             "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "use_flash_attention",
             "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "cache_implementation",
-            "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "reorder_and_upcast_attn",
+            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "norm_type", "bias_dropout_fusion",
+            "masked_softmax_fusion", "reorder_and_upcast_attn",
             "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "experts_implementation",
         ),
         "says how transformers runs it; sums may be added up in another order, or in float32, as they are here",
@@ -130,10 +132,13 @@ HARMLESS: dict[str, str] = {
             "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
             "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
             "prefix", "decoder_start_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
+            "eod_token_id",
         ),
         "is a default of a generation, not of the model",
     ),
     "n_ctx": "says what n_positions says",
+    "attention_layers": "says what attention_types says",
+    "learned_pos_emb": "has no effect beside ALiBi, without which its family is refused",
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip
 """Keys without effect on a model's computation in Paceline, and why."""

@@ -80,14 +80,12 @@ _GPT_BIGCODE = replace(
 def _local(config: Fields) -> tuple[int, ...]:
     """Return the window of each layer: ``attention_types`` lists kinds of layers and how often they come."""
     count, window = config.integer("num_hidden_layers"), config.integer("window_size", 256)
-    kinds = config.values.get("attention_layers")
-    if kinds is None:
-        pattern = config.values.get("attention_types", [[["global", "local"], (count + 1) // 2]])
-        try:
-            kinds = [kind for some, times in pattern for _ in range(times) for kind in some]  # type: ignore[attr-defined]
-        except (TypeError, ValueError):
-            kinds = None
-    if not isinstance(kinds, list) or len(kinds) < count or not set(kinds) <= {"global", "local"}:
+    pattern = config.values.get("attention_types") or [[["global", "local"], (count + 1) // 2]]
+    try:
+        kinds = [kind for some, times in pattern for _ in range(times) for kind in some]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) < count or not set(kinds) <= {"global", "local"}:
         raise CheckpointError(
             f"{config.where}: attention_types: expected global and local for {count} layers, got another value; "
             "correct the file"
@@ -113,7 +111,7 @@ _GPT_NEO = Family(
         },
     ),
     plan=Blueprint(norm="layer", gated=False, turned=0.0, query_scale=1.0, out_bias=True, mlp_bias=True),
-    reads={**_GPT2.reads, "windows": Key(("attention_types", "attention_layers", "window_size"), _local)},
+    reads={**_GPT2.reads, "windows": Key(("attention_types", "window_size"), _local)},
     defaults=_GPT2.defaults,
     renamed={
         "num_heads": "num_attention_heads",
