@@ -23,16 +23,32 @@ HeadNorms = Literal["", "head", "own", "whole"]
 class Experts:
     """Mixture of experts (MoE): a layer has several gated MLPs, of which each token activates some.
 
-    count      number of experts
-    chosen     active experts per token: those of the largest router probabilities, the lowest numbers among equals
-    normalise  whether the chosen probabilities are divided by their sum
-    shared     width of a shared expert, which every token uses, weighted by a separate router; 0: none
+    count            number of experts
+    chosen           active experts per token: those of the highest scores, the lowest numbers among equals
+    normalise        whether the chosen scores are divided by their sum
+    shared           width of a shared expert, which every token uses; 0: none
+    shared_weighted  whether a separate router weights it (Qwen2)
+    width            of an expert; 0: ``intermediate_size`` of the model
+    scores           what the router's output is made into
+    corrected        experts are chosen by score plus a bias of each, which the sum does not see (DeepSeek V3): shape of
+                     its tensor, a vector or a "row" [1, count]; "": there is none
+    groups, chosen_groups  experts are chosen from the groups whose two best scores add up to most
+    scale            factor of the chosen scores
+    dense            for each layer: whether it has one MLP in place of experts; (): none has
     """
 
     count: int
     chosen: int
     normalise: bool
     shared: int = 0
+    shared_weighted: bool = True
+    width: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: Literal["", "vector", "row"] = ""
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    dense: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +130,8 @@ class Names:
     layer       the prefix of layer {i}
     inner       "norm", "mlp norm", "post norm", "post mlp norm", "q", "k", "v" or "qkv", "out", "q norm", "k norm",
                 "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last three,
-                and "router"; for the shared expert, the same with "shared" before
+                "router", and "router bias" with its tensor's whole name; for the shared expert, and for the MLP of
+                layers without experts, the same with "shared" or "dense" before
     transposed  matrices are stored as [in, out] (GPT-2)
     """
 

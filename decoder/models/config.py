@@ -137,6 +137,8 @@ HARMLESS: dict[str, str] = {
         "is a default of a generation, not of the model",
     ),
     "n_ctx": "says what n_positions says",
+    "num_nextn_predict_layers": "says how many MTP layers draft, which no token depends on",
+    "moe_norm_min": "keeps a sum of probabilities from being zero, which it is not",
     "attention_layers": "says what attention_types says",
     "learned_pos_emb": "has no effect beside ALiBi, without which its family is refused",
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",

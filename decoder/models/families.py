@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Experts
 from paceline.decoder.models.family import (
     Family,
     Key,
@@ -201,6 +201,163 @@ _QWEN2_MOE = Family(
     defaults={**_QWEN_DEFAULTS, "bos_token_id": None, "eos_token_id": None},
     renamed={"moe_intermediate_size": "intermediate_size", "num_local_experts": "num_experts"},
     neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+
+# ---- experts chosen by a sigmoid and a bias, in later layers alone (DeepSeek V3's way)
+
+_SHARED = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_DENSE = {f"dense_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_ROUTED_NAMES = _EXPERT_NAMES.but(router_bias="mlp.gate.e_score_correction_bias", **_SHARED, **_DENSE)
+
+
+def _routed(normalise: bool, first: int) -> Key:
+    """Return the experts of a family that chooses them as DeepSeek V3 does."""
+
+    def value(config: Fields) -> Experts:
+        width = config.integer("moe_intermediate_size")
+        dense = config.integer("first_k_dense_replace", first, minimum=0)
+        return Experts(
+            config.integer("n_routed_experts"),
+            config.integer("num_experts_per_tok"),
+            config.flag("norm_topk_prob", normalise),
+            shared=width * config.integer("n_shared_experts", 1),
+            shared_weighted=False,
+            width=width,
+            scores="sigmoid",
+            corrected="vector",
+            groups=config.integer("n_group", 1),
+            chosen_groups=config.integer("topk_group", 1),
+            scale=config.number("routed_scaling_factor", 1.0),
+            dense=tuple(layer < dense for layer in range(config.integer("num_hidden_layers"))),
+        )
+
+    names = (
+        "moe_intermediate_size", "first_k_dense_replace", "num_experts_per_tok", "norm_topk_prob", "n_shared_experts",
+        "n_group", "topk_group", "routed_scaling_factor", "n_routed_experts",
+    )  # fmt: skip
+    return Key(names, value)
+
+
+_GLM4_MOE = Family(
+    "glm4_moe",
+    "GLM 4.5 to 4.7, mixture of experts",
+    names=_ROUTED_NAMES,
+    reads={
+        **_ACTIVATION,
+        "turned": share_turned(0.5),
+        "qkv_bias": flag("attention_bias"),
+        "head_norms": Key(("use_qk_norm",), lambda config: "head" if config.flag("use_qk_norm", False) else ""),
+        "experts": _routed(True, 1),
+    },
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    renamed={"num_local_experts": "n_routed_experts"},
+    ignored=r"model\.layers\.(46|92)\..+",
+)
+_DOTS1 = Family(
+    "dots1",
+    "dots.llm1",
+    names=_ROUTED_NAMES,
+    plan=Blueprint(head_norms="head"),
+    reads={
+        **_ACTIVATION,
+        **_BIASES,
+        "windows": windows(
+            lambda config, layer: layer >= config.integer("max_window_layers", 62, minimum=0),
+            names=("max_window_layers",),
+        ),
+        "experts": _routed(False, 0),
+    },
+    defaults={"sliding_window": 4096, "bos_token_id": None, "eos_token_id": None},
+    renamed={"num_local_experts": "n_routed_experts"},
+)
+_ERNIE_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie 4.5, mixture of experts",
+    names=_ROUTED_NAMES.but(router_bias="mlp.moe_statics.e_score_correction_bias"),
+    plan=Blueprint(neighbours=True),
+    reads={
+        **_ACTIVATION,
+        **{bias: flag("use_bias") for bias in ("qkv_bias", "out_bias", "mlp_bias")},
+        "experts": Key(
+            (
+                "moe_intermediate_size", "moe_k", "moe_num_experts", "moe_num_shared_experts",
+                "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
+            ),
+            lambda config: _experts_of_ernie(config),
+        ),
+    },
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+)  # fmt: skip
+
+
+def _experts_of_ernie(config: Fields) -> Experts:
+    count, width = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size", 1536)
+    first, every = config.integer("moe_layer_start_index", 1, minimum=0), config.integer("moe_layer_interval", 1)
+    last = config.values.get("moe_layer_end_index", -1)
+    end = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", minimum=0)
+    return Experts(
+        config.integer("moe_num_experts", 64),
+        config.integer("moe_k", 6),
+        normalise=True,
+        shared=width * config.integer("moe_num_shared_experts", 2, minimum=0),
+        shared_weighted=False,
+        width=width,
+        corrected="row",
+        dense=tuple((layer + 1) % every != 0 or not first <= layer <= end for layer in range(count)),
+    )
+
+
+_MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMax M2",
+    names=_MIXTRAL.names.but(router_bias="block_sparse_moe.e_score_correction_bias"),
+    plan=Blueprint(head_norms="whole"),
+    reads={
+        **_ACTIVATION,
+        "turned": Key(
+            ("rotary_dim",),
+            lambda config: (
+                config.integer("rotary_dim") / config.integer("head_dim")
+                if "rotary_dim" in config.values
+                else share_turned().value(config)
+            ),
+        ),
+        "experts": Key(
+            ("num_local_experts", "num_experts_per_tok"),
+            lambda config: Experts(
+                config.integer("num_local_experts", 256),
+                config.integer("num_experts_per_tok", 8),
+                normalise=True,
+                scores="sigmoid",
+                corrected="vector",
+            ),
+        ),
+    },
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 196608,
+        "rope_theta": 5e6,
+        "bos_token_id": 200034,
+        "eos_token_id": 200020,
+    },
+    renamed={"num_experts": "num_local_experts"},
+    neutral={"use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"},
 )
 
 # ---- Gemma
@@ -511,6 +668,10 @@ FAMILIES = (
     _QWEN3_MOE,
     _QWEN2,
     _QWEN2_MOE,
+    _GLM4_MOE,
+    _DOTS1,
+    _ERNIE_MOE,
+    _MINIMAX_M2,
     _MISTRAL,
     _MIXTRAL,
     _MINISTRAL,

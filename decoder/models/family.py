@@ -234,7 +234,7 @@ class Family:
         if plan.embedding_norm:
             specs |= _norm(outer.get("embedding norm", ""), hidden, plan)
         for index in range(config.num_layers):
-            specs |= self._layer(config, self.names.layer.format(i=index))
+            specs |= self._layer(config, index)
         specs |= _norm(outer["norm"], hidden, plan)
         if not tied:
             specs[head] = table
@@ -252,8 +252,9 @@ class Family:
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
 
-    def _layer(self, config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    def _layer(self, config: ModelConfig, index: int) -> dict[str, TensorSpec]:
         plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
+        prefix = self.names.layer.format(i=index)
         inner = {part: prefix + name for part, name in self.names.inner.items()}
         specs = _attention(config, inner, transposed=turned)
         if plan.norms != "after":
@@ -263,24 +264,29 @@ class Family:
         if plan.norms != "after" and not plan.shared_norm:
             specs |= _norm(inner["mlp norm"], hidden, plan)
         mixture = plan.experts
-        if mixture is None:
-            specs |= _mlp(config.intermediate_size, config, inner, transposed=turned)
+        if mixture is None or (mixture.dense and mixture.dense[index]):
+            one = inner if mixture is None else parts(inner, "dense")
+            specs |= _mlp(config.intermediate_size, config, one, transposed=turned)
         else:
             specs[f"{inner['router']}.weight"] = TensorSpec((mixture.count, hidden))
+            if mixture.corrected:
+                sizes = (mixture.count,) if mixture.corrected == "vector" else (1, mixture.count)
+                specs[inner["router bias"]] = TensorSpec(sizes, exact=True)
             for expert in range(mixture.count):
                 one = {part: name.format(e=expert) for part, name in inner.items()}
-                specs |= _mlp(config.intermediate_size, config, one, transposed=turned)
+                specs |= _mlp(mixture.width or config.intermediate_size, config, one, transposed=turned)
             if mixture.shared:
-                specs[f"{inner['shared router']}.weight"] = TensorSpec((1, hidden))
-                specs |= _mlp(mixture.shared, config, shared(inner), transposed=turned)
+                if mixture.shared_weighted:
+                    specs[f"{inner['shared router']}.weight"] = TensorSpec((1, hidden))
+                specs |= _mlp(mixture.shared, config, parts(inner, "shared"), transposed=turned)
         if plan.norms != "before":
             specs |= _norm(inner["post mlp norm"], hidden, plan)
         return specs
 
 
-def shared(inner: Mapping[str, str]) -> dict[str, str]:
-    """The names of a layer's parts, for the MLP of the expert that every token takes."""
-    return {part.removeprefix("shared "): name for part, name in inner.items() if part.startswith("shared ")}
+def parts(inner: Mapping[str, str], kind: str) -> dict[str, str]:
+    """The names of an MLP's parts: of the "shared" expert, or in a "dense" layer of a model with experts."""
+    return {part.removeprefix(f"{kind} "): name for part, name in inner.items() if part.startswith(f"{kind} ")}
 
 
 def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:

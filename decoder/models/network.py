@@ -27,7 +27,7 @@ from paceline.decoder.kernels.protocol import (
 )
 from paceline.decoder.models.blueprint import Alibi, Blueprint, Names
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.family import shared
+from paceline.decoder.models.family import parts
 from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, joined_vectors, scaled
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.parallel.collectives import Collectives
@@ -178,7 +178,13 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(part, weights, inner, index=index)
         self.post_norm = part.norm(weights, inner["post norm"]) if after else None
         self.mlp_norm = None if plan.norms == "after" or plan.shared_norm else part.norm(weights, inner["mlp norm"])
-        self.mlp = Mlp(part, weights, inner) if plan.experts is None else MixtureOfExperts(part, weights, inner)
+        self.mlp: Mlp | MixtureOfExperts
+        if plan.experts is None:
+            self.mlp = Mlp(part, weights, inner)
+        elif plan.experts.dense and plan.experts.dense[index]:
+            self.mlp = Mlp(part, weights, parts(inner, "dense"))
+        else:
+            self.mlp = MixtureOfExperts(part, weights, inner)
         self.post_mlp_norm = part.norm(weights, inner["post mlp norm"]) if after else None
         plain = plan.norm == "rms" and plan.norms == "before" and not plan.parallel and plan.residual_scale == 1.0
         self._fused = part.kernels.layers if plain else None
@@ -389,6 +395,7 @@ class MixtureOfExperts(nn.Module):
         assert part.plan.gated and not part.plan.mlp_bias, "experts are gated and have no biases"
         self._plan, self._kernels, self._group = plan, part.kernels, part.group
         self.router = frozen(weights.pop(f"{inner['router']}.weight"))
+        self.router_bias = frozen(weights.pop(inner["router bias"]).flatten()) if plan.corrected else None
         named = [{key: name.format(e=e) for key, name in inner.items()} for e in range(plan.count)]
         kernels = part.kernels.mixture
         self.experts: EveryExpert | ChosenExperts = (
@@ -396,25 +403,52 @@ class MixtureOfExperts(nn.Module):
             if kernels is None
             else ChosenExperts(part, weights, named, kernels=kernels)
         )
-        self.shared = Mlp(part, weights, shared(inner)) if plan.shared else None
-        self.shared_router = frozen(weights.pop(f"{inner['shared router']}.weight")) if plan.shared else None
+        self.shared = Mlp(part, weights, parts(inner, "shared")) if plan.shared else None
+        weighted = plan.shared and plan.shared_weighted
+        self.shared_router = frozen(weights.pop(f"{inner['shared router']}.weight")) if weighted else None
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
-        mixed = self.experts(x, self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1)), real)
-        if self.shared is not None and self.shared_router is not None:
-            logits = self._kernels.linear(x, self.shared_router, real)
-            taken = 0.5 * torch.tanh(0.5 * logits) + 0.5  # a sigmoid, made of operators that are known to lower to HLO
-            mixed = mixed + taken * self.shared.share(x, real)
+        logits = self._kernels.linear(x, self.router, real)
+        scores = torch.softmax(logits, -1) if self._plan.scores == "softmax" else sigmoid(logits)
+        mixed = self.experts(x, self.chosen(scores), real)
+        if self.shared is not None:
+            added = self.shared.share(x, real)
+            if self.shared_router is not None:
+                added = sigmoid(self._kernels.linear(x, self.shared_router, real)) * added
+            mixed = mixed + added
         return self._group.reduce(mixed)
 
-    def chosen(self, probs: Tensor) -> Tensor:
-        """Map router probabilities [b, T, E] to the weight of each expert, 0 for inactive ones."""
-        numbers = torch.arange(probs.shape[-1], device=probs.device)
-        own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
-        ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
-        chosen_probs = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
-        return chosen_probs / chosen_probs.sum(-1, keepdim=True) if self._plan.normalise else chosen_probs
+    def chosen(self, scores: Tensor) -> Tensor:
+        """Map the router's scores [b, T, E] to the weight of each expert, 0 for inactive ones."""
+        plan = self._plan
+        ranked = biased(scores, self.router_bias)
+        if plan.groups > 1:
+            grouped = ranked.unflatten(-1, (plan.groups, -1))
+            best = torch.where(_rank(grouped) < 2, grouped, 0.0).sum(-1)
+            open_groups = (_rank(best) < plan.chosen_groups).unsqueeze(-1)
+            ranked = torch.where(open_groups, grouped, _NEVER).flatten(-2)
+        chosen_scores = torch.where(_rank(ranked) < plan.chosen, scores, 0.0)
+        if plan.normalise:
+            chosen_scores = chosen_scores / chosen_scores.sum(-1, keepdim=True)
+        return scaled(chosen_scores, plan.scale)
+
+
+_NEVER = -1e30
+"""A score below every other, and finite."""
+
+
+def _rank(scores: Tensor) -> Tensor:
+    """Return how many entries of the last dimension are before each: larger ones, and equal ones of lower index."""
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)
+    before = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
+    return before.to(torch.float32).sum(-1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), made of operators that are known to lower to HLO."""
+    return 0.5 * torch.tanh(0.5 * x) + 0.5
 
 
 class ChosenExperts(nn.Module):

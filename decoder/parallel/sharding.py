@@ -56,6 +56,7 @@ class TensorSpec:
     copies  names under which a checkpoint may hold the same tensor once more; a copy is compared and dropped
     blocks  several matrices concatenated by rows: the rows of each, and how they are sharded; ``split`` is then by rows
     transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` refer to it as [out, in]
+    exact   loaded as float32 whatever the decoder computes in
     """
 
     shape: tuple[int, ...]
@@ -63,6 +64,7 @@ class TensorSpec:
     copies: tuple[str, ...] = ()
     blocks: tuple[tuple[int, Split], ...] = ()
     transposed: bool = False
+    exact: bool = False
 
     @property
     def is_product(self) -> bool:

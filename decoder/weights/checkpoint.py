@@ -294,7 +294,7 @@ def load_weights(
     place = checkpoint_path(path)
     places = _prefixed(_survey(place), family)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
-    relevant = [name for name in places if not family.ignores(name)]
+    relevant = [name for name in places if name in expected or not family.ignores(name)]
     _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
@@ -310,9 +310,10 @@ def load_weights(
         with open_weight_file(file) as source:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
+                kept = torch.float32 if specs[name].exact else dtype
                 stored = _TensorInFile(source, file, places[name].stored, specs[name], portion)
                 tensor: Stored = (
-                    _read_matrix(stored, matrices[name], cut) if name in matrices else _read_tensor(stored, dtype, cut)
+                    _read_matrix(stored, matrices[name], cut) if name in matrices else _read_tensor(stored, kept, cut)
                 )
                 if name not in expected:
                     copies[name] = tensor

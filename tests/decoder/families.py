@@ -20,6 +20,11 @@ _PLAIN = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings"
 _SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
 _MIXED = {"sliding_window": WINDOW, "layer_types": _SLIDES}
 
+_ROUTED = {
+    "moe_intermediate_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", _ROTARY),
     "qwen3 slides": (
@@ -117,6 +122,37 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "num_experts": 5,
             "num_experts_per_tok": 2,
         },
+    ),
+    "glm4 moe": (
+        "glm4_moe",
+        {
+            **_ROTARY,
+            **_ROUTED,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {**_ROTARY, **_ROUTED, **_MIXED, "first_k_dense_replace": 0, "n_group": 3, "topk_group": 2},
+    ),
+    "ernie moe": (
+        "ernie4_5_moe",
+        {
+            **_ROTARY,
+            "head_dim": 8,
+            "moe_intermediate_size": 16,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    "minimax": (
+        "minimax_m2",
+        {**_ROTARY, "head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
     "ministral": ("ministral", {**_ROTARY, **_MIXED}),
     "cwm": ("cwm", {**_ROTARY, **_MIXED, "head_dim": 8, "bos_token_id": 0}),
