@@ -32,7 +32,7 @@ class Experts:
     scores           what the router's output is made into
     corrected        experts are chosen by score plus a bias of each, which the sum does not see (DeepSeek V3): shape of
                      its tensor, a vector or a "row" [1, count]; "": there is none
-    groups, chosen_groups  experts are chosen from the groups whose two best scores add up to most
+    groups, chosen_groups, of_group  experts are chosen from the groups whose ``of_group`` best scores add up to most
     scale            factor of the chosen scores
     dense            for each layer: whether it has one MLP in place of experts; (): none has
     """
@@ -47,8 +47,27 @@ class Experts:
     corrected: Literal["", "vector", "row"] = ""
     groups: int = 1
     chosen_groups: int = 1
+    of_group: int = 2
     scale: float = 1.0
     dense: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): keys and values are made of a short vector.
+
+    The cache holds the keys and values of every head, not the short vector: every backend and kernel then serves it.
+
+    query, rank  widths of the short vectors of queries (0: queries are made directly) and of keys and values
+    own, turned  dimensions of a head's query and key without rotation, and with it, which all heads' keys share
+    value        dimensions of a head's value, at most ``own + turned``
+    """
+
+    query: int
+    rank: int
+    own: int
+    turned: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,7 @@ class Blueprint:
                      "own" (Cohere), or the "whole" width at once (OLMo 2)
     late_head_norms  they are normalised after rotation (Hunyuan, nanochat)
     qkv_clip         bound of the size of queries, keys and values (OLMo); 0: none
+    latent           multi-head latent attention
     joined           layout of query, key and value in a checkpoint
     turned           the share of a head's first dimensions that rotary embeddings rotate; 0: none
     unturned         for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
@@ -99,6 +119,7 @@ class Blueprint:
     head_norms: HeadNorms = ""
     late_head_norms: bool = False
     qkv_clip: float = 0.0
+    latent: Latent | None = None
     joined: Joined = ""
     turned: float = 1.0
     unturned: tuple[bool, ...] = ()
@@ -129,9 +150,10 @@ class Names:
     outer       "embedding", "norm", "head" and, if present, "positions" and "embedding norm"
     layer       the prefix of layer {i}
     inner       "norm", "mlp norm", "post norm", "post mlp norm", "q", "k", "v" or "qkv", "out", "q norm", "k norm",
-                "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last three,
-                "router", and "router bias" with its tensor's whole name; for the shared expert, and for the MLP of
-                layers without experts, the same with "shared" or "dense" before
+                for latent attention "q" or "q short", "q short norm" and "q long", "kv short", "kv short norm" and "kv
+                long", "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last
+                three, "router", and "router bias" with its tensor's whole name; for the shared expert, and for the MLP
+                of layers without experts, the same with "shared" or "dense" before
     transposed  matrices are stored as [in, out] (GPT-2)
     """
 

@@ -5,11 +5,12 @@ Defaults are those of transformers' configuration classes, except that sizes hav
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Experts
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Experts, Latent
 from paceline.decoder.models.family import (
     Family,
     Key,
@@ -210,8 +211,8 @@ _DENSE = {f"dense_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")
 _ROUTED_NAMES = _EXPERT_NAMES.but(router_bias="mlp.gate.e_score_correction_bias", **_SHARED, **_DENSE)
 
 
-def _routed(normalise: bool, first: int) -> Key:
-    """Return the experts of a family that chooses them as DeepSeek V3 does."""
+def _routed(normalise: bool, first: int, shared: int = 1) -> Key:
+    """Return the experts of a family that chooses them as DeepSeek V3 does; the defaults of absent keys."""
 
     def value(config: Fields) -> Experts:
         width = config.integer("moe_intermediate_size")
@@ -220,7 +221,7 @@ def _routed(normalise: bool, first: int) -> Key:
             config.integer("n_routed_experts"),
             config.integer("num_experts_per_tok"),
             config.flag("norm_topk_prob", normalise),
-            shared=width * config.integer("n_shared_experts", 1),
+            shared=width * config.integer("n_shared_experts", shared),
             shared_weighted=False,
             width=width,
             scores="sigmoid",
@@ -260,6 +261,117 @@ _GLM4_MOE = Family(
     },
     renamed={"num_local_experts": "n_routed_experts"},
     ignored=r"model\.layers\.(46|92)\..+",
+)
+
+
+class _LatentFamily(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the head width of queries and keys, and with as many key heads as query heads."""
+        fields = super().translated(config)
+        width = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
+        heads = fields.integer("num_attention_heads")
+        said = {"head_dim": (fields.integer("qk_rope_head_dim"), width), "num_key_value_heads": (heads,)}
+        for key, values in said.items():
+            if fields.values.get(key, values[0]) not in (*values, None):
+                raise UnknownArchitectureError(
+                    f"{fields.where}: {key}: expected {values[0]}, got {fields.values[key]!r}, which is not supported; "
+                    "use another model"
+                )
+        return Fields({**fields.values, "head_dim": width, "num_key_value_heads": heads}, fields.where)
+
+
+def _whole_head(config: Fields) -> int:
+    return config.integer("head_dim")
+
+
+def _latent(config: Fields) -> Latent:
+    query = config.values.get("q_lora_rank")
+    return Latent(
+        query=0 if query is None else config.integer("q_lora_rank"),
+        rank=config.integer("kv_lora_rank"),
+        own=config.integer("qk_nope_head_dim"),
+        turned=config.integer("qk_rope_head_dim"),
+        value=config.integer("v_head_dim"),
+    )
+
+
+def _latent_scale(config: Fields) -> float:
+    """Return the factor of scores, which yarn makes larger."""
+    rope = config.child("rope_scaling") or config.child("rope_parameters") or Fields({}, config.where)
+    scale = 1.0
+    if rope.text("rope_type", rope.text("type", "default")) != "default":
+        most = rope.optional_number("mscale_all_dim") or 0.0
+        factor = rope.number("factor", 1.0)
+        scale = (0.1 * most * math.log(factor) + 1.0) ** 2 if most and factor > 1.0 else 1.0
+    return float(scale * config.integer("head_dim") ** -0.5)
+
+
+_LATENT_NAMES = _ROUTED_NAMES.but(
+    q_short="self_attn.q_a_proj",
+    q_short_norm="self_attn.q_a_layernorm",
+    q_long="self_attn.q_b_proj",
+    kv_short="self_attn.kv_a_proj_with_mqa",
+    kv_short_norm="self_attn.kv_a_layernorm",
+    kv_long="self_attn.kv_b_proj",
+)
+_DEEPSEEK_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_DEEPSEEK_V3 = _LatentFamily(
+    "deepseek_v3",
+    "DeepSeek V3, R1, Moonlight, Kimi K2",
+    names=_LATENT_NAMES,
+    reads={
+        **_ACTIVATION,
+        "latent": Key(
+            ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            _latent,
+        ),
+        "turned": Key((), lambda config: config.integer("qk_rope_head_dim") / config.integer("head_dim")),
+        "neighbours": flag("rope_interleave", True),
+        "query_scale": Key((), _latent_scale),
+        "experts": _routed(True, 3),
+    },
+    defaults={
+        **_DEEPSEEK_DEFAULTS,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 4096,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    renamed={"num_local_experts": "n_routed_experts"},
+    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "qk_head_dim": _whole_head},
+    ignored=r"model\.layers\.61\..+",
+)
+_DEEPSEEK_V2 = replace(
+    _DEEPSEEK_V3,
+    name="deepseek_v2",
+    summary="DeepSeek V2",
+    reads={
+        **_DEEPSEEK_V3.reads,
+        "neighbours": Key((), lambda _: True),
+        "experts": Key(
+            (*_routed(False, 0).names, "topk_method"),
+            lambda config: replace(
+                _routed(False, 0, shared=2).value(config),
+                scores="softmax",
+                corrected="",
+                of_group=1,
+                **({} if config.text("topk_method", "greedy") == "group_limited_greedy" else {"groups": 1}),
+            ),
+        ),
+    },
+    defaults={**_DEEPSEEK_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64},
+    neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False, "qk_head_dim": _whole_head},
+    ignored="",
 )
 _DOTS1 = Family(
     "dots1",
@@ -668,6 +780,8 @@ FAMILIES = (
     _QWEN3_MOE,
     _QWEN2,
     _QWEN2_MOE,
+    _DEEPSEEK_V2,
+    _DEEPSEEK_V3,
     _GLM4_MOE,
     _DOTS1,
     _ERNIE_MOE,

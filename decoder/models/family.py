@@ -145,7 +145,7 @@ def experts(
 # ---- a row of the table
 
 _HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
-_NULLABLE = ("sliding_window", "_token_id")
+_NULLABLE = ("sliding_window", "_token_id", "q_lora_rank")
 """Suffixes of keys whose null means none instead of the default."""
 
 
@@ -256,7 +256,7 @@ class Family:
         plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
         prefix = self.names.layer.format(i=index)
         inner = {part: prefix + name for part, name in self.names.inner.items()}
-        specs = _attention(config, inner, transposed=turned)
+        specs = _latent(config, inner) if plan.latent else _attention(config, inner, transposed=turned)
         if plan.norms != "after":
             specs = _norm(inner["norm"], hidden, plan) | specs
         if plan.norms != "before":
@@ -307,6 +307,24 @@ def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: boo
             specs |= {f"{inner[part]}.{kind}": TensorSpec(sizes) for kind in _norm_kinds(plan)}
     spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS)
     return specs | _product(inner["out"], spec, bias=plan.out_bias, transposed=transposed)
+
+
+def _latent(config: ModelConfig, inner: Mapping[str, str]) -> dict[str, TensorSpec]:
+    latent, hidden, heads = config.blueprint.latent, config.hidden_size, config.num_heads
+    assert latent is not None
+    width = latent.own + latent.turned
+    specs: dict[str, TensorSpec] = {}
+    if latent.query:
+        specs[f"{inner['q short']}.weight"] = TensorSpec((latent.query, hidden))
+        specs[f"{inner['q short norm']}.weight"] = TensorSpec((latent.query,))
+    queries = inner["q long" if latent.query else "q"]
+    specs[f"{queries}.weight"] = TensorSpec((heads * width, latent.query or hidden), Split.QUERY_ROWS)
+    specs[f"{inner['kv short']}.weight"] = TensorSpec((latent.rank + latent.turned, hidden))
+    specs[f"{inner['kv short norm']}.weight"] = TensorSpec((latent.rank,))
+    rows = heads * (latent.own + latent.value)  # there are as many key heads as query heads
+    specs[f"{inner['kv long']}.weight"] = TensorSpec((rows, latent.rank), Split.QUERY_ROWS)
+    specs[f"{inner['out']}.weight"] = TensorSpec((hidden, heads * latent.value), Split.QUERY_COLUMNS)
+    return specs
 
 
 def _mlp(size: int, config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:

@@ -175,7 +175,9 @@ class DecoderLayer(nn.Module):
         after = plan.norms != "before"
         self._plan = plan
         self.norm = None if plan.norms == "after" else part.norm(weights, inner["norm"])
-        self.attention = Attention(part, weights, inner, index=index)
+        self.attention: Attention | LatentAttention = (
+            LatentAttention(part, weights, inner) if plan.latent else Attention(part, weights, inner, index=index)
+        )
         self.post_norm = part.norm(weights, inner["post norm"]) if after else None
         self.mlp_norm = None if plan.norms == "after" or plan.shared_norm else part.norm(weights, inner["mlp norm"])
         self.mlp: Mlp | MixtureOfExperts
@@ -194,7 +196,12 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Run one layer."""
         plan, fused = self._plan, self._fused
-        if fused is not None and rotation is not None and self.attention.plain:
+        if (
+            fused is not None
+            and rotation is not None
+            and isinstance(self.attention, Attention)
+            and self.attention.plain
+        ):
             assert self.norm is not None
             between = fused.attention(
                 hidden, self.attention.with_norm(self.norm), place, cache=cache, rotation=rotation
@@ -227,9 +234,9 @@ class DecoderLayer(nn.Module):
 class Normalise(nn.Module):
     """A norm over the last dimension, in float32."""
 
-    def __init__(self, part: Part, weight: Stored, *, bias: Stored | None = None) -> None:
+    def __init__(self, part: Part, weight: Stored, *, bias: Stored | None = None, eps: float = 0.0) -> None:
         super().__init__()
-        self._kernels, self.kind, self.eps = part.kernels, part.norm_kind, part.config.rms_norm_eps
+        self._kernels, self.kind, self.eps = part.kernels, part.norm_kind, eps or part.config.rms_norm_eps
         self.weight = frozen(weight)
         self.bias = None if bias is None else frozen(bias)
 
@@ -303,6 +310,65 @@ class Attention(nn.Module):
         every = self._group.gather(torch.stack((keys, values)))  # [ranks, 2, b, T, n]
         heads = every.permute(1, 2, 3, 0, 4).reshape(2, *shape).index_select(3, self.get_buffer("key_heads"))
         return heads[0], heads[1]
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, see `Latent`: what heads share is multiplied on every rank."""
+
+    def __init__(self, part: Part, weights: Weights, inner: Mapping[str, str]) -> None:
+        super().__init__()
+        latent, config, heads = part.plan.latent, part.config, part.shard.heads
+        assert latent is not None
+        self._kernels, self._group, self._latent = part.kernels, part.group, latent
+        self.width, self._heads = config.head_dim, heads
+        self.scale = part.plan.query_scale * self.width**0.5 if part.plan.query_scale else 1.0
+        self.q_short = matrix(part.matrix(weights, inner["q short"])) if latent.query else None
+        self.q_norm = self._norm(part, weights, inner["q short norm"]) if latent.query else None
+        queries = part.matrix(weights, inner["q long" if latent.query else "q"])
+        # Turned dimensions go first, and the pairs half of them apart, where `Kernels.rotate` expects them.
+        count = latent.turned
+        turned = [*range(0, count, 2), *range(1, count, 2)] if part.plan.neighbours else [*range(count)]
+        order = [*(latent.own + at for at in turned), *range(latent.own)]
+        self.q = matrix(_reordered(queries, [head * self.width + at for head in range(heads) for at in order]))
+        short = part.matrix(weights, inner["kv short"])
+        self.kv_short = matrix(_reordered(short, [*(latent.rank + at for at in turned), *range(latent.rank)]))
+        self.kv_norm = self._norm(part, weights, inner["kv short norm"])
+        self.kv = matrix(part.matrix(weights, inner["kv long"]))
+        self.out = matrix(part.matrix(weights, inner["out"]))
+
+    @staticmethod
+    def _norm(part: Part, weights: Weights, name: str) -> Normalise:
+        return Normalise(part, weights.pop(f"{name}.weight"), eps=_LATENT_EPS)
+
+    def forward(
+        self, x: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation | None
+    ) -> Tensor:
+        """Compute what `Attention` does."""
+        linear, latent = self._kernels.linear, self._latent
+        if self.q_short is not None and self.q_norm is not None:
+            q = linear(self.q_norm(linear(x, self.q_short, place.real)), self.q, place.real)
+        else:
+            q = linear(x, self.q, place.real)
+        q = q.unflatten(-1, (self._heads, self.width))
+        shared, short = linear(x, self.kv_short, place.real).split((latent.turned, latent.rank), dim=-1)
+        both = linear(self.kv_norm(short), self.kv, place.real)
+        own, v = both.unflatten(-1, (self._heads, -1)).split((latent.own, latent.value), dim=-1)
+        k = torch.cat((shared.unsqueeze(-2).expand(*own.shape[:-1], -1), own), -1)
+        assert rotation is not None, "some dimensions of a head are rotated"
+        q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
+        v = nn.functional.pad(v, (0, self.width - latent.value))
+        mixed = self._kernels.attend((scaled(q, self.scale), k, v), cache, place)
+        mixed = mixed.unflatten(-1, (self._heads, self.width))[..., : latent.value].flatten(-2)
+        return self._group.reduce(linear(mixed, self.out, place.real))
+
+
+_LATENT_EPS = 1e-6
+"""Of the norms of short vectors, whatever rms_norm_eps says."""
+
+
+def _reordered(weight: Stored, rows: list[int]) -> Stored:
+    """Return a matrix with its rows in another order."""
+    return weight[rows] if isinstance(weight, Tensor) else weight.at(torch.tensor(rows))
 
 
 class HeadNorm(nn.Module):
@@ -425,7 +491,7 @@ class MixtureOfExperts(nn.Module):
         ranked = biased(scores, self.router_bias)
         if plan.groups > 1:
             grouped = ranked.unflatten(-1, (plan.groups, -1))
-            best = torch.where(_rank(grouped) < 2, grouped, 0.0).sum(-1)
+            best = torch.where(_rank(grouped) < plan.of_group, grouped, 0.0).sum(-1)
             open_groups = (_rank(best) < plan.chosen_groups).unsqueeze(-1)
             ranked = torch.where(open_groups, grouped, _NEVER).flatten(-2)
         chosen_scores = torch.where(_rank(ranked) < plan.chosen, scores, 0.0)

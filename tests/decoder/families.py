@@ -25,6 +25,11 @@ _ROUTED = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 
+_LATENT = {
+    **{key: value for key, value in _ROTARY.items() if key != "head_dim"}, "num_key_value_heads": 4,
+    "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", _ROTARY),
     "qwen3 slides": (
@@ -131,6 +136,35 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "use_qk_norm": True,
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": 10,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
         },
     ),
     "dots1": (
