@@ -83,7 +83,7 @@ def test_every_key_of_transformers_is_understood_or_known_to_be_without_effect(k
 @every_family
 def test_what_a_family_says_it_reads_it_reads(kind: str) -> None:
     files = [config for config in files_of(kind) if seen(config) != "refused"]
-    values = [1, 2, 3, 8, 36, 64, 0.25, True, False, "relu", "gelu", [1], ["sliding_attention"] * 3, {"a": 1}]
+    values = [1, 2, 3, 4, 8, 36, 64, 0.25, True, False, "relu", "gelu", [1], ["sliding_attention"] * 3, {"a": 1}]
     for key in registry.family(kind).keys:
         bare = [{name: one for name, one in config.items() if name != key} for config in files]
         assert any(len({seen(config), *(seen({**config, key: value}) for value in values)}) > 1 for config in bare), key
