@@ -186,3 +186,10 @@ LLAMA_NAMES = Names(
         "down": "mlp.down_proj",
     },
 )
+EXPERT_NAMES = LLAMA_NAMES.but(
+    router="mlp.gate",
+    gate="mlp.experts.{e}.gate_proj",
+    up="mlp.experts.{e}.up_proj",
+    down="mlp.experts.{e}.down_proj",
+)
+"""The same with experts in place of an MLP."""

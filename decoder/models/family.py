@@ -142,6 +142,9 @@ def experts(
     return Key((*asked, *((shared,) if shared else ())), value)
 
 
+ACTIVATION = {"activation": activation()}
+BIASES = {"qkv_bias": flag("attention_bias"), "out_bias": flag("attention_bias")}
+
 # ---- a row of the table
 
 _HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
@@ -248,7 +251,8 @@ class Family:
         """Build the network of a rank. It removes its tensors from ``weights``, which holds the parts of ``shard`` by
         name.
         """
-        from paceline.decoder.models.network import DecoderModel, Part
+        from paceline.decoder.models.layers import Part
+        from paceline.decoder.models.network import DecoderModel
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
 

@@ -1,13 +1,20 @@
-"""Layers shared by the networks of models and of draft heads: a gated MLP, biases, and parameters."""
+"""Layers shared by the networks of models and of draft heads: norms, MLPs, biases, and parameters."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from paceline.decoder.kernels.plain import NormKind
 from paceline.decoder.kernels.protocol import Kernels, MlpWeights
+from paceline.decoder.models.blueprint import Blueprint, Names
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.collectives import Collectives
-from paceline.decoder.weights.quantize import Stored
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.quantize import Stored, joined, matrix
 
 Weights = dict[str, Stored]
 """Tensors of a checkpoint by name, in the decoder's compute dtype, or quantised."""
@@ -45,3 +52,86 @@ def frozen(x: Stored) -> nn.Parameter:
 def joined_vectors(weights: Weights, names: list[str]) -> nn.Parameter:
     """Several biases as one. Takes them out of ``weights``."""
     return nn.Parameter(torch.cat([frozen(weights.pop(name)) for name in names]), requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of a model, the kernels it computes with, and what its tensors are called."""
+
+    shard: Shard
+    kernels: Kernels
+    group: Collectives
+    names: Names
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.shard.config
+
+    @property
+    def plan(self) -> Blueprint:
+        return self.shard.config.blueprint
+
+    def matrix(self, weights: Weights, name: str) -> Stored:
+        """A product's matrix as [out, in], which a quantised one is already. Takes it out of ``weights``."""
+        weight = weights.pop(f"{name}.weight")
+        return weight.t().contiguous() if self.names.transposed and isinstance(weight, Tensor) else weight
+
+    def norm(self, weights: Weights, name: str) -> Normalise:
+        """A norm over the width of the model."""
+        weight = self.norm_weight(weights, name, self.config.hidden_size)
+        return Normalise(self, weight, bias=weights.pop(f"{name}.bias", None))
+
+    def norm_weight(self, weights: Weights, name: str, width: int) -> Tensor:
+        """A norm's weight, ones where the family has none. Takes it out of ``weights``."""
+        if not self.plan.norm_weight:
+            return torch.ones(width)
+        weight = frozen(weights.pop(f"{name}.weight"))
+        return weight.float() + 1.0 if self.plan.norm == "layer plus one" else weight
+
+    @property
+    def norm_kind(self) -> NormKind:
+        """Return the norm that kernels compute; one is added to the weights of "layer plus one" when they load."""
+        return "layer" if self.plan.norm == "layer plus one" else self.plan.norm
+
+
+class Normalise(nn.Module):
+    """A norm over the last dimension, in float32."""
+
+    def __init__(self, part: Part, weight: Stored, *, bias: Stored | None = None, eps: float = 0.0) -> None:
+        super().__init__()
+        self._kernels, self.kind, self.eps = part.kernels, part.norm_kind, eps or part.config.rms_norm_eps
+        self.weight = frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.norm(x, self.weight, eps=self.eps, bias=self.bias, kind=self.kind)
+
+
+class Mlp(nn.Module):
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, part: Part, weights: Weights, inner: Mapping[str, str]) -> None:
+        super().__init__()
+        plan = part.plan
+        self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
+        self._activation = plan.activation
+        sides = [side for side in ("gate up", "gate", "up") if side in inner]
+        self.up = joined([part.matrix(weights, inner[side]) for side in sides])
+        self.up_bias = joined_vectors(weights, [f"{inner[side]}.bias" for side in sides]) if plan.mlp_bias else None
+        self.down = matrix(part.matrix(weights, inner["down"]))
+        self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
+        self.plain = plan.gated and plan.activation == "silu"
+
+    def with_norm(self, norm: Normalise) -> MlpWeights:
+        """For kernels that know the MLP as a whole, which is only what is ``plain``."""
+        return MlpWeights(norm.weight, self.up, self.up_bias, self.down, self.down_bias, norm.eps)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
+        return biased(self._group.reduce(self.share(x, real)), self.down_bias)
+
+    def share(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """Return this rank's part of the sum, without the bias."""
+        inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
+        inner = self._kernels.activate(inner, self._activation, gated=self._gated)
+        return self._kernels.linear(inner, self.down, real)

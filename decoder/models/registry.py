@@ -1,12 +1,14 @@
-"""Model families by the ``model_type`` of config.json. A new family is one row, in `families` or `families_gpt`."""
+"""Model families by the ``model_type`` of config.json. A new family is one row of a ``families`` module."""
 
 from __future__ import annotations
 
 from paceline.core.errors import UnknownArchitectureError
-from paceline.decoder.models import families, families_gpt
+from paceline.decoder.models import families, families_experts, families_gpt
 from paceline.decoder.models.family import Family
 
-MODEL_FAMILIES: dict[str, Family] = {row.name: row for row in (*families.FAMILIES, *families_gpt.FAMILIES)}
+MODEL_FAMILIES: dict[str, Family] = {
+    row.name: row for row in (*families.FAMILIES, *families_experts.FAMILIES, *families_gpt.FAMILIES)
+}
 
 
 def family(model_type: str, where: str = "config.json") -> Family:

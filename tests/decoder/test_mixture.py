@@ -15,7 +15,8 @@ from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.network import ChosenExperts, DecoderLayer, EveryExpert, MixtureOfExperts
+from paceline.decoder.models.experts import ChosenExperts, EveryExpert, MixtureOfExperts
+from paceline.decoder.models.network import DecoderLayer
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
