@@ -258,6 +258,59 @@ _GPT_NEOX = Architecture(
     more=lambda keys: {"use_parallel_residual": keys.flag("use_parallel_residual", True)},
 )
 
+_COHERE2 = Architecture(
+    "cohere2",
+    epsilon=_LAYER_NORM,
+    reads=("logit_scale", *_WINDOW),
+    more=lambda keys: {"logit_scale": keys.unless_zero("logit_scale", 1.0), **_slides(keys, 4)},
+    neighbours=True,
+)
+_MPT = Architecture(
+    "mpt",
+    epsilon=_LAYER_NORM,
+    reads=("attention.clamp_kqv", "attention.max_alibi_bias"),
+    more=lambda keys: {
+        "attn_config": {
+            "clip_qkv": keys.unless_zero("attention.clamp_kqv", None),
+            "alibi": keys.number("attention.max_alibi_bias", 0.0) != 0.0,
+            "alibi_bias_max": keys.number("attention.max_alibi_bias", 8.0),
+        }
+    },
+)
+
+
+def _routed(keys: Keys) -> Mapping[str, object]:
+    return {
+        "n_routed_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count", 1),
+        "first_k_dense_replace": keys.whole("leading_dense_block_count"),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+    }
+
+
+_DOTS1 = Architecture(
+    "dots1",
+    reads=(
+        *_EXPERTS, "expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count",
+        "expert_weights_scale", "expert_weights_norm",
+    ),
+    present=_BIAS,
+    more=_routed,
+    neutral={"expert_gating_func": 2},
+)  # fmt: skip
+_MINIMAX_M2 = Architecture(
+    "minimax_m2",
+    reads=(*_EXPERTS, "expert_feed_forward_length"),
+    more=lambda keys: {
+        **_mixture("num_local_experts")(keys),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+    },
+    neutral={"expert_gating_func": 2},
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "qwen2": Architecture("qwen2"),
@@ -299,12 +352,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "ernie4_5": Architecture("ernie4_5", present={"use_bias": "attn_q.bias"}, neighbours=True),
     "arcee": Architecture("arcee", present=_BIASES, neighbours=True),
+    "olmo": Architecture(
+        "olmo",
+        epsilon=_LAYER_NORM,
+        reads=("attention.clamp_kqv",),
+        present=_BIAS,
+        more=lambda keys: {"clip_qkv": keys.unless_zero("attention.clamp_kqv", None)},
+        neighbours=True,
+    ),
     "olmo2": Architecture("olmo2", present=_BIAS),
+    "dots1": _DOTS1,
+    "minimax-m2": _MINIMAX_M2,
     "olmoe": Architecture("olmoe", reads=_EXPERTS, present=_BIAS, more=_mixture("num_experts", norm_topk_prob=False)),
     "exaone4": Architecture("exaone4", reads=_WINDOW, more=lambda keys: _slides(keys, 4)),
     "chatglm": Architecture("glm", present=_BIAS, neighbours=True),
     "glm4": Architecture("glm4", present=_BIAS, neighbours=True),
     "command-r": _COHERE,
+    "cohere2": _COHERE2,
+    "starcoder": Architecture("gpt_bigcode", epsilon=_LAYER_NORM),
+    "mpt": _MPT,
     "gpt2": Architecture("gpt2", epsilon=_LAYER_NORM),
     "gptneox": _GPT_NEOX,
     "bloom": Architecture("bloom", epsilon=_LAYER_NORM, neutral={"attention.max_alibi_bias": 8.0}),

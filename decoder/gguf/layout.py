@@ -30,6 +30,7 @@ _INNER = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "qkv": "attn_qkv", "out": "attn_output",
     "q norm": "attn_q_norm", "k norm": "attn_k_norm", "gate": "ffn_gate", "up": "ffn_up", "gate up": "ffn_up",
     "down": "ffn_down", "router": "ffn_gate_inp", "shared router": "ffn_gate_inp_shexp",
+    "router bias": "exp_probs_b", "dense gate": "ffn_gate", "dense up": "ffn_up", "dense down": "ffn_down",
     "shared gate": "ffn_gate_shexp", "shared up": "ffn_up_shexp", "shared down": "ffn_down_shexp",
 }  # fmt: skip
 """llama.cpp's names of the parts of `Names`; those of experts end with "_exps"."""
@@ -91,12 +92,12 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
                 prefix, cuts = "", [("", stem, 0, rows)]
         turned = family.names.transposed and layer is not None and len(tensor.shape) > 1
         for part, name, first, count in cuts:
-            label = f"{prefix}{name}.{kind}"
+            label = f"{prefix}{name}" if part == "router bias" else f"{prefix}{name}.{kind}"
             if label in made:
                 raise CheckpointError(
                     f"{header.path}: expected every tensor once, got one under two names; download the file again"
                 )
-            lifted = kind == "weight" and part.endswith("norm") and family.plan.norm == "rms plus one"
+            lifted = kind == "weight" and part.endswith("norm") and family.plan.norm.endswith("plus one")
             order = _order(part, keys, row)
             single = part == "shared router" and len(tensor.shape) == 1
             shift = 1.0 if lifted else 0.0

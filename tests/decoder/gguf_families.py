@@ -89,6 +89,14 @@ CASES: dict[str, Case] = {
     "chatglm": Case("chatglm", "glm", keys={"rope.dimension_count": 6}),
     "glm4": Case("glm4", "glm4", keys={"rope.dimension_count": 6}),
     "command-r": Case("command-r", "cohere", keys={"logit_scale": 0.0625, "rope.scaling.type": "none"}),
+    "cohere2": Case(
+        "cohere2", "cohere2",
+        keys={
+            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
+            "logit_scale": 0.0625, "rope.scaling.type": "none",
+        },
+    ),
+    "starcoder": Case("starcoder", "bigcode"),
     "gpt2": Case("gpt2", "gpt2"),
     "gptneox": Case("gptneox", "neox", keys={"rope.dimension_count": 2, "use_parallel_residual": True}),
     "gptneox serial": Case(

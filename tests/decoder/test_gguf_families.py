@@ -39,8 +39,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTraine
 
 def test_every_architecture_has_a_case() -> None:
     rows = {name for row in ARCHITECTURES.values() for name in row.families}
-    assert rows == set(MODEL_FAMILIES) - {"mistral", "gptj", "opt"}, "families that llama.cpp's converter writes"
-    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+    assert rows <= set(MODEL_FAMILIES)
+    without = {"mpt", "olmo", "dots1", "minimax-m2"}  # compared with llama.cpp alone, in test_llama_cpp.py
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES) - without
 
 
 @every_case

@@ -53,6 +53,7 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SIGMOID = (("scoring_func", "sigmoid"),)
 _LENGTH = (("seq_length", 128),)  # what the converter takes for the number of positions
 _EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
 
@@ -112,6 +113,29 @@ CASES: dict[str, Case] = {
     "chatglm": Case("glm", {**_SIZES, "pad_token_id": 0, "rms_norm_eps": 1e-5}, _LENGTH),
     "glm4": Case("glm4", {**_WIDE, "pad_token_id": 0}),
     "command-r": Case("cohere", _SIZES),
+    "cohere2": Case("cohere2", {**_SIZES, "num_hidden_layers": 4, "sliding_window": 11}, (("rotary_pct", 1.0),)),
+    "starcoder": Case("gpt_bigcode", {"n_embd": 32, "n_head": 4, "n_positions": 128, "n_layer": 3}),
+    "mpt": Case(
+        "mpt",
+        {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.5}},
+        (
+            ("attn_config", {"clip_qkv": 0.5, "alibi": True, "alibi_bias_max": 8}),
+            ("architectures", ["MPTForCausalLM"]),
+        ),
+    ),
+    "olmo": Case("olmo", {**_SIZES, "clip_qkv": 0.5}),
+    "dots1": Case(
+        "dots1",
+        {
+            **_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 5,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": None,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        },
+        _SIGMOID,
+    ),
+    "minimax-m2": Case(
+        "minimax_m2", {**_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}, (*_SIGMOID, ("rotary_dim", 4))
+    ),
     "gpt2": Case("gpt2", {"n_embd": 32, "n_head": 4, "n_positions": 128, "n_layer": 3}, (("n_ctx", 128),)),
     "gptneox": Case("gpt_neox", {**_PLAIN, "intermediate_size": 64}, (("rotary_pct", 0.25),)),
     "gptneox serial": Case(
