@@ -22,6 +22,7 @@ from paceline.core.types import (
     PrefillResult,
     Proposal,
     RoundLimits,
+    RoundReport,
     RoundResult,
     SamplingKind,
     SamplingTensors,
@@ -175,8 +176,8 @@ class TraceableDrafter(Drafter):
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Read the commits of `update` that no proposal followed. Called, in place of `update`, before a round in which
-        the step reads the newest commit itself.
+        """Read the commits of `update` that no proposal followed. Called, in place of `update`, before the first round
+        after them in which the step reads the newest commit itself.
         """
 
 
@@ -217,10 +218,11 @@ class Verifier(ABC):
         sampling: SamplingTensors,
         limits: RoundLimits,
         seconds: float,
-    ) -> RoundResult:
+    ) -> tuple[Commit, list[RoundReport]]:
         """Draft and verify in one graph: one round, then further rounds within ``limits`` and ``seconds``,
-        each on the commit of the one before it. The drafter does not see them: its step reads their commits. The last
-        commit is valid until the call after the next.
+        each on the commit of the one before it. The drafter does not see them: its step reads their commits.
+
+        -> the last commit, valid until the call after the next, and a report of each round
         """
         raise NotImplementedError(f"{type(self).__name__} runs no drafter's step")
 

@@ -115,7 +115,7 @@ def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bound
         limits = [max(0, min(limit, end + 1 - length)) for limit, length in zip(limits, lengths, strict=True)]
     if limits == bounds.max_accept:
         return bounds
-    return replace(bounds, max_accept=limits, multi_round=None)
+    return replace(bounds, max_accept=limits, max_rounds=1)
 
 
 def shortened_of(drafter: Drafter, length: int) -> Drafter:

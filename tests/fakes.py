@@ -8,7 +8,6 @@ every row it may look at holds the committed token, or one that was fed in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,12 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeGenerator, build
 from paceline.auto import SamplingDecoder
-from paceline.build import round_builder
 from paceline.core.protocols import Reading, Round
 from paceline.core.types import (
     Commit,
     FeatureSpec,
-    MultiRoundLimits,
     RoundLimits,
     RoundReport,
     RoundResult,
@@ -37,6 +34,7 @@ from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.options import DecoderOptions, LoadOptions
+from paceline.engine.adaptive import DraftLengthController
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -189,7 +187,7 @@ class FusedTableStep:
         return list(self._module(*inputs))
 
     def run_rounds(
-        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+        self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
         return run_rounds(self, inputs, seconds, limits)
 
@@ -273,15 +271,17 @@ def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Round], Round]
     generator.engine.rounds = wrap(generator.engine.rounds)
 
 
-def rebuild(generator: SpeculativeGenerator, **changes: object) -> None:
-    """Have the rounds of a generator built with other settings: ``controller``, ``exact``, ..."""
-    builder = round_builder(generator.target, generator.drafter, generator.config, rule=generator._rule)
-    engine = generator.engine
-    rounds, engine.shape = replace(builder, **changes).build(engine.slots)  # type: ignore[arg-type]
-    if isinstance(engine.rounds, WatchedRound):
-        engine.rounds._inner = rounds
-    else:
-        engine.rounds = rounds
+def rebuild(
+    generator: SpeculativeGenerator, *, controller: DraftLengthController | None = None, exact: bool = True
+) -> None:
+    """Have the engine of a generator built with other settings; what watches its rounds goes on."""
+    target, drafter, config = generator.target, generator.drafter, generator.config
+    config = config.model_copy(update={"exact": config.exact and exact})
+    made = build.engine(target, drafter, config, rule=generator._rule, controller=controller)
+    if isinstance(generator.engine.rounds, WatchedRound):
+        generator.engine.rounds._inner = made.rounds
+        made.rounds = generator.engine.rounds
+    generator.engine = made
 
 
 def softmax(logits: Tensor) -> np.ndarray:

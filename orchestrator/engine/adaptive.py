@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from paceline.core.types import MultiRoundLimits, RoundLimits, RoundResult
+from paceline.core.types import RoundLimits, RoundResult
 
 DECAY = 0.98
 """Decay per round: about the last fifty rounds count."""
@@ -289,19 +289,15 @@ class Pace:
         """
         fill = len(seated) if self._lines is None else self._lines(limits.used_slots) or len(limits.max_accept)
         self._controller = controller = self._controllers.at(fill)
-        length, multi = controller.choose(max(limits.max_accept)), limits.multi_round
-        if multi is None:
-            return length, limits
-        multi = MultiRoundLimits(multi.remaining, multi.end_ids, controller.rounds)
-        return length, RoundLimits(limits.max_accept, limits.max_rows, multi, limits.used_slots)
+        length = controller.choose(max(limits.max_accept))
+        return length, limits if limits.max_rounds == 1 else replace(limits, max_rounds=controller.rounds)
 
     def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
         """Report the results of rounds of this length to the controller.
 
         ``early``: the first of them also read earlier commits, so its time is not typical of its length.
         """
-        max_accept = limits.max_accept
-        remaining = max_accept if limits.multi_round is None else limits.multi_round.remaining
+        max_accept, remaining = limits.max_accept, limits.remaining or limits.max_accept
         for number, report in enumerate(result.reports):
             drafted = [min(length, limit, max(0, left)) for limit, left in zip(max_accept, remaining, strict=True)]
             catches_up = any(drafted[slot] for slot in self._lagging) or (early and length > 0 and number == 0)

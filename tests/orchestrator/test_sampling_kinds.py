@@ -8,7 +8,7 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.protocols import Reading, Round
-from paceline.core.sampling import Sampling, kind_of, kind_of_params, sampling_tensors
+from paceline.core.sampling import Sampling, kind_of, kind_of_params
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.engine import ListQueue
@@ -68,7 +68,7 @@ def test_a_batch_has_the_widest_kind_of_the_requests_that_are_seated() -> None:
     def seat(slot: int, sampling: Sampling) -> None:
         batch.seat(slot, request(slot, sampling))
         assert batch.sampling.kind == seen[-1], "its prompt is not read yet"
-        batch.join(slot, sampling_tensors([sampling]), PrefillResult(1))
+        batch.join(slot, PrefillResult(1))
         seen.append(batch.sampling.kind)
 
     seat(0, GREEDY)
