@@ -23,7 +23,6 @@ from paceline.core.types import (
     Proposal,
     RoundLimits,
     RoundReport,
-    RoundResult,
     SamplingKind,
     SamplingTensors,
     TokenScore,
@@ -225,26 +224,6 @@ class Verifier(ABC):
         -> the last commit, valid until the call after the next, and a report of each round
         """
         raise NotImplementedError(f"{type(self).__name__} runs no drafter's step")
-
-
-class Round(Protocol):
-    """One round: the last commit in, the next commit out."""
-
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Prefill a slot. Other slots may go through rounds in its pauses."""
-
-    def finish_request(self, slot: int) -> None:
-        """Forget a request that finished, or for which `start` failed, on both sides."""
-
-    @property
-    def movable(self) -> bool:
-        """Whether requests can go to another slot, so that those in use come first."""
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
-
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """Run one round, or up to as many rounds as ``limits`` allows."""
 
 
 class TextProcessing(Protocol):

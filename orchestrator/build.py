@@ -218,13 +218,13 @@ class _Builder:
         Raises:
             ConfigurationError: the option was given by name, and cannot be applied.
         """
-        traceable = isinstance(drafter, TraceableDrafter)
         chains = drafter.draft_shape.is_chain and shape.is_chain
-        if traceable and self.can_fuse and (chains or drafter.draft_shape == shape):
+        if self.can_fuse and (chains or drafter.draft_shape == shape):
+            assert isinstance(drafter, TraceableDrafter)
             return drafter
         if not self.config.fused:
             return None
-        if traceable and _on_other_ranks(drafter.state, self.target):
+        if isinstance(drafter, TraceableDrafter) and _on_other_ranks(drafter.state, self.target):
             raise ConfigurationError(
                 "fused: expected the same tp_degree for draft and target, which share a graph, got different ones; "
                 "load both with one, or omit fused"

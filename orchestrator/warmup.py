@@ -46,7 +46,6 @@ def compile_graphs(
     kinds     sampling modes that rounds get graphs for
     """
     rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
-    assert isinstance(rounds, Rounds), "as `build` made them"
     slots, width = len(engine.slots), shape.width
     with ExitStack() as stack:
         for decoder in decoders:

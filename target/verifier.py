@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import HostText, TraceableDrafter
@@ -35,6 +35,7 @@ from paceline.decoder.decoder import (
     CompiledDecoder,
     FeatureBuffer,
     ModelWithCache,
+    StepMaker,
     first_slots,
     for_all_slots,
     idle_tokens,
@@ -147,7 +148,7 @@ class CompiledVerifier(TargetVerifier):
         """Select the step of rounds with such a proposal, for sequences of ``limits.max_rows`` rows or more."""
         rows, lines = limits.max_rows, self.decoder.lines_for(limits.used_slots)
         bucket, kind = self.decoder.bucket_for(rows), self.decoder.sampling_kind(kind)
-        make: partial[nn.Module] = partial(self._step, draft_shape=draft_shape, kind=kind)
+        make: StepMaker = partial(self._step, draft_shape=draft_shape, kind=kind)
         key = self._key(draft_shape, bucket, kind, width=inputs[0].shape[1], drawn=drawn, lines=lines)
         if self.steps:
             make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator, build
 from paceline.auto import SamplingDecoder
-from paceline.core.protocols import Reading, Round
+from paceline.core.protocols import Reading
 from paceline.core.types import (
     Commit,
     FeatureSpec,
@@ -35,6 +35,7 @@ from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.engine.adaptive import DraftLengthController
+from paceline.engine.rounds import Rounds
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -227,7 +228,7 @@ class Truth:
 class WatchedRound:
     """A round that tells table models what was committed, so that they can check their caches."""
 
-    def __init__(self, inner: Round, bodies: Sequence[TableBody]) -> None:
+    def __init__(self, inner: Rounds, bodies: Sequence[TableBody]) -> None:
         self._inner, self._bodies = inner, bodies
         self.truth = Truth(*bodies[0].cache.shape)
 
@@ -266,7 +267,7 @@ class Checked(SpeculativeGenerator):
         watch_rounds(self, lambda round_: WatchedRound(round_, bodies))  # type: ignore[arg-type]
 
 
-def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Round], Round]) -> None:
+def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Rounds], Rounds]) -> None:
     """Put something around the rounds of a generator."""
     generator.engine.rounds = wrap(generator.engine.rounds)
 

@@ -545,7 +545,7 @@ class _Rounds:
         if call.rounds > self._most:
             self._for(call.rounds)
         if call.rounds > 1:
-            self._left[:] = limits.remaining  # type: ignore[assignment]  # a list of numbers is one of numbers or others
+            self._left[:] = limits.remaining  # type: ignore[call-overload]  # any sequence of numbers does
             if limits.end_ids is not self._ends:
                 self._ends = limits.end_ids
                 call.ends, call.n_ends = _numbers(sorted(limits.end_ids)), len(limits.end_ids)

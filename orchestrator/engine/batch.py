@@ -61,7 +61,6 @@ class Slot(StopChecker):
     """A request that is being served, and its sequence. A `paceline.core.protocols.HostText`.
 
     sampling  its sampling values
-    reading   its prefill, while that lasts
     kind      its sampling mode; None: its prompt is in prefill, and it takes no part in rounds yet
     depth     maximum number of nodes that a round may accept for it
     left      nodes that it could accept in a round of sufficient depth
@@ -74,7 +73,6 @@ class Slot(StopChecker):
         self.output_scores = request.output_scores
         self.processing = None if request.rules is None else RowProcessing(request.rules, self.prompt_length)
         self.sampling = sampling_tensors([request.sampling])
-        self.reading: Reading | None = None
         self.error: RequestError | None = None
         self.kind: SamplingKind | None = None
         self.depth = self.left = 0
@@ -89,7 +87,7 @@ class Batch:
 
     The mode of ``sampling`` is the widest of the requests that take part in rounds.
     ``slots`` holds the request of every slot or None; the list is shared with verifiers that decide on the host.
-    ``reading``: the slot whose prompt is in prefill.
+    ``reading``: a slot whose prompt is in prefill, and the prefill.
     ``freed`` lists slots whose request has left; the caller that reports them to the rounds removes them.
     """
 
@@ -97,7 +95,7 @@ class Batch:
         size = len(slots)
         slots[:] = [None] * size
         self.slots, self._shape, self._statistics = slots, shape, statistics
-        self.reading: int | None = None
+        self.reading: tuple[int, Reading] | None = None
         self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
         self.sampling = SamplingTensors(
@@ -123,7 +121,6 @@ class Batch:
         Until then rounds compute unused tokens in its slot, from the first row after the prompt on.
         """
         seated = self.slots[slot] = Slot(request)
-        self.reading = slot
         self._requests_changed()
         self._set_commit(slot, 0, len(request.prompt))
         return seated
@@ -135,7 +132,7 @@ class Batch:
         """
         seated = self.slots[slot]
         assert seated is not None
-        row, self.reading, seated.reading = seated.sampling, None, None
+        row, self.reading = seated.sampling, None
         self.sampling.params[slot], self.sampling.seeds[slot], seated.kind = row.params[0], row.seeds[0], row.kind
         seated.depth = min(self._shape.max_accept, seated.request.most_drafted)
         insort(self.active, slot)
@@ -313,9 +310,9 @@ class Batch:
 
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes unused tokens in rows that no request needs."""
-        seated, self.slots[slot] = self.slots[slot], None
-        if seated is not None and slot == self.reading:
-            self.reading = seated.reading = None
+        self.slots[slot] = None
+        if self.reading is not None and slot == self.reading[0]:
+            self.reading = None
         self.freed.append(slot)
         if slot in self.active:
             self.active.remove(slot)

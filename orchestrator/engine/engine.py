@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Round
+from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.request import Request
+from paceline.engine.rounds import Rounds
 from paceline.outputs import RequestOutput, Statistics
 
 
@@ -72,7 +73,7 @@ class Engine:
     """
 
     slots: list[Slot | None]
-    rounds: Round
+    rounds: Rounds
     shape: RoundShape
     kept: KeptPrompts | None = None
 
@@ -138,14 +139,13 @@ class Engine:
                 free = [slot for slot, seated in enumerate(batch.slots) if seated is None]
                 slot = free[0] if self.kept is None else self.kept.choose(request.prompt, free)
                 seated = batch.seat(slot, request)  # before the round is selected by the needs of the request
-                seated.reading = self.rounds.start(slot, request.prompt, seated.sampling)
-            slot, begin, outputs = batch.reading, perf_counter(), outputs or []
-            seated, first = batch.slots[slot], None
-            assert seated is not None and seated.reading is not None
+                batch.reading = slot, self.rounds.start(slot, request.prompt, seated.sampling)
+            (slot, reading), begin, outputs = batch.reading, perf_counter(), outputs or []
+            first: PrefillResult | None = None
             try:
-                next(seated.reading)
+                next(reading)
                 while not queue.paced:
-                    next(seated.reading)
+                    next(reading)
             except StopIteration as done:
                 first = done.value
             statistics.prefill_seconds += perf_counter() - begin

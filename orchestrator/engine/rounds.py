@@ -54,7 +54,7 @@ class RoundPlan:
 
 
 class Rounds:
-    """A `paceline.core.protocols.Round` that selects one of several plans, all with the same decoders and drafter.
+    """One round, the last commit in and the next one out, by one of several plans with the same decoders and drafter.
 
     A row may have to be decided on the host, or have a prediction to draft from. While no row does, rounds use the
     graphs of a generator without such requests. No row's tokens depend on other rows.
@@ -91,7 +91,9 @@ class Rounds:
     # ---- requests
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt on both sides. The last piece of the target's and the drafter's first are one."""
+        """Read a prompt on both sides; other slots may go through rounds in its pauses. The last piece of the target's
+        and the drafter's first are one.
+        """
         self._requests_changed()
         first = yield from self.verifier.prefill(slot, prompt, sampling)
         yield from self.drafter.read_request(slot, prompt, first.features)
@@ -109,11 +111,11 @@ class Rounds:
 
     @property
     def movable(self) -> bool:
-        """Whether both sides are."""
+        """Whether requests can go to another slot, so that those in use come first."""
         return self.drafter.movable and self.verifier.movable
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Give all that is kept of the request in a slot to a free one."""
+        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
         self.drafter.move_request(slot, to, rows)
         self.verifier.move_request(slot, to, rows)
         if slot in self._seated:

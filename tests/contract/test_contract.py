@@ -23,7 +23,6 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.draft.choice import FallbackDrafter
-from paceline.draft.heads import PendingCommits
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler
@@ -167,7 +166,7 @@ def kept(part: object) -> int:
     """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose, and is no request's."""
     found = 0
     for value in vars(part).values():
-        if isinstance(value, PendingCommits | dict | list | set) and not isinstance(part, torch.nn.Module):
+        if isinstance(value, dict | list | set) and not isinstance(part, torch.nn.Module):
             found += len(value)
         members = value if isinstance(value, tuple) else (value,)
         found += sum(kept(one) for one in members if isinstance(one, Drafter) and hasattr(one, "__dict__"))

@@ -7,12 +7,13 @@ from contextlib import closing
 import pytest
 
 from paceline import SpeculativeGenerator
-from paceline.core.protocols import Reading, Round
+from paceline.core.protocols import Reading
 from paceline.core.sampling import Sampling, kind_of, kind_of_params
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
+from paceline.engine.rounds import Rounds
 from paceline.engine.stopping import Stopping
 from paceline.outputs import Statistics
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds
@@ -32,7 +33,7 @@ def request(index: int, sampling: Sampling, *, new: int = 20) -> Request:
 class Kinds:
     """Notes the kind of every prompt and round, each of which is what its parameters ask for."""
 
-    def __init__(self, inner: Round, prompts: list[SamplingKind], rounds: list[SamplingKind]) -> None:
+    def __init__(self, inner: Rounds, prompts: list[SamplingKind], rounds: list[SamplingKind]) -> None:
         self._inner, self._prompts, self._rounds = inner, prompts, rounds
 
     def __getattr__(self, name: str) -> object:
