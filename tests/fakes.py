@@ -7,6 +7,7 @@ every row it may look at holds the committed token, or one that was fed in the s
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator, build
 from paceline.auto import SamplingDecoder
-from paceline.core.protocols import Reading
+from paceline.core.protocols import Drafter, Reading
 from paceline.core.types import (
     Commit,
     FeatureSpec,
+    Proposal,
     RoundLimits,
     RoundReport,
     RoundResult,
@@ -256,6 +258,34 @@ class WatchedRound:
         done = self._inner(commit, sampling, bounds)
         self.truth.add(done.commit)  # those before are known: the graph of the next one has read them
         return done
+
+
+class Around(Drafter):
+    """A drafter around another one, which sees the same; without more it proposes the same."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, inner.reads, inner.max_positions
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self.inner.add_request(slot, prompt, features)
+
+    def finish_request(self, slot: int) -> None:
+        self.inner.finish_request(slot)
+
+    def update(self, commit: Commit) -> None:
+        self.inner.update(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        return self.inner.propose(commit, sampling, limits)
+
+
+class AnyLength(DraftLengthController):
+    """Any draft length in every round, by dice."""
+
+    def choose(self, deepest: int) -> int:
+        self.turn = getattr(self, "turn", 6) + 1
+        return random.Random(self.turn).choice(self.draft_lengths)
 
 
 class Checked(SpeculativeGenerator):
