@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Literal
 
 
@@ -28,44 +28,19 @@ class DrafterCounts:
         """Mean accepted length of all compared proposals, the bonus or recovered token included."""
         return 1 + self.num_scored_tokens / self.num_scored if self.num_scored else 1.0
 
-    def plus(
-        self,
-        *,
-        num_drafts: int = 0,
-        num_draft_tokens: int = 0,
-        num_scored: int = 0,
-        num_scored_tokens: int = 0,
-        propose_seconds: float = 0.0,
-    ) -> DrafterCounts:
-        """Return the counts with these numbers added."""
-        return DrafterCounts(
-            self.num_drafts + num_drafts,
-            self.num_draft_tokens + num_draft_tokens,
-            self.num_scored + num_scored,
-            self.num_scored_tokens + num_scored_tokens,
-            self.propose_seconds + propose_seconds,
-        )
+    def plus(self, other: DrafterCounts) -> DrafterCounts:
+        """Return the sums."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return DrafterCounts(*(mine + more for mine, more in pairs))
 
     def since(self, before: DrafterCounts) -> DrafterCounts:
         """Return the counts added since ``before``."""
-        return self.plus(
-            num_drafts=-before.num_drafts,
-            num_draft_tokens=-before.num_draft_tokens,
-            num_scored=-before.num_scored,
-            num_scored_tokens=-before.num_scored_tokens,
-            propose_seconds=-before.propose_seconds,
-        )
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return DrafterCounts(*(now - then for now, then in pairs))
 
     def to_dict(self) -> dict[str, float]:
         """Plain values for JSON, the mean included."""
-        return {
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_scored": self.num_scored,
-            "num_scored_tokens": self.num_scored_tokens,
-            "propose_seconds": self.propose_seconds,
-            "mean_acceptance_length": self.mean_acceptance_length,
-        }
+        return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
 
 
 State = Literal["up", "late", "broken", "down", "closed"]

@@ -22,7 +22,7 @@ from paceline.core.types import (
     PrefillResult,
     Proposal,
     RoundLimits,
-    RoundResult,
+    RoundReport,
     SamplingKind,
     SamplingTensors,
     TokenScore,
@@ -175,8 +175,8 @@ class TraceableDrafter(Drafter):
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Read the commits of `update` that no proposal followed. Called, in place of `update`, before a round in which
-        the step reads the newest commit itself.
+        """Read the commits of `update` that no proposal followed. Called, in place of `update`, before the first round
+        after them in which the step reads the newest commit itself.
         """
 
 
@@ -217,32 +217,13 @@ class Verifier(ABC):
         sampling: SamplingTensors,
         limits: RoundLimits,
         seconds: float,
-    ) -> RoundResult:
+    ) -> tuple[Commit, list[RoundReport]]:
         """Draft and verify in one graph: one round, then further rounds within ``limits`` and ``seconds``,
-        each on the commit of the one before it. The drafter does not see them: its step reads their commits. The last
-        commit is valid until the call after the next.
+        each on the commit of the one before it. The drafter does not see them: its step reads their commits.
+
+        -> the last commit, valid until the call after the next, and a report of each round
         """
         raise NotImplementedError(f"{type(self).__name__} runs no drafter's step")
-
-
-class Round(Protocol):
-    """One round: the last commit in, the next commit out."""
-
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Prefill a slot. Other slots may go through rounds in its pauses."""
-
-    def finish_request(self, slot: int) -> None:
-        """Forget a request that finished, or for which `start` failed, on both sides."""
-
-    @property
-    def movable(self) -> bool:
-        """Whether requests can go to another slot, so that those in use come first."""
-
-    def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
-
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """Run one round, or up to as many rounds as ``limits`` allows."""
 
 
 class TextProcessing(Protocol):

@@ -254,35 +254,25 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """Limits that the host, which knows every length, sets for one round.
+    """Limits that the host, which knows every length, sets for one round, or for several in one call.
 
     max_accept  maximum number of accepted nodes in each slot; graphs take it as a tensor
     max_rows    cache rows that the longest sequence needs before this round (its root included)
-    multi_round   limits of several rounds in one call; None: one round
-    used_slots    number of slots, from the first on, that hold every request that takes part: a graph may leave out
-                  those after them; None: any slot may hold one
-    """
-
-    max_accept: list[int]
-    max_rows: int
-    multi_round: MultiRoundLimits | None = None
-    used_slots: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MultiRoundLimits:
-    """Limits for several rounds in one call.
-
+    used_slots  number of slots, from the first on, that hold every request that takes part: a graph may leave out
+                those after them; None: any slot may hold one
+    max_rounds  maximum number of rounds in one call; the next two limit those after the first
     remaining   for each slot, number of proposed tokens that could still be accepted before the first round. Each
                 round's commit is subtracted, and the rest limits the next one. No round follows once it is below 0 in
                 a slot, or every slot's limit is 0. `IDLE`: the slot holds no request
     end_ids     ids that may stop a sequence: no round follows one in which a sequence gained such a token
-    max_rounds  maximum number of rounds
     """
 
-    remaining: list[int]
-    end_ids: frozenset[int]
-    max_rounds: int
+    max_accept: list[int]
+    max_rows: int
+    used_slots: int | None = None
+    max_rounds: int = 1
+    remaining: Sequence[int] = ()
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
 
 
 class BatchTextDrafter(Drafter, Generic[Text]):
-    """Base of `TextDrafter` without a proposal per sequence: `guess` is written for all slots at once.
+    """Base of `TextDrafter` without a proposal per sequence: `chains` is written for all slots at once.
 
     Raises:
         ConfigurationError: ``k`` is negative, or not an integer.
@@ -77,14 +77,11 @@ class BatchTextDrafter(Drafter, Generic[Text]):
                 self.extend(self._texts[slot], tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(limits.max_accept), self.draft_lengths)
-
-    def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
-        return self.guess(limits.max_accept)
+        return Proposal.chains(self.chains(commit, sampling, limits), self.draft_lengths)
 
     @abstractmethod
-    def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """Return the drafted continuation of every slot's sequence, as `chains`; no row is longer than ``k``."""
+    def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
+        """Return the drafted continuation of every slot's sequence; no row is longer than ``k``."""
 
 
 class TextDrafter(BatchTextDrafter[Text]):
@@ -102,9 +99,9 @@ class TextDrafter(BatchTextDrafter[Text]):
         Called once per round for every sequence; ``text`` must not be changed.
         """
 
-    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+    def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
         k, rows = self.draft_shape.num_draft_tokens, []
-        for slot, limit in enumerate(limits):
+        for slot, limit in enumerate(limits.max_accept):
             most = min(k, limit)
             proposes = most > 0 and slot in self._texts
             rows.append(list(self.propose_text(self._texts[slot], most))[:most] if proposes else [])

@@ -115,7 +115,7 @@ def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bound
         limits = [max(0, min(limit, end + 1 - length)) for limit, length in zip(limits, lengths, strict=True)]
     if limits == bounds.max_accept:
         return bounds
-    return replace(bounds, max_accept=limits, multi_round=None)
+    return replace(bounds, max_accept=limits, max_rounds=1)
 
 
 def shortened_of(drafter: Drafter, length: int) -> Drafter:
@@ -208,7 +208,7 @@ class ShadowScores:
 
     def drafted(self, drafter: int, tokens: int) -> None:
         """Count a proposal of this drafter that is verified."""
-        self.counts[drafter] = self.counts[drafter].plus(num_drafts=1, num_draft_tokens=tokens)
+        self.counts[drafter] = self.counts[drafter].plus(DrafterCounts(num_drafts=1, num_draft_tokens=tokens))
 
     def wrote(self, slot: int, tokens: Sequence[int]) -> None:
         """Compare the forecasts with tokens appended to the sequence in a slot."""
@@ -231,9 +231,8 @@ class ShadowScores:
         text.open = still_open
 
     def _score(self, text: _TextScores, forecast: _Forecast) -> None:
-        self.counts[forecast.drafter] = self.counts[forecast.drafter].plus(
-            num_scored=1, num_scored_tokens=forecast.right
-        )
+        scored = DrafterCounts(num_scored=1, num_scored_tokens=forecast.right)
+        self.counts[forecast.drafter] = self.counts[forecast.drafter].plus(scored)
         text.means[forecast.drafter].add(forecast.right, _FORGETS_TEXT)
         self._all[forecast.drafter].add(forecast.right, _FORGETS_ALL)
 
@@ -246,7 +245,7 @@ class ShadowScores:
     def took(self, drafter: int, seconds: float) -> None:
         """Record a drafter's time to propose."""
         self._propose_seconds[drafter] = _smoothed(self._propose_seconds[drafter], seconds)
-        self.counts[drafter] = self.counts[drafter].plus(propose_seconds=seconds)
+        self.counts[drafter] = self.counts[drafter].plus(DrafterCounts(propose_seconds=seconds))
 
     def rest_took(self, seconds: float) -> None:
         """Record a round's time without drafting."""

@@ -15,7 +15,6 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -266,73 +265,6 @@ def at_index(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-@dataclass(frozen=True, slots=True)
-class _MissedTokens:
-    """Tokens that one slot committed while nothing was proposed.
-
-    first_row  cache row of the first token
-    tokens     in order
-    features   [n, F], the states that predicted them, or None if commits carry none
-    """
-
-    slot: int
-    first_row: int
-    tokens: list[int]
-    features: Tensor | None
-
-
-class PendingCommits:
-    """``commits``, in order, each with the slots whose requests have finished since.
-
-    A drafter with a cache reads the last commit when it proposes. While it is not called, commits collect here; when it
-    is called again, it reads them first, so that its cache has no gap.
-    """
-
-    def __init__(self) -> None:
-        self.commits: list[tuple[Commit, set[int]]] = []
-
-    def __len__(self) -> int:
-        """Number of commits that are kept."""
-        return len(self.commits)
-
-    def add(self, commit: Commit) -> None:
-        """Keep the newest commit."""
-        self.commits.append((commit, set()))
-
-    def drop_newest(self) -> None:
-        """Drop the newest commit, if there is one: it is read elsewhere."""
-        del self.commits[-1:]
-
-    def forget(self, slot: int) -> None:
-        """Forget the commits of a slot whose request is finished."""
-        for commit, finished in self.commits:
-            finished.update([slot], () if finished else _idle(commit))
-        self.commits = [(commit, slots) for commit, slots in self.commits if len(slots) < len(commit.count)]
-
-    def take(self) -> list[_MissedTokens]:
-        """Take all commits, joined for each slot. Afterwards nothing is pending."""
-        missed, self.commits = self.commits, []
-        slots: dict[int, tuple[int, list[int], list[Tensor]]] = {}
-        for commit, finished in missed:
-            rows, counts, first_rows = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
-            states = commit.states
-            for slot, first_row in enumerate(first_rows):
-                if first_row and slot not in finished:  # see `_idle`
-                    _, tokens, features = slots.setdefault(slot, (first_row, [], []))
-                    tokens.extend(rows[slot][: counts[slot]])
-                    if states is not None:
-                        features.append(states[slot, : counts[slot]])
-        return [
-            _MissedTokens(slot, first_row, tokens, torch.cat(features) if features else None)
-            for slot, (first_row, tokens, features) in slots.items()
-        ]
-
-
-def _idle(commit: Commit) -> list[int]:
-    """Return the slots that held no request: only their commits start at row 0."""
-    return [slot for slot, start in enumerate(commit.first_row.tolist()) if start == 0]
-
-
 _HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
 
 
@@ -354,7 +286,9 @@ class HeadDrafter(TraceableDrafter):
         self.reads = head.reads
         self._has_cache = bool(head.caches())
         self.max_positions: int | None = decoder.n_positions if self._has_cache else None
-        self._pending = PendingCommits()
+        # Commits that no proposal followed, in order, each with the slots whose requests have finished since. A drafter
+        # with a cache reads the last commit when it proposes; before that it reads these, so that its cache has no gap.
+        self._pending: list[tuple[Commit, set[int]]] = []
 
     @property
     def state(self) -> nn.Module:
@@ -405,11 +339,19 @@ class HeadDrafter(TraceableDrafter):
         """
         if self.max_positions is not None and len(prompt) < self.max_positions:
             yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features, shared=True)
-        self._pending.forget(slot)  # now, because rounds until now included commits of this slot
+        self._forget(slot)  # now, because rounds until now included commits of this slot
 
     def finish_request(self, slot: int) -> None:
         """Forget the commits of a slot; the next request overwrites the cache rows."""
-        self._pending.forget(slot)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        """Forget the commits of a slot whose request is finished."""
+        for commit, finished in self._pending:
+            if not finished:  # slots without a request: only their commits start at row 0
+                finished.update(other for other, row in enumerate(commit.first_row.tolist()) if row == 0)
+            finished.add(slot)
+        self._pending[:] = [(commit, slots) for commit, slots in self._pending if len(slots) < len(commit.count)]
 
     @property
     def movable(self) -> bool:
@@ -429,16 +371,23 @@ class HeadDrafter(TraceableDrafter):
     def update(self, commit: Commit) -> None:
         """Keep the commit: the step reads the last commit itself."""
         if self.max_positions is not None:
-            self._pending.add(commit)
+            self._pending.append((commit, set()))
 
     def catch_up(self) -> None:
         """Read what was committed while nothing was proposed, as far as the head can follow."""
-        if not self._pending.commits:
-            return
-        for missed in self._pending.take():
-            if self.max_positions is not None and missed.first_row + len(missed.tokens) <= self.max_positions:
-                start = missed.first_row - row_shift(self.head)
-                self.read(missed.slot, missed.tokens, start=start, features=missed.features)
+        missed: dict[int, tuple[int, list[int], list[Tensor]]] = {}
+        for commit, finished in self._pending:
+            rows, counts, states = commit.tokens.tolist(), commit.count.tolist(), commit.states
+            for slot, row in enumerate(commit.first_row.tolist()):
+                if row and slot not in finished:
+                    _, tokens, features = missed.setdefault(slot, (row, [], []))
+                    tokens += rows[slot][: counts[slot]]
+                    features += [] if states is None else [states[slot, : counts[slot]]]
+        self._pending.clear()
+        for slot, (row, tokens, features) in missed.items():
+            if self.max_positions is not None and row + len(tokens) <= self.max_positions:
+                read = torch.cat(features) if features else None
+                self.read(slot, tokens, start=row - row_shift(self.head), features=read)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Draft outside of the verifier's graph."""
@@ -449,7 +398,7 @@ class HeadDrafter(TraceableDrafter):
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
         """Run the step for a round in a separate graph; return its outputs."""
-        self._pending.drop_newest()  # the step reads it
+        del self._pending[-1:]  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
         if self.reads is not None:

@@ -155,7 +155,7 @@ class ModelDrafter(HeadDrafter):
         """Draft one token after the other, chosen on the host among the allowed ones."""
         if self._drawn:
             return self.propose(commit, sampling, limits)
-        self._pending.drop_newest()  # it is read here
+        del self._pending[-1:]  # it is read here
         self.catch_up()
         bucket, most = self.bucket(limits.max_rows), limits.max_accept
         read = partial(window, self.decoder, bucket=bucket, used_slots=limits.used_slots)

@@ -7,45 +7,22 @@ The longest match wins; among equals the most recent one, or the first (``prefer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.core.errors import ConfigurationError
 from paceline.draft.base import TextDrafter
 
 
-class NgramIndex:
-    """One text and, for every n-gram in it, where its continuation begins."""
+@dataclass(frozen=True, slots=True)
+class NgramText:
+    """The tokens of one sequence and, for every n-gram in it, where its continuation begins."""
 
-    def __init__(self, sizes: range, *, first: bool) -> None:
-        self._sizes, self._first = sizes, first
-        self.tokens: list[int] = []
-        self._continuation: dict[tuple[int, ...], int] = {}
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text. An n-gram is entered when the token after it is known."""
-        for token in tokens:
-            end = len(self.tokens)
-            for size in self._sizes:
-                if size <= end:
-                    ngram = tuple(self.tokens[end - size : end])
-                    if self._first:
-                        self._continuation.setdefault(ngram, end)
-                    else:
-                        self._continuation[ngram] = end
-            self.tokens.append(token)
-
-    def lookup(self, length: int) -> list[int]:
-        """Up to ``length`` tokens that followed the longest match."""
-        for size in reversed(self._sizes):
-            if size > len(self.tokens):
-                continue
-            start = self._continuation.get(tuple(self.tokens[-size:]))
-            if start is not None:
-                return self.tokens[start : start + length]
-        return []
+    tokens: list[int] = field(default_factory=list)
+    continuation: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class NgramDrafter(TextDrafter[NgramIndex]):
+class NgramDrafter(TextDrafter[NgramText]):
     """Drafts chains of ``k`` tokens after n-grams of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.
 
     Raises:
@@ -70,13 +47,30 @@ class NgramDrafter(TextDrafter[NgramIndex]):
             raise ConfigurationError(f"prefer: expected 'recent' or 'first', got {prefer!r}; use one of them")
         self._sizes, self._first = range(prompt_lookup_min, prompt_lookup_max + 1), prefer == "first"
 
-    def new_text(self, prompt: Sequence[int]) -> NgramIndex:
-        index = NgramIndex(self._sizes, first=self._first)
-        index.extend(prompt)
-        return index
+    def new_text(self, prompt: Sequence[int]) -> NgramText:
+        text = NgramText()
+        self.extend(text, prompt)
+        return text
 
-    def extend(self, text: NgramIndex, tokens: Sequence[int]) -> None:
-        text.extend(tokens)
+    def extend(self, text: NgramText, tokens: Sequence[int]) -> None:
+        """Append to the text. An n-gram is entered when the token after it is known."""
+        known, continuation = text.tokens, text.continuation
+        for token in tokens:
+            end = len(known)
+            for size in self._sizes:
+                if size <= end:
+                    ngram = tuple(known[end - size : end])
+                    if self._first:
+                        continuation.setdefault(ngram, end)
+                    else:
+                        continuation[ngram] = end
+            known.append(token)
 
-    def propose_text(self, text: NgramIndex, limit: int) -> list[int]:
-        return text.lookup(limit)
+    def propose_text(self, text: NgramText, limit: int) -> list[int]:
+        """Up to ``limit`` tokens that followed the longest match."""
+        known = text.tokens
+        for size in reversed(self._sizes):
+            start = text.continuation.get(tuple(known[-size:])) if size <= len(known) else None
+            if start is not None:
+                return known[start : start + limit]
+        return []

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.core.detokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer, plain_text
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.core.types import PAD, Commit, RoundLimits
+from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import BatchTextDrafter
 from paceline.draft.model import ModelDrafter
@@ -189,14 +189,12 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         """Extend the text; the draft model reads the new part when it has to propose."""
         text.target.extend(tokens)
 
-    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+    def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
         texts = {slot: text.draft_ids() for slot, text in self._texts.items()}
         texts = {slot: ids for slot, ids in texts.items() if self._fits(ids)}
-        drafts = self._draft(texts, len(limits))
-        k, rows = self.draft_shape.num_draft_tokens, []
-        for slot in range(len(limits)):
-            rows.append(self._target_ids(slot, texts[slot], drafts[slot])[:k] if slot in texts else [])
-        return rows
+        slots, k = len(limits.max_accept), self.draft_shape.num_draft_tokens
+        drafts = self._draft(texts, slots)
+        return [self._target_ids(slot, texts[slot], drafts[slot])[:k] if slot in texts else [] for slot in range(slots)]
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
         """Move the text and the draft's cache rows, whose number is the draft's."""

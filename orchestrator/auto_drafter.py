@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import auto, vocab_compat
 from paceline.config import SpeculativeConfig
@@ -25,9 +25,6 @@ from paceline.draft_checks import check_depth, check_model_keys, make_rule, prep
 from paceline.draft_spec import DraftSpec
 from paceline.loadable import Loadable
 from paceline.registry import DRAFTERS, DrafterRow, resolve
-
-if TYPE_CHECKING:
-    pass
 
 LoadModel = Callable[[Loadable], CompiledDecoder]
 

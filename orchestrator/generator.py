@@ -274,24 +274,21 @@ class Streamer(Protocol):
     def end(self) -> object: ...
 
 
-def _check_streamer(streamer: Streamer | None, rows: int) -> None:
+def _check_streamer(streamer: Streamer, rows: int) -> None:
     """Raise SamplingError for an object that is not a streamer, and for several rows: it could not distinguish them."""
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise SamplingError(
             f"streamer: expected an object with put(ids) and end(), got a {type(streamer).__name__}; pass another"
         )
-    if streamer is not None and rows != 1:
+    if rows != 1:
         raise SamplingError(
             f"streamer: expected one prompt, got {rows}; use `for event in generator.stream(...)`, whose events "
             "contain the row"
         )
 
 
-def _feed(streamer: Streamer | None, request: Request, events: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
+def _feed(streamer: Streamer, request: Request, events: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
     """Pass events on and show them to the streamer; it is ended however the generation ends."""
-    if streamer is None:
-        yield from events
-        return
     try:
         streamer.put(torch.tensor([request.prompt]))
         for event in events:

@@ -46,7 +46,6 @@ def compile_graphs(
     kinds     sampling modes that rounds get graphs for
     """
     rounds, shape, target, holder = engine.rounds, engine.shape, decoders[0], object()
-    assert isinstance(rounds, Rounds), "as `build` made them"
     slots, width = len(engine.slots), shape.width
     with ExitStack() as stack:
         for decoder in decoders:
@@ -86,7 +85,7 @@ def compile_graphs(
                 most = RoundLimits([shape.max_accept] * slots, rows, used_slots=used)
                 for seldom in (rounds.plan_for("on_host"), rounds.plan_for("predicted")):
                     if seldom is not None:
-                        rounds.run(seldom, commit, sampling=batch.sampling, limits=most)
+                        rounds(commit, batch.sampling, most, plan=seldom)
                         _verify_both(seldom.verifier, commit, sampling=batch.sampling, limits=most)
             for draft, rows in product(decoders[1:], (1, width)):  # a draft model's choice from processed logits
                 for bucket in draft.kv_buckets:
@@ -120,10 +119,10 @@ def _plans(rounds: Rounds, shape: RoundShape) -> Iterator[tuple[RoundPlan, list[
 
 def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
     """Run a round over sequences of that length, in the slots of the limits."""
-    result = rounds.run(plan, commit, sampling=sampling, limits=limits)
+    result = rounds(commit, sampling, limits, plan=plan)
     features = result.commit.features
     if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them on the device
-        rounds.run(plan, replace(commit, features=features), sampling=sampling, limits=limits)
+        rounds(replace(commit, features=features), sampling, limits, plan=plan)
     if any(limits.max_accept) and plan.drafts and not plan.fused:
         _lengthen(plan, commit, sampling=sampling, limits=limits, drafted=max(result.reports[-1].drafted))
 

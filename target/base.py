@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core import reduce
+from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import SamplingError
 from paceline.core.protocols import HostText, Reading, Verifier
 from paceline.core.types import (
-    Commit,
+    PAD,
+    DraftShape,
     FeatureSpec,
     PrefillResult,
-    RoundLimits,
+    Proposal,
     SamplingTensors,
     TokenLogprobs,
     TokenScore,
 )
-from paceline.decoder.backends.base import Step
-from paceline.decoder.decoder import CompiledDecoder, first_slots, for_all_slots, idle_tokens
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.steps import move_slot, prefill_in_chunks
-
-FindStep = Callable[[int, int, Sequence[Tensor]], Step]
-"""Function from a bucket of the cache length, lines as in `GraphKey`, and inputs to a step -> tokens, count (and
-features).
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A selected step, valid until its selection changes. ``rows``: of the longest sequence, before a round."""
-
-    step: Step
-    lines: int
-    rows: range
+from paceline.target.steps import pad_draft_probs
 
 
 class TargetVerifier(Verifier):
     """A verifier over a decoder.
 
-    reads  hidden states that a drafter reads; prompts and commits carry these features
-    width  capacity of a commit in tokens
-    slots  the sequence of every slot, or None; the list is shared with the engine, which appends commits. () = no
-           sequence needs the host
+    draft_shape  the largest proposal
+    wide         a round without a proposal uses the graph of one with a proposal; otherwise a narrow one
+    reads        hidden states that a drafter reads; prompts and commits carry these features
+    width        capacity of a commit in tokens, if it alternates with verifiers of deeper draft shapes
+    slots        the sequence of every slot, or None; the list is shared with the engine, which appends commits. () = no
+                 sequence needs the host
     """
 
     movable = True
@@ -53,14 +42,19 @@ class TargetVerifier(Verifier):
     def __init__(
         self,
         decoder: CompiledDecoder,
-        width: int,
+        draft_shape: DraftShape,
         *,
+        rule: AcceptanceRule,
+        wide: bool,
         reads: FeatureSpec | None = None,
+        width: int | None = None,
         slots: Sequence[HostText | None] = (),
     ) -> None:
-        self.decoder, self._width, self._reads, self._slots = decoder, width, reads, slots
-        self._kernels, self._found = decoder.body.kernels, dict[Hashable, _Found]()
-        self._limit: tuple[list[int], Tensor] = ([], torch.empty(0))  # of the last round
+        decoder.check_width(draft_shape.num_draft_tokens + 1)
+        self.decoder, self.draft_shape, self._rule, self._wide = decoder, draft_shape, rule, wide
+        self._reads, self._slots, self._kernels = reads, slots, decoder.body.kernels
+        self._width = draft_shape.depth + 1 if width is None else width
+        self._most, self._limit = list[int](), torch.empty(0)  # the limits of the last round, and as graphs take them
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Prefill a prompt and sample the first token."""
@@ -95,31 +89,9 @@ class TargetVerifier(Verifier):
     def move_request(self, slot: int, to: int, rows: int) -> None:
         move_slot(self.decoder, slot, to, rows=rows)
 
-    def _inputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[Tensor]:
-        """Return the inputs that every graph of a round takes first."""
-        most, tensor = self._limit
-        if limits.max_accept != most:  # a new tensor costs more than the rest of the call
-            tensor = torch.tensor(limits.max_accept, dtype=torch.int32)
-            self._limit = limits.max_accept, tensor
-        return [commit.tokens, commit.count, commit.first_row, tensor, sampling.params, sampling.seeds]
-
-    def _next(
-        self, commit: Commit, inputs: Sequence[Tensor], which: Hashable, *, limits: RoundLimits, find: FindStep
-    ) -> Commit:
-        """Return the next commit, by the step of ``find``, called again when ``which``, bucket or batch rows change."""
-        rows, slots = limits.max_rows, limits.used_slots
-        found = self._found.get((which, slots))
-        if found is None or rows not in found.rows:
-            bucket, lines = self.decoder.bucket_for(rows), self.decoder.lines_for(slots)
-            step = find(bucket, lines, [first_slots(x, lines) for x in inputs])
-            found = self._found[which, slots] = _Found(step, lines, range(rows, bucket + 1))
-        lines = found.lines
-        tokens, count, *features = found.step(*([first_slots(x, lines) for x in inputs] if lines else inputs))
-        if lines:
-            slots = len(commit.count)
-            tokens, count = for_all_slots(tokens, slots, idle_tokens(self._width)), for_all_slots(count, slots, 1)
-            features = [for_all_slots(x, slots) for x in features]
-        return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
+    def _take_limit(self, most: list[int]) -> None:
+        """Keep the limits of the rounds that follow: a new tensor costs more than the rest of a call."""
+        self._most, self._limit = most, torch.tensor(most, dtype=torch.int32)
 
     def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
         """The token at a position, from its logits [V]."""
@@ -165,3 +137,12 @@ def _token_logprobs(raw: Tensor, tokens: Sequence[int], num_top: int) -> list[To
         TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
         for token, logprob, rank, ids, values in rows
     ]
+
+
+def fitted(proposal: Proposal, nodes: int) -> Proposal:
+    """Pad a chain with PAD to the number of nodes that the graph takes."""
+    missing, drawn = nodes - proposal.tokens.shape[1], proposal.draft_probs
+    if not missing:
+        return proposal
+    tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
+    return Proposal(tokens, None, None if drawn is None else pad_draft_probs(drawn, missing))

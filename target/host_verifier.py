@@ -16,60 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce, tree
-from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
+from paceline.core.acceptance.base import committed, keeps_tokens
 from paceline.core.errors import SamplingError
 from paceline.core.protocols import HostText
 from paceline.core.types import (
     PAD,
     Commit,
     DraftShape,
-    FeatureSpec,
     Proposal,
     RoundLimits,
     SamplingTensors,
     TokenScore,
 )
-from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.steps import compact_path, window
-from paceline.target.base import TargetVerifier, processed, scores_of
+from paceline.target.base import TargetVerifier, fitted, processed, scores_of
 from paceline.target.steps import VerifyMask, features_of, pad_vocabulary, root_of, target_view
-from paceline.target.verifier import fitted
 
 
 class HostVerifier(TargetVerifier):
-    """Copies logits to the host, which decides position by position.
-
-    ``slots``: see `TargetVerifier`.
-    ``width``: capacity of a commit in tokens, if it alternates with other verifiers.
-    """
-
-    def __init__(
-        self,
-        decoder: CompiledDecoder,
-        draft_shape: DraftShape,
-        *,
-        rule: AcceptanceRule,
-        wide: bool,
-        slots: Sequence[HostText | None],
-        reads: FeatureSpec | None = None,
-        width: int | None = None,
-    ) -> None:
-        decoder.check_width(draft_shape.num_draft_tokens + 1)
-        super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
-        self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
-        self._unused = self._width - draft_shape.depth - 1
+    """Copies logits to the host, which decides position by position."""
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
         """Verify a proposal."""
-        proposal = fitted(proposal, self.draft_shape.num_draft_tokens)
+        proposal = None if proposal is None else fitted(proposal, self.draft_shape.num_draft_tokens)
         draft_shape = self.draft_shape if proposal is not None or self._wide else DraftShape.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
         nothing = torch.full((len(row), draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
         parents = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        limit = self._inputs(commit, sampling, limits)[3]
+        limit = torch.tensor(limits.max_accept, dtype=torch.int32)
         view = VerifyMask(draft_shape)(drafts, parents, limit=limit)
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
@@ -108,9 +85,9 @@ class HostVerifier(TargetVerifier):
         if view.tree is not None:
             compact_path(self.decoder, row, path, used_slots=limits.used_slots)
         count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
-        width = self.draft_shape.depth + 1 + self._unused
-        padded = [answer + [PAD] * (width - len(answer)) for answer in answers]
-        kept = None if features is None else nn.functional.pad(features_of(path, features), (0, 0, 0, self._unused))
+        padded = [answer + [PAD] * (self._width - len(answer)) for answer in answers]
+        unused = self._width - self.draft_shape.depth - 1
+        kept = None if features is None else nn.functional.pad(features_of(path, features), (0, 0, 0, unused))
         return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
     def _match(

@@ -193,6 +193,40 @@ class FusedStep(nn.Module):
         return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
 
 
+class AutoregressiveStep(nn.Module):
+    """``steps`` target passes over one token each, unrolled, so that they share the host's time of one round.
+
+    width  of a commit, at least ``steps``
+    kind   sampling mode of its rounds
+    """
+
+    def __init__(
+        self, body: ModelWithCache, bucket: int, *, steps: int, width: int, kind: SamplingKind = "full"
+    ) -> None:
+        super().__init__()
+        self.body, self._bucket, self._steps, self._unused = body, bucket, steps, width - steps
+        self._kind = kind
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The fields of a Commit; limit [B] int32, tokens after the first; params [B, 4], seeds [B, 4]
+        -> tokens and count of the next Commit.
+        """
+        sampling = SamplingTensors(params, seeds, self._kind)
+        token, row = root_of(tokens, count, start)
+        token = token.clamp(min=0).unsqueeze(1)
+        chosen: list[Tensor] = []
+        for step in range(self._steps):
+            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket, sampling=sampling)
+            position = (row + step + 1).unsqueeze(1)
+            chosen.append(self.body.sample_tokens(hidden, position, sampling))
+        place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
+        count = (limit + 1).clamp(max=self._steps)
+        kept = torch.where(place < count.unsqueeze(1), torch.cat(chosen, 1), PAD)
+        return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, count
+
+
 def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
     last = (count - 1).to(torch.int64).unsqueeze(1)

@@ -8,13 +8,13 @@ copies inputs and outputs. Consecutive rounds in one call on the CPU are in `dec
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import HostText, TraceableDrafter
@@ -24,11 +24,9 @@ from paceline.core.types import (
     DeviceFeatures,
     DraftShape,
     FeatureSpec,
-    MultiRoundLimits,
     Proposal,
     RoundLimits,
     RoundReport,
-    RoundResult,
     SamplingKind,
     SamplingTensors,
 )
@@ -37,13 +35,25 @@ from paceline.decoder.decoder import (
     CompiledDecoder,
     FeatureBuffer,
     ModelWithCache,
+    StepMaker,
     first_slots,
     for_all_slots,
     idle_tokens,
 )
 from paceline.decoder.graph_key import GraphKey
-from paceline.target.base import TargetVerifier
-from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
+from paceline.target.base import TargetVerifier, fitted
+from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
+
+_NO_DRAFT = DraftShape.chain(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A selected step, valid until its selection changes. ``rows``: of the longest sequence, before a round."""
+
+    step: Step
+    lines: int
+    rows: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +77,11 @@ class _FusedRounds:
 class CompiledVerifier(TargetVerifier):
     """Runs `VerifyStep` for one draft shape, for nothing proposed, and for chains shorter than the draft shape.
 
-    ``wide``: a round without a proposal uses the graph of one with a proposal; otherwise a narrow one.
-    ``depths``: of shorter chains that have a separate graph.
-    ``width``: capacity of a commit in tokens, if it alternates with verifiers of deeper draft shapes.
+    depths  of shorter chains that have a separate graph
+    steps   if set, `AutoregressiveStep` with so many steps takes its place; nothing is proposed then
     """
+
+    steps = 0
 
     def __init__(
         self,
@@ -81,17 +92,14 @@ class CompiledVerifier(TargetVerifier):
         wide: bool,
         reads: FeatureSpec | None = None,
         width: int | None = None,
-        depths: Sequence[int] = (),
         slots: Sequence[HostText | None] = (),
+        depths: Sequence[int] = (),
     ) -> None:
-        decoder.check_width(draft_shape.num_draft_tokens + 1)
-        self.draft_shapes = (
-            *(DraftShape.chain(depth) for depth in sorted(depths) if depth < draft_shape.depth),
-            draft_shape,
-        )
-        super().__init__(decoder, draft_shape.depth + 1 if width is None else width, reads=reads, slots=slots)
-        self.draft_shape, self._rule, self._wide = draft_shape, rule, wide
+        super().__init__(decoder, draft_shape, rule=rule, wide=wide, reads=reads, width=width, slots=slots)
+        shorter = (DraftShape.chain(depth) for depth in sorted(depths) if depth < draft_shape.depth)
+        self.draft_shapes = (*shorter, draft_shape)
         self._step = partial(VerifyStep, rule=rule, reads=reads, width=self._width)
+        self._found = dict[Hashable, _Found]()
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -99,30 +107,57 @@ class CompiledVerifier(TargetVerifier):
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
         """Verify a proposal."""
-        draft_shape, drawn = self.draft_shape, False
+        draft_shape, drawn, proposed = self.draft_shape, False, list[Tensor]()
         if proposal is not None:
             fits = (one for one in self.draft_shapes if one.num_draft_tokens >= proposal.tokens.shape[1])
-            draft_shape = next(fits, self.draft_shape)
-            proposal = fitted(proposal, draft_shape.num_draft_tokens)
-        elif not self._wide:
-            draft_shape = DraftShape.chain(0)
-        inputs = self._inputs(commit, sampling, limits)
-        if proposal is not None:
-            inputs.append(proposal.tokens)
+            draft_shape = next(fits, draft_shape)
+            if proposal.tokens.shape[1] != draft_shape.num_draft_tokens:
+                proposal = fitted(proposal, draft_shape.num_draft_tokens)
+            proposed.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
-                inputs.append(proposal.parents)
-            drawn = proposal.draft_probs is not None and self._rule.draft_probs
-            inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
+                proposed.append(proposal.parents)
+            if self._rule.draft_probs and proposal.draft_probs is not None:
+                drawn = True
+                proposed.append(proposal.draft_probs)
+        elif not self._wide:
+            draft_shape = _NO_DRAFT
         elif draft_shape.num_draft_tokens:
-            inputs.append(self._nothing)
-        which = (draft_shape.num_draft_tokens, drawn, commit.tokens.shape[1], sampling.kind)
+            proposed.append(self._nothing)
+        if limits.max_accept != self._most:
+            self._take_limit(limits.max_accept)
+        inputs = [
+            commit.tokens, commit.count, commit.first_row, self._limit, sampling.params, sampling.seeds, *proposed
+        ]  # fmt: skip
+        slots, rows = limits.used_slots, limits.max_rows
+        which = (draft_shape.num_draft_tokens, drawn, commit.tokens.shape[1], sampling.kind, slots)
+        found = self._found.get(which)
+        if found is None or rows not in found.rows:
+            found = self._found[which] = self._find(draft_shape, inputs, limits=limits, kind=sampling.kind, drawn=drawn)
+        if not found.lines:
+            tokens, count, *features = found.step(*inputs)
+        else:
+            tokens, count, *features = found.step(*(first_slots(x, found.lines) for x in inputs))
+            tokens = for_all_slots(tokens, len(commit.count), idle_tokens(self._width))
+            count = for_all_slots(count, len(commit.count), 1)
+            features = [for_all_slots(x, len(commit.count)) for x in features]
+        return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
 
-        def find(bucket: int, lines: int, given: Sequence[Tensor]) -> Step:
-            kind = self.decoder.sampling_kind(sampling.kind)
-            key = self._key(draft_shape, bucket, kind, width=commit.tokens.shape[1], drawn=drawn, lines=lines)
-            return self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), given)
-
-        return self._next(commit, inputs, which, limits=limits, find=find)
+    def _find(
+        self, draft_shape: DraftShape, inputs: Sequence[Tensor], *, limits: RoundLimits, kind: SamplingKind, drawn: bool
+    ) -> _Found:
+        """Select the step of rounds with such a proposal, for sequences of ``limits.max_rows`` rows or more."""
+        rows, lines = limits.max_rows, self.decoder.lines_for(limits.used_slots)
+        bucket, kind = self.decoder.bucket_for(rows), self.decoder.sampling_kind(kind)
+        make: StepMaker = partial(self._step, draft_shape=draft_shape, kind=kind)
+        key = self._key(draft_shape, bucket, kind, width=inputs[0].shape[1], drawn=drawn, lines=lines)
+        if self.steps:
+            make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
+            key = GraphKey(
+                "autoregressive", self.steps, bucket, commit_width=key.commit_width, next_width=self._width,
+                sampling=kind, lines=lines,
+            )  # fmt: skip
+        step = self.decoder.graph(key, make, [first_slots(x, lines) for x in inputs])
+        return _Found(step, lines, range(rows, bucket + 1))
 
     def fused(
         self,
@@ -132,28 +167,31 @@ class CompiledVerifier(TargetVerifier):
         sampling: SamplingTensors,
         limits: RoundLimits,
         seconds: float,
-    ) -> RoundResult:
+    ) -> tuple[Commit, list[RoundReport]]:
         """Draft and verify in one graph."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
-        inputs = self._inputs(commit, sampling, limits)
+        if limits.max_accept != self._most:
+            self._take_limit(limits.max_accept)
+        inputs = [commit.tokens, commit.count, commit.first_row, self._limit, sampling.params, sampling.seeds]
         carry, kept, lines = None, False, 0
         if self._reads is not None:
             lines = self.decoder.lines_for(limits.used_slots)
             carry = self._carry(commit, self._reads, lines)
             kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
             inputs += [commit.states] if not kept and commit.states is not None else []
-        which, fused = (drafter, kept, sampling.kind, limits.used_slots), self._fused
-        if fused is None or limits.max_rows not in fused.rows or fused.which != which:
-            fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=limits.max_rows)
-        further = limits.multi_round
-        if further is not None and fused.several:
-            last = min(limits.max_rows + (further.max_rounds - 1) * self._width, fused.bucket)
-            further = further if last in fused.rows else self._in_one_bucket(further, fused, limits.max_rows)
-        reports, outputs = fused.run(inputs, seconds, further)
+        which, fused, rows = (drafter, kept, sampling.kind, limits.used_slots), self._fused, limits.max_rows
+        if fused is None or rows not in fused.rows or fused.which != which:
+            fused = self._fused = self._fused_rounds(which, carry, inputs=inputs, rows=rows)
+        if fused.several:  # as many as need no other graph before the last of them
+            rounds = limits.max_rounds
+            while rounds > 1 and min(rows + (rounds - 1) * self._width, fused.bucket) not in fused.rows:
+                rounds //= 2
+            limits = limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
+        reports, outputs = fused.run(inputs, seconds, limits)
         features: Tensor | DeviceFeatures | None = outputs[3] if len(outputs) > 3 else None
         if carry is not None:
             features = DeviceFeatures(partial(self._fetch, carry), lines)
-        return RoundResult(Commit(outputs[0], outputs[1], outputs[2], features), reports)
+        return Commit(outputs[0], outputs[1], outputs[2], features), reports
 
     def _fused_rounds(
         self,
@@ -184,13 +222,6 @@ class CompiledVerifier(TargetVerifier):
             return _FusedRounds(which, bucket, range(rows, rows + same), True, step.run_rounds)
         run = partial(_one_round, step=step, lean=lean, lines=lines)
         return _FusedRounds(which, bucket, range(rows, rows + same), False, run)
-
-    def _in_one_bucket(self, limits: MultiRoundLimits, fused: _FusedRounds, rows: int) -> MultiRoundLimits:
-        """Reduce the number of rounds where the drafter would need another graph before the last of them."""
-        rounds = limits.max_rounds
-        while rounds > 1 and min(rows + (rounds - 1) * self._width, fused.bucket) not in fused.rows:
-            rounds //= 2
-        return replace(limits, max_rounds=rounds)
 
     def _carry(self, commit: Commit, reads: FeatureSpec, lines: int) -> FeatureBuffer | None:
         """Return the buffer for features between rounds of ``lines`` batch rows, if copying them to the host costs
@@ -224,23 +255,12 @@ class CompiledVerifier(TargetVerifier):
         )
 
 
-def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
-    """Pad a chain with PAD to the number of nodes that the graph takes."""
-    if proposal is None or proposal.tokens.shape[1] == nodes:
-        return proposal
-    missing = nodes - proposal.tokens.shape[1]
-    tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
-    return Proposal(
-        tokens, None, None if proposal.draft_probs is None else pad_draft_probs(proposal.draft_probs, missing)
-    )
-
-
-_RunRounds = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list[RoundReport], list[Tensor]]]
+_RunRounds = Callable[[list[Tensor], float, RoundLimits], tuple[list[RoundReport], list[Tensor]]]
 """`paceline.decoder.backends.base.MultiRoundStep.run_rounds`."""
 
 
 def _one_round(
-    inputs: list[Tensor], _seconds: float, _limits: MultiRoundLimits | None, *, step: Step, lean: bool, lines: int
+    inputs: list[Tensor], _seconds: float, _limits: RoundLimits, *, step: Step, lean: bool, lines: int
 ) -> tuple[list[RoundReport], list[Tensor]]:
     """Run one round, as `MultiRoundStep.run_rounds`, by a step of one round. ``lean``: whether the `FusedStep` is.
 
@@ -254,4 +274,6 @@ def _one_round(
         outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they are outputs
     if lean or lines:
         outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
-    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs
+    told = packed.tolist()
+    report = RoundReport([row[: row[-2]] for row in told], [row[-1] for row in told], perf_counter() - begin)
+    return [report], outputs

@@ -7,8 +7,8 @@ every row it may look at holds the committed token, or one that was fed in the s
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeGenerator, build
 from paceline.auto import SamplingDecoder
-from paceline.build import round_builder
-from paceline.core.protocols import Reading, Round
+from paceline.core.protocols import Drafter, Reading
 from paceline.core.types import (
     Commit,
     FeatureSpec,
-    MultiRoundLimits,
+    Proposal,
     RoundLimits,
     RoundReport,
     RoundResult,
@@ -37,6 +36,8 @@ from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.options import DecoderOptions, LoadOptions
+from paceline.engine.adaptive import DraftLengthController
+from paceline.engine.rounds import Rounds
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -189,7 +190,7 @@ class FusedTableStep:
         return list(self._module(*inputs))
 
     def run_rounds(
-        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+        self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
         return run_rounds(self, inputs, seconds, limits)
 
@@ -229,7 +230,7 @@ class Truth:
 class WatchedRound:
     """A round that tells table models what was committed, so that they can check their caches."""
 
-    def __init__(self, inner: Round, bodies: Sequence[TableBody]) -> None:
+    def __init__(self, inner: Rounds, bodies: Sequence[TableBody]) -> None:
         self._inner, self._bodies = inner, bodies
         self.truth = Truth(*bodies[0].cache.shape)
 
@@ -259,6 +260,34 @@ class WatchedRound:
         return done
 
 
+class Around(Drafter):
+    """A drafter around another one, which sees the same; without more it proposes the same."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, inner.reads, inner.max_positions
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self.inner.add_request(slot, prompt, features)
+
+    def finish_request(self, slot: int) -> None:
+        self.inner.finish_request(slot)
+
+    def update(self, commit: Commit) -> None:
+        self.inner.update(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        return self.inner.propose(commit, sampling, limits)
+
+
+class AnyLength(DraftLengthController):
+    """Any draft length in every round, by dice."""
+
+    def choose(self, deepest: int) -> int:
+        self.turn = getattr(self, "turn", 6) + 1
+        return random.Random(self.turn).choice(self.draft_lengths)
+
+
 class Checked(SpeculativeGenerator):
     """A generator over table decoders whose caches are checked at every forward."""
 
@@ -268,20 +297,22 @@ class Checked(SpeculativeGenerator):
         watch_rounds(self, lambda round_: WatchedRound(round_, bodies))  # type: ignore[arg-type]
 
 
-def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Round], Round]) -> None:
+def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Rounds], Rounds]) -> None:
     """Put something around the rounds of a generator."""
     generator.engine.rounds = wrap(generator.engine.rounds)
 
 
-def rebuild(generator: SpeculativeGenerator, **changes: object) -> None:
-    """Have the rounds of a generator built with other settings: ``controller``, ``exact``, ..."""
-    builder = round_builder(generator.target, generator.drafter, generator.config, rule=generator._rule)
-    engine = generator.engine
-    rounds, engine.shape = replace(builder, **changes).build(engine.slots)  # type: ignore[arg-type]
-    if isinstance(engine.rounds, WatchedRound):
-        engine.rounds._inner = rounds
-    else:
-        engine.rounds = rounds
+def rebuild(
+    generator: SpeculativeGenerator, *, controller: DraftLengthController | None = None, exact: bool = True
+) -> None:
+    """Have the engine of a generator built with other settings; what watches its rounds goes on."""
+    target, drafter, config = generator.target, generator.drafter, generator.config
+    config = config.model_copy(update={"exact": config.exact and exact})
+    made = build.engine(target, drafter, config, rule=generator._rule, controller=controller)
+    if isinstance(generator.engine.rounds, WatchedRound):
+        generator.engine.rounds._inner = made.rounds
+        made.rounds = generator.engine.rounds
+    generator.engine = made
 
 
 def softmax(logits: Tensor) -> np.ndarray:

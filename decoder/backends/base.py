@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError
-from paceline.core.types import MultiRoundLimits, RoundReport
+from paceline.core.types import RoundLimits, RoundReport
 from paceline.decoder.backends.registry import BACKENDS, check, why_not_quantized
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import Kernels
@@ -36,10 +36,9 @@ class MultiRoundStep(Protocol):
     """
 
     def run_rounds(
-        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+        self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """Run one round, then further rounds while ``limits`` allow them (None: one round only) and they fit into
-        ``seconds``.
+        """Run one round, then further rounds while ``limits`` allow them and they fit into ``seconds``.
 
         Returns the report of each round and the commit of the last one, which the next call but one overwrites.
         """

@@ -486,7 +486,7 @@ struct Call {
   double budget;        // time limit in seconds; the first round always runs
   int64_t idle;         // limit in slots without a request
   int64_t slots, width;  // of the report for the host
-  int64_t* left;        // [slots], see paceline.core.types.MultiRoundLimits; changed
+  int64_t* left;        // [slots], see paceline.core.types.RoundLimits; changed
   const int64_t* ends;  // [n_ends]
   int64_t n_ends;
   int32_t* told;        // [rounds, slots, width]: tokens, their count, depth of the proposal

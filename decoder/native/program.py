@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import BackendError
-from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
+from paceline.core.types import IDLE, RoundLimits, RoundReport
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import SHAPES
 
@@ -509,7 +509,7 @@ class Program:
         return outputs
 
     def run_rounds(
-        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+        self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
         """Run rounds in one call of the program."""
         if self._rounds is None:
@@ -538,17 +538,17 @@ class _Rounds:
         self._most = 0
 
     def __call__(
-        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+        self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
         call = self._call
-        call.rounds, call.budget = 1 if room is None else room.max_rounds, seconds
+        call.rounds, call.budget = limits.max_rounds, seconds
         if call.rounds > self._most:
             self._for(call.rounds)
-        if room is not None:
-            self._left[:] = room.remaining  # type: ignore[assignment]  # a list of numbers is one of numbers or others
-            if room.end_ids is not self._ends:
-                self._ends = room.end_ids
-                call.ends, call.n_ends = _numbers(sorted(room.end_ids)), len(room.end_ids)
+        if call.rounds > 1:
+            self._left[:] = limits.remaining  # type: ignore[call-overload]  # any sequence of numbers does
+            if limits.end_ids is not self._ends:
+                self._ends = limits.end_ids
+                call.ends, call.n_ends = _numbers(sorted(limits.end_ids)), len(limits.end_ids)
         for lent, tensor in zip(self._inputs, inputs, strict=True):
             lent.data = tensor.data_ptr()
         commit, call.made = self._made[0]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from paceline.core.types import MultiRoundLimits, RoundLimits, RoundResult
+from paceline.core.types import RoundLimits, RoundResult
 
 DECAY = 0.98
 """Decay per round: about the last fifty rounds count."""
@@ -231,14 +231,36 @@ class DraftLengthController:
                 self._hits[place] += place < accepted_here
 
 
-class ControllersByFill:
-    """A controller for every batch fill: the cost of a round, and so the best length, depends on the number of requests
-    in it. Fills within a factor of two share a controller. All share the acceptance statistics.
+def _middle(numbers: list[float]) -> float:
+    """The median; the larger one of the middle two."""
+    return sorted(numbers)[len(numbers) // 2]
+
+
+class Pace:
+    """Chooses the draft length of every round, and learns from its result.
+
+    The cost of a round, and so the best length, depends on the number of requests in it: there is a controller for
+    every fill. Fills within a factor of two share one, and all share the acceptance statistics.
+
+    controller  chooses the length; those of other batch fills are its siblings
+    lines       batch rows of the graph that serves a number of slots (0 = all), if they determine the cost of a round;
+                None: the number of requests does
     """
 
-    def __init__(self, first: DraftLengthController) -> None:
-        self._first = first
-        self._by_fill: dict[int, DraftLengthController] = {}
+    def __init__(self, controller: DraftLengthController, *, lines: Callable[[int | None], int] | None = None) -> None:
+        self._first = self._controller = controller
+        self._lines, self._by_fill = lines, dict[int, DraftLengthController]()
+        self._lagging: set[int] = set()  # slots with commits that the drafter has not read
+
+    def begin(self, slot: int) -> None:
+        """A request takes part from now on; the drafter has read its prompt."""
+        self._lagging.discard(slot)
+
+    def move(self, slot: int, to: int) -> None:
+        """The request in a slot has gone to another one."""
+        if slot in self._lagging:
+            self._lagging.remove(slot)
+            self._lagging.add(to)
 
     @property
     def fills(self) -> set[int]:
@@ -253,55 +275,22 @@ class ControllersByFill:
             controller = self._by_fill[fill] = self._first.sibling() if self._by_fill else self._first
         return controller
 
-
-def _middle(numbers: list[float]) -> float:
-    """The median; the larger one of the middle two."""
-    return sorted(numbers)[len(numbers) // 2]
-
-
-class Pace:
-    """Chooses the draft length of every round, and learns from its result.
-
-    controller  chooses the length; those of other batch fills are its siblings
-    lines       batch rows of the graph that serves a number of slots (0 = all), if they determine the cost of a round;
-                None: the number of requests does
-    """
-
-    def __init__(self, controller: DraftLengthController, *, lines: Callable[[int | None], int] | None = None) -> None:
-        self._controllers, self._lines = ControllersByFill(controller), lines
-        self._controller = controller
-        self._lagging: set[int] = set()  # slots with commits that the drafter has not read
-
-    def begin(self, slot: int) -> None:
-        """A request takes part from now on; the drafter has read its prompt."""
-        self._lagging.discard(slot)
-
-    def move(self, slot: int, to: int) -> None:
-        """The request in a slot has gone to another one."""
-        if slot in self._lagging:
-            self._lagging.remove(slot)
-            self._lagging.add(to)
-
     def choose(self, limits: RoundLimits, seated: Collection[int]) -> tuple[int, RoundLimits]:
         """Return the length of the next round, and its limits: no more rounds than the choice covers.
 
         seated  slots that take part
         """
         fill = len(seated) if self._lines is None else self._lines(limits.used_slots) or len(limits.max_accept)
-        self._controller = controller = self._controllers.at(fill)
-        length, multi = controller.choose(max(limits.max_accept)), limits.multi_round
-        if multi is None:
-            return length, limits
-        multi = MultiRoundLimits(multi.remaining, multi.end_ids, controller.rounds)
-        return length, RoundLimits(limits.max_accept, limits.max_rows, multi, limits.used_slots)
+        self._controller = controller = self.at(fill)
+        length = controller.choose(max(limits.max_accept))
+        return length, limits if limits.max_rounds == 1 else replace(limits, max_rounds=controller.rounds)
 
     def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
         """Report the results of rounds of this length to the controller.
 
         ``early``: the first of them also read earlier commits, so its time is not typical of its length.
         """
-        max_accept = limits.max_accept
-        remaining = max_accept if limits.multi_round is None else limits.multi_round.remaining
+        max_accept, remaining = limits.max_accept, limits.remaining or limits.max_accept
         for number, report in enumerate(result.reports):
             drafted = [min(length, limit, max(0, left)) for limit, left in zip(max_accept, remaining, strict=True)]
             catches_up = any(drafted[slot] for slot in self._lagging) or (early and length > 0 and number == 0)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RequestError
-from paceline.core.sampling import IDLE_ROW, widest
+from paceline.core.protocols import Reading
+from paceline.core.sampling import IDLE_ROW, sampling_tensors, widest
 from paceline.core.types import (
     IDLE,
     PAD,
     Commit,
-    MultiRoundLimits,
     PrefillResult,
     RoundLimits,
     RoundResult,
@@ -29,7 +29,7 @@ from paceline.core.types import (
 )
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker
-from paceline.outputs import FinishReason, RequestOutput, Statistics
+from paceline.outputs import RequestOutput, Statistics
 from paceline.text.row_processing import RowProcessing
 
 
@@ -57,56 +57,25 @@ MAX_CONSECUTIVE_ROUNDS = 32
 _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
 
-@dataclass(slots=True)
-class Slot:
-    """A request that is being served. A `paceline.core.protocols.HostText`.
+class Slot(StopChecker):
+    """A request that is being served, and its sequence. A `paceline.core.protocols.HostText`.
 
-    kind   its sampling mode; None: its prompt is in prefill, and it takes no part in rounds yet
-    depth  maximum number of nodes that a round may accept for it
-    left   nodes that it could accept in a round of sufficient depth
+    sampling  its sampling values
+    kind      its sampling mode; None: its prompt is in prefill, and it takes no part in rounds yet
+    depth     maximum number of nodes that a round may accept for it
+    left      nodes that it could accept in a round of sufficient depth
     """
 
-    request: Request
-    checker: StopChecker
-    processing: RowProcessing | None = None
-    error: RequestError | None = None
-    kind: SamplingKind | None = None
-    depth: int = 0
-    left: int = 0
-
-    @classmethod
-    def of(cls, request: Request) -> Slot:
-        """Make the slot of a new request."""
-        processing = None if request.rules is None else RowProcessing(request.rules, len(request.prompt))
-        return cls(request, StopChecker(request.stopping, request.prompt), processing)
-
-    @property
-    def text(self) -> list[int]:
-        return self.checker.text
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.request.num_logprobs
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        return self.request.num_prompt_logprobs
-
-    @property
-    def output_scores(self) -> bool:
-        return self.request.output_scores
-
-    @property
-    def prediction(self) -> Sequence[int]:
-        return self.request.prediction
-
-    def append(self, token: int) -> FinishReason | None:
-        """Add a token; return the reason if the sequence stops with it."""
-        return self.checker.append(token)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.stopping, request.prompt)
+        self.request, self.prompt_length, self.prediction = request, len(request.prompt), request.prediction
+        self.num_logprobs, self.num_prompt_logprobs = request.num_logprobs, request.num_prompt_logprobs
+        self.output_scores = request.output_scores
+        self.processing = None if request.rules is None else RowProcessing(request.rules, self.prompt_length)
+        self.sampling = sampling_tensors([request.sampling])
+        self.error: RequestError | None = None
+        self.kind: SamplingKind | None = None
+        self.depth = self.left = 0
 
     def fail(self, error: RequestError) -> None:
         """Stop the sequence with an error, without another token."""
@@ -118,6 +87,7 @@ class Batch:
 
     The mode of ``sampling`` is the widest of the requests that take part in rounds.
     ``slots`` holds the request of every slot or None; the list is shared with verifiers that decide on the host.
+    ``reading``: a slot whose prompt is in prefill, and the prefill.
     ``freed`` lists slots whose request has left; the caller that reports them to the rounds removes them.
     """
 
@@ -125,6 +95,7 @@ class Batch:
         size = len(slots)
         slots[:] = [None] * size
         self.slots, self._shape, self._statistics = slots, shape, statistics
+        self.reading: tuple[int, Reading] | None = None
         self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
         self.sampling = SamplingTensors(
@@ -144,25 +115,24 @@ class Batch:
         for slot in range(len(self.slots)):
             self._set_commit(slot, 0, rows(slot))
 
-    def seat(self, slot: int, request: Request) -> None:
+    def seat(self, slot: int, request: Request) -> Slot:
         """Give a slot to a request before its prefill.
 
         Until then rounds compute unused tokens in its slot, from the first row after the prompt on.
         """
-        self.slots[slot] = Slot.of(request)
+        seated = self.slots[slot] = Slot(request)
         self._requests_changed()
         self._set_commit(slot, 0, len(request.prompt))
+        return seated
 
-    def join(
-        self, slot: int, row: SamplingTensors, first: PrefillResult, *, cached: int | None = None
-    ) -> RequestOutput:
+    def join(self, slot: int, first: PrefillResult, *, cached: int | None = None) -> RequestOutput:
         """Let the request in a slot take part in rounds: its prefill is done, and its first token is known.
 
-        row     its sampling values
         cached  tokens of its prompt that were cached; None: without prefix caching
         """
         seated = self.slots[slot]
         assert seated is not None
+        row, self.reading = seated.sampling, None
         self.sampling.params[slot], self.sampling.seeds[slot], seated.kind = row.params[0], row.seeds[0], row.kind
         seated.depth = min(self._shape.max_accept, seated.request.most_drafted)
         insort(self.active, slot)
@@ -231,7 +201,7 @@ class Batch:
         to = next(slot for slot, seated in enumerate(self.slots) if seated is None)
         seated = self.slots[last]
         assert seated is not None
-        return None if to > last else (last, to, len(seated.checker.text))
+        return None if to > last else (last, to, len(seated.text))
 
     def move(self, slot: int, to: int) -> None:
         """The request in a slot has gone to a free one."""
@@ -262,7 +232,7 @@ class Batch:
     def limits(self, *, single: bool = False) -> RoundLimits:
         """Return the limits of the next round. ``single``: no other round follows it in the same call."""
         slots = self.slots
-        longest = max((len(one.checker.text) + (one.kind is None) for one in slots if one is not None), default=1)
+        longest = max((len(one.text) + (one.kind is None) for one in slots if one is not None), default=1)
         if self._stale:
             self._work_out(longest)
         deepest, remaining = [0] * len(slots), [IDLE] * len(slots)
@@ -270,13 +240,10 @@ class Batch:
             seated = slots[index]
             assert seated is not None
             deepest[index], remaining[index] = min(seated.depth, seated.left), seated.left
-        multi_round = None if single else self._end_ids
-        return RoundLimits(
-            deepest,
-            longest,
-            None if multi_round is None else MultiRoundLimits(remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
-            self.active[-1] + 1 if self.active else None,
-        )
+        used_slots = self.active[-1] + 1 if self.active else None
+        if single or self._end_ids is None:
+            return RoundLimits(deepest, longest, used_slots, 1, remaining)
+        return RoundLimits(deepest, longest, used_slots, MAX_CONSECUTIVE_ROUNDS, remaining, self._end_ids)
 
     def _work_out(self, longest: int) -> None:
         """Compute how many nodes every sequence could accept in a round that is deep enough."""
@@ -284,8 +251,8 @@ class Batch:
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
         for slot in self.slots:
             if slot is not None:
-                length = len(slot.checker.text)
-                most = min(slot.checker.remaining - 1, border - length)
+                length = len(slot.text)
+                most = min(slot.remaining - 1, border - length)
                 if max_positions is not None and slot.request.use_speculation:
                     most = min(most, max_positions - length + 1)
                 slot.left = max(0, most)
@@ -300,7 +267,7 @@ class Batch:
         self._stale = True
         end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
         # None: a sequence may stop for another reason than an id, so the host looks at every round.
-        self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids
+        self._end_ids = None if any(slot.checks_each_token for slot in seated) else end_ids
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""
@@ -321,8 +288,7 @@ class Batch:
         replaced: tuple[int, ...] = (),
     ) -> RequestOutput:
         """``accepted``: how many of the tokens were drafted, and how deep the proposal went."""
-        checker = seated.checker
-        kept, reason = checker.extend(tokens) if seated.error is None else (checker.take_appended(), "error")
+        kept, reason = seated.extend(tokens) if seated.error is None else (seated.take_appended(), "error")
         self._statistics.new_tokens += kept
         if reason is not None:
             self._free(slot)
@@ -345,6 +311,8 @@ class Batch:
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes unused tokens in rows that no request needs."""
         self.slots[slot] = None
+        if self.reading is not None and slot == self.reading[0]:
+            self.reading = None
         self.freed.append(slot)
         if slot in self.active:
             self.active.remove(slot)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.protocols import Reading, Round, finish
-from paceline.core.sampling import sampling_tensors
 from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.request import Request
+from paceline.engine.rounds import Rounds
 from paceline.outputs import RequestOutput, Statistics
 
 
@@ -74,7 +73,7 @@ class Engine:
     """
 
     slots: list[Slot | None]
-    rounds: Round
+    rounds: Rounds
     shape: RoundShape
     kept: KeptPrompts | None = None
 
@@ -93,16 +92,18 @@ class Engine:
             batch.keep_rows(self.kept.rows)
         # With prefix caching no request moves: its new slot would lose the prompt that is kept there.
         moves = len(self.shape.batch_buckets) > 1 and self.kept is None and rounds.movable
-        prompts, resumed = _Prompts(queue, batch, rounds, kept=self.kept), perf_counter()
+        resumed = perf_counter()
         try:
             while True:
                 if queue.paced and (aborted := queue.take_aborted()):
-                    prompts.abort(aborted)
-                read = len(batch.active) < len(self.slots) and prompts.read()
-                if read:
-                    statistics.prefill_seconds += prompts.seconds
-                    statistics.host_seconds += max(0.0, perf_counter() - resumed - prompts.seconds)
-                    yield prompts.outputs
+                    batch.abort(aborted)
+                    self._finish_requests(batch)
+                before, some_free = statistics.prefill_seconds, len(batch.active) < len(self.slots)
+                read = self._read_prompts(queue, batch, statistics) if some_free else None
+                if read is not None:
+                    in_prefill = statistics.prefill_seconds - before
+                    statistics.host_seconds += max(0.0, perf_counter() - resumed - in_prefill)
+                    yield read
                     resumed = perf_counter()
                 elif not batch.active:
                     break
@@ -111,89 +112,52 @@ class Engine:
                     rounds.move_request(slot, to, length)
                     batch.move(slot, to)
                 if batch.active:
-                    result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))
+                    limits = batch.limits(single=read is not None and queue.paced)
+                    result = rounds(batch.commit, batch.sampling, limits)
                     outputs = batch.apply(result)
                     if batch.freed:
-                        _finish_requests(rounds, batch)
+                        self._finish_requests(batch)
                     in_rounds = result.draft_seconds + result.verify_seconds
                     statistics.host_seconds += max(0.0, perf_counter() - resumed - in_rounds)
                     yield outputs
                     resumed = perf_counter()
         finally:
             batch.clear()
-            _finish_requests(rounds, batch)
+            self._finish_requests(batch)
 
+    def _read_prompts(self, queue: RequestQueue, batch: Batch, statistics: Statistics) -> list[RequestOutput] | None:
+        """Prefill a chunk of one prompt if the queue is paced, otherwise prompts for all free slots.
 
-class _Prompts:
-    """Prefills the prompts of the requests that take the free slots of a batch.
-
-    outputs  outputs of the last call of `read`
-    seconds  prefill time in it
-    """
-
-    def __init__(self, queue: RequestQueue, batch: Batch, rounds: Round, *, kept: KeptPrompts | None) -> None:
-        self._queue, self._batch, self._rounds, self._kept = queue, batch, rounds, kept
-        self._slot = -1
-        self._reading: Reading | None = None  # of the prompt in prefill, into that slot
-        self.outputs: list[RequestOutput] = []
-        self.seconds = 0.0
-
-    def read(self) -> bool:
-        """Prefill a chunk of one prompt if the queue is paced, otherwise prompts for all free slots. -> whether there
-        was any
+        -> outputs of the prompts that were read to their end; None: there is no prompt
         """
-        batch, paced = self._batch, self._queue.paced
-        self.outputs, self.seconds, read = [], 0.0, False
-        for _ in range(len(batch.slots)):  # no more: if sequences finish at once there is always a free slot
-            if self._reading is None and (len(batch.active) == len(batch.slots) or not self._seat()):
-                break
-            read = True
-            first = self._read_on(whole=not paced)
+        outputs: list[RequestOutput] | None = None
+        for _ in batch.slots:  # no more: if sequences finish at once there is always a free slot
+            if batch.reading is None:
+                request = queue.pop() if len(batch.active) < len(batch.slots) else None
+                if request is None:
+                    break
+                free = [slot for slot, seated in enumerate(batch.slots) if seated is None]
+                slot = free[0] if self.kept is None else self.kept.choose(request.prompt, free)
+                seated = batch.seat(slot, request)  # before the round is selected by the needs of the request
+                batch.reading = slot, self.rounds.start(slot, request.prompt, seated.sampling)
+            (slot, reading), begin, outputs = batch.reading, perf_counter(), outputs or []
+            first: PrefillResult | None = None
+            try:
+                next(reading)
+                while not queue.paced:
+                    next(reading)
+            except StopIteration as done:
+                first = done.value
+            statistics.prefill_seconds += perf_counter() - begin
             if first is not None:
-                cached = None if self._kept is None else self._kept.shared(self._slot)
-                self.outputs.append(batch.join(self._slot, self._sampling, first, cached=cached))
-                self._reading = None
-                if batch.freed:  # the sequence finished with its first token
-                    _finish_requests(self._rounds, batch)
-            if paced:
+                cached = None if self.kept is None else self.kept.shared(slot)
+                outputs.append(batch.join(slot, first, cached=cached))
+                self._finish_requests(batch)  # the sequence may have finished with its first token
+            if queue.paced:
                 break
-        return read
+        return outputs
 
-    def abort(self, indices: Collection[int]) -> None:
-        """Free the slots of these requests, also that of the one whose prompt is being read."""
-        self._batch.abort(indices)
-        if self._reading is not None and self._batch.slots[self._slot] is None:
-            self._reading = None
-        _finish_requests(self._rounds, self._batch)
-
-    def _seat(self) -> bool:
-        """Give a free slot to the next request. -> whether one waits"""
-        request = self._queue.pop()
-        if request is None:
-            return False
-        free = [slot for slot, seated in enumerate(self._batch.slots) if seated is None]
-        self._slot = free[0] if self._kept is None else self._kept.choose(request.prompt, free)
-        self._batch.seat(self._slot, request)  # before the round is selected by the needs of the request
-        self._sampling = sampling_tensors([request.sampling])
-        self._reading = self._rounds.start(self._slot, request.prompt, self._sampling)
-        return True
-
-    def _read_on(self, *, whole: bool) -> PrefillResult | None:
-        """Read the next chunk of the prompt, or all that is left. None: there is more to read."""
-        assert self._reading is not None
-        begin = perf_counter()
-        try:
-            if whole:
-                return finish(self._reading)
-            next(self._reading)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]  # a generator of that type returns it
-        finally:
-            self.seconds += perf_counter() - begin
-        return None
-
-
-def _finish_requests(rounds: Round, batch: Batch) -> None:
-    """Tell the rounds which requests have left their slots."""
-    while batch.freed:
-        rounds.finish_request(batch.freed.pop(0))
+    def _finish_requests(self, batch: Batch) -> None:
+        """Tell the rounds which requests have left their slots."""
+        while batch.freed:
+            self.rounds.finish_request(batch.freed.pop(0))

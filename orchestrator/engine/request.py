@@ -140,7 +140,7 @@ class Request:
             value = getattr(params, name)
             if isinstance(value, (list, tuple)) and len(value) != len(rows):
                 raise SamplingError(f"{name}: expected {len(rows)} entries, got {len(value)}; give one per prompt")
-        stop_strings = StopStrings.of(params.stop_strings)
+        stop_strings = None if params.stop_strings is None else StopStrings.of(params.stop_strings)
         if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
             raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
         eos = params.eos_token_id

@@ -38,7 +38,8 @@ class RoundPlan:
     verifier  verifies the proposals
     width     W of the commits that it reads and makes
     drafts    whether the drafter is called
-    fused     draft and verify in one graph: one call per round, which returns only ids and counts
+    reads     whether the drafter sees the commits; False if it never drafts
+    fused     the drafter, if it drafts in the verifier's graph: one call per round, which returns only ids and counts
     alone     if no slot can accept anything, a fused round runs without the drafter's step. False if features stay on
               the device: the verifier's own graph would copy them to the host
     """
@@ -47,12 +48,13 @@ class RoundPlan:
     verifier: Verifier
     width: int
     drafts: bool = True
-    fused: bool = False
+    reads: bool = True
+    fused: TraceableDrafter | None = None
     alone: bool = True
 
 
 class Rounds:
-    """A `paceline.core.protocols.Round` that selects one of several plans, all with the same decoders and drafter.
+    """One round, the last commit in and the next one out, by one of several plans with the same decoders and drafter.
 
     A row may have to be decided on the host, or have a prediction to draft from. While no row does, rounds use the
     graphs of a generator without such requests. No row's tokens depend on other rows.
@@ -84,11 +86,14 @@ class Rounds:
         self._made: dict[str, RoundPlan] = {}
         self._special: RoundPlan | None = None  # while some request needs it
         self._seated: set[int] = set()  # slots that take part in rounds
+        self._behind = True  # the drafter may have commits to read before a fused round
 
     # ---- requests
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Read a prompt on both sides. The last piece of the target's and the drafter's first are one."""
+        """Read a prompt on both sides; other slots may go through rounds in its pauses. The last piece of the target's
+        and the drafter's first are one.
+        """
         self._requests_changed()
         first = yield from self.verifier.prefill(slot, prompt, sampling)
         yield from self.drafter.read_request(slot, prompt, first.features)
@@ -106,11 +111,11 @@ class Rounds:
 
     @property
     def movable(self) -> bool:
-        """Whether both sides are."""
+        """Whether requests can go to another slot, so that those in use come first."""
         return self.drafter.movable and self.verifier.movable
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
-        """Give all that is kept of the request in a slot to a free one."""
+        """Move everything stored for a request to a free slot; its sequence takes at most ``rows`` cache rows."""
         self.drafter.move_request(slot, to, rows)
         self.verifier.move_request(slot, to, rows)
         if slot in self._seated:
@@ -136,51 +141,55 @@ class Rounds:
 
     # ---- rounds
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """Run one round, or several consecutive ones."""
-        pace, plan = None if self._special is not None else self._pace, self._special or self._usual
-        length, early = 0, None
-        if pace is not None:
-            length, limits = pace.choose(limits, self._seated)
-            plan = self.plans[length]
-            if length == 0 and self.rest is not None and all(limits.max_accept[slot] for slot in self._seated):
-                plan = self.rest
-        if commit.tokens.shape[1] != plan.width or (not plan.fused and isinstance(commit.features, DeviceFeatures)):
-            early, commit = fitted(commit, plan.width, on_device=plan.fused)
+    def __call__(
+        self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits, plan: RoundPlan | None = None
+    ) -> RoundResult:
+        """Run one round, or several consecutive ones. ``plan``: to make its graphs; None: the one that is due."""
+        length, early = None, None
+        if plan is None:
+            plan = self._special or self._usual
+            if self._pace is not None and self._special is None:
+                length, limits = self._pace.choose(limits, self._seated)
+                plan = self.plans[length]
+                if length == 0 and self.rest is not None and all(limits.max_accept[slot] for slot in self._seated):
+                    plan = self.rest
+        drafter, verifier, most, fused = plan.drafter, plan.verifier, limits.max_accept, plan.fused
+        if commit.tokens.shape[1] != plan.width or (fused is None and isinstance(commit.features, DeviceFeatures)):
+            early, commit = fitted(commit, plan.width, on_device=fused is not None)
         if early is not None:
             self.drafter.update(early)
-        result = self.run(plan, commit, sampling=sampling, limits=limits)
-        if pace is None:
-            return result
-        pace.learn(length, result, limits, early=early is not None)
-        return RoundResult(result.commit, result.reports, result.draft_seconds, result.verify_seconds, length)
-
-    def run(self, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        """Run one round, or several consecutive ones, by a plan."""
-        begin, drafter, verifier, most = perf_counter(), plan.drafter, plan.verifier, limits.max_accept
-        if plan.fused and (any(most) or not (plan.alone or _too_long(drafter, limits))):
-            assert isinstance(drafter, TraceableDrafter)
-            drafter.catch_up()
+            self._behind = True
+        begin = perf_counter()
+        if fused is not None and (any(most) or not (plan.alone or _too_long(fused, limits))):
+            if self._behind:
+                fused.catch_up()
+                self._behind = False
             middle = perf_counter()
-            done = verifier.fused(drafter, commit, sampling=sampling, limits=limits, seconds=MULTI_ROUND_BUDGET_S)
-            return RoundResult(done.commit, done.reports, middle - begin, perf_counter() - middle)
-        drafter.update(commit)
-        proposal, drafted = None, [0] * len(most)
-        if plan.drafts and any(most):
-            proposal = drafter.propose(commit, sampling, limits)
-            drafted = drafted_depths(proposal, most)
-        middle = perf_counter()
-        commit = verifier(commit, proposal if any(drafted) else None, sampling, limits)
-        end = perf_counter()
-        rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
-        tokens = [row[:count] for row, count in rows]
-        report = RoundReport(tokens, drafted, end - begin, drafter.predicted, verifier.scores)
-        if verifier.scores is not None:
-            verifier.scores = None
-            if any(drafted):
-                assert proposal is not None
-                report = replace(report, replaced=drafted_last(proposal, tokens))
-        return RoundResult(commit, [report], middle - begin, end - middle)
+            commit, reports = verifier.fused(
+                fused, commit, sampling=sampling, limits=limits, seconds=MULTI_ROUND_BUDGET_S
+            )
+            end = perf_counter()
+        else:
+            if plan.reads:
+                drafter.update(commit)
+                self._behind = True
+            proposal, drafted = None, [0] * len(most)
+            if plan.drafts and any(most):
+                proposal = drafter.propose(commit, sampling, limits)
+                drafted = drafted_depths(proposal, most)
+            middle = perf_counter()
+            commit = verifier(commit, proposal if any(drafted) else None, sampling, limits)
+            end = perf_counter()
+            rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
+            tokens, scores, replaced = [row[:count] for row, count in rows], verifier.scores, None
+            if scores is not None:
+                verifier.scores = None
+                replaced = drafted_last(proposal, tokens) if proposal is not None and any(drafted) else None
+            reports = [RoundReport(tokens, drafted, end - begin, drafter.predicted, scores, replaced)]
+        result = RoundResult(commit, reports, middle - begin, end - middle, length)
+        if length is not None and self._pace is not None:
+            self._pace.learn(length, result, limits, early=early is not None)
+        return result
 
 
 def _too_long(drafter: Drafter, limits: RoundLimits) -> bool:

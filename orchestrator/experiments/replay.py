@@ -100,8 +100,7 @@ def replay(
             depth: RoundPlan(shortened_of(drafter, depth) if depth else drafter, target, width, drafts=depth > 0)
             for depth in sorted(ladder.seconds)
         }
-        pace = Pace(DraftLengthController(tuple(plans)))
-        rounds = _CountedRounds(drafter, plans, seen, pace=pace, seconds=ladder.seconds)
+        rounds = _CountedRounds(drafter, plans, seen, pace=_AssumedPace(ladder.seconds))
     shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
     engine = Engine([None] * batch_size, rounds, shape)
     requests = [
@@ -129,31 +128,32 @@ def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
 
 
 class _CountedRounds(Rounds):
-    """Records the number of slots in every round, and the depth of its proposals.
-
-    ``seconds``: assumed time of a round of each length; None = the real time.
-    """
+    """Records the number of slots in every round, and the depth of its proposals."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        plans: Mapping[int, RoundPlan],
-        seen: list[tuple[int, int]],
-        *,
-        pace: Pace | None = None,
-        seconds: Mapping[int, float] | None = None,
+        self, drafter: Drafter, plans: Mapping[int, RoundPlan], seen: list[tuple[int, int]], *, pace: Pace | None = None
     ) -> None:
         super().__init__(drafter, plans, pace=pace)
         self._seen = seen
-        self._seconds = {} if seconds is None else {id(plans[length]): took for length, took in seconds.items()}
 
-    def run(self, plan: RoundPlan, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
-        result = super().run(plan, commit, sampling=sampling, limits=limits)
+    def __call__(
+        self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits, plan: RoundPlan | None = None
+    ) -> RoundResult:
+        result = super().__call__(commit, sampling, limits, plan)
         self._seen.append((len(self._seated), max(result.reports[0].drafted)))
-        seconds = self._seconds.get(id(plan))
-        if seconds is None:
-            return result
-        return replace(result, reports=[replace(report, seconds=seconds) for report in result.reports])
+        return result
+
+
+class _AssumedPace(Pace):
+    """Learns from the assumed time of a round of each length, instead of the real time."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        super().__init__(DraftLengthController(tuple(sorted(seconds))))
+        self._seconds = seconds
+
+    def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
+        reports = [replace(report, seconds=self._seconds[length]) for report in result.reports]
+        super().learn(length, replace(result, reports=reports), limits, early=early)
 
 
 @dataclass(slots=True)

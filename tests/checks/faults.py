@@ -17,10 +17,10 @@ from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.typical import Typical
 from paceline.core.protocols import Drafter
-from paceline.core.types import Accepted, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Accepted, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from tests.fakes import TableBody, TableDecoder, near, table
+from tests.fakes import Around, TableBody, TableDecoder, near, table
 
 V = 8
 TARGET = table(V, seed=0, spread=1.2)
@@ -104,26 +104,14 @@ class Tires(TableBody):
         return super().logits(hidden).roll(self.forwards // 40 % 2, -1)
 
 
-class _Around(Drafter):
-    """A drawn draft model with other tokens in its proposals. A `paceline.core.protocols.Drafter`."""
-
-    reads: FeatureSpec | None = None
+class _Redrawn(Around):
+    """A drawn draft model with other tokens in its proposals."""
 
     def __init__(self, k: int, *, slots: int) -> None:
-        self._inner = model(k, slots=slots, drawn=True)
-        self.draft_shape, self.max_positions = self._inner.draft_shape, self._inner.max_positions
-
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self._inner.add_request(slot, prompt, features)
-
-    def finish_request(self, slot: int) -> None:
-        self._inner.finish_request(slot)
-
-    def update(self, commit: Commit) -> None:
-        self._inner.update(commit)
+        super().__init__(model(k, slots=slots, drawn=True))
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        proposal = self._inner.propose(commit, sampling, limits)
+        proposal = self.inner.propose(commit, sampling, limits)
         assert proposal.draft_probs is not None
         return replace(proposal, tokens=self.tokens(commit, proposal.draft_probs, sampling))
 
@@ -131,14 +119,14 @@ class _Around(Drafter):
         raise NotImplementedError
 
 
-class ArgmaxAsDrawn(_Around):
+class ArgmaxAsDrawn(_Redrawn):
     """Drafts its likeliest tokens, and says that they were drawn."""
 
     def tokens(self, commit: Commit, draft_probs: Tensor, sampling: SamplingTensors) -> Tensor:
         return reduce.argmax(draft_probs)
 
 
-class SharedNoise(_Around):
+class SharedNoise(_Redrawn):
     """Draws with the uniform numbers that acceptance is decided with."""
 
     def tokens(self, commit: Commit, draft_probs: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -150,8 +138,6 @@ class SharedNoise(_Around):
 class BranchedGuess(Drafter):
     """A tree whose likelier half is behind its other one, so that an accepted path is not consecutive."""
 
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
     draft_shape = DraftShape(4, 2, parents=(-1, -1, 0, 1))
 
     def __init__(self) -> None:

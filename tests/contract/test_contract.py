@@ -23,15 +23,13 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.read_prompts import ReadPrompts
 from paceline.draft.choice import FallbackDrafter
-from paceline.draft.heads import PendingCommits
 from paceline.draft.ngram import NgramDrafter
-from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, resolve
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
-from tests.fakes import rebuild
+from tests.fakes import AnyLength, rebuild
 from tests.sampled import texts
 
 Asked = dict[str, Any]
@@ -167,24 +165,16 @@ def kept(part: object) -> int:
     """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose, and is no request's."""
     found = 0
     for value in vars(part).values():
-        if isinstance(value, PendingCommits | dict | list | set) and not isinstance(part, torch.nn.Module):
+        if isinstance(value, dict | list | set) and not isinstance(part, torch.nn.Module):
             found += len(value)
         members = value if isinstance(value, tuple) else (value,)
         found += sum(kept(one) for one in members if isinstance(one, Drafter) and hasattr(one, "__dict__"))
     return found
 
 
-class Dice(DraftLengthController):
-    """Any rung at any time."""
-
-    def choose(self, deepest: int) -> int:
-        self.turn = getattr(self, "turn", 6) + 1
-        return random.Random(self.turn).choice(self.draft_lengths)
-
-
 def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
-    monkeypatch.setattr("paceline.build.DraftLengthController", Dice)
+    monkeypatch.setattr("paceline.build.DraftLengthController", AnyLength)
     if not row.ladder:
         if row.drafts:
             with pytest.raises(ConfigurationError, match=r"k: expected one number, since .*(depth|draft length)"):

@@ -7,7 +7,6 @@ Decoders are shared, so that each configuration finds caches that others have le
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,10 +18,9 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap
-from paceline.engine.adaptive import DraftLengthController
 from paceline.generator import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
-from tests.fakes import TableDecoder, near, rebuild, table
+from tests.fakes import AnyLength, TableDecoder, near, rebuild, table
 
 V = 9
 TARGET = table(V, seed=0, spread=1.5)
@@ -78,14 +76,6 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-class Dice(DraftLengthController):
-    """Any rung at any time."""
-
-    def choose(self, deepest: int) -> int:
-        self.turn = getattr(self, "turn", 0) + 1
-        return random.Random(self.turn).choice(self.draft_lengths)
-
-
 @cache
 def decoder(role: str, slots: int, buckets: tuple[int, ...]) -> TableDecoder:
     size = V - 2 if role == "other" else V
@@ -127,7 +117,7 @@ def made(case: Case) -> SpeculativeGenerator:
         vocabulary=TOKENIZERS if "retokenize" in names else "same",
     )
     if case.dice and not isinstance(case.k, int):
-        rebuild(maker, controller=Dice(case.k))
+        rebuild(maker, controller=AnyLength(case.k))
     return maker
 
 

@@ -27,8 +27,7 @@ from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaHead, MedusaStep
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
-from paceline.target.autoregressive import AutoregressiveStep
-from paceline.target.steps import FusedStep, VerifyStep
+from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
-from paceline.core.types import MultiRoundLimits, RoundReport
+from paceline.core.types import RoundLimits, RoundReport
 from paceline.decoder.native.program import Program, _Rounds
 from paceline.engine import rounds
 from tests.decoder.tiny import Workshop, fresh
@@ -29,11 +29,11 @@ def test_the_same_rounds(
     native, rows = Program.run_rounds, list[int]()
 
     def both(
-        step: Program, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+        step: Program, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        told, made = native(step, inputs, seconds, room)
+        told, made = native(step, inputs, seconds, limits)
         # Once more over the same cache: what it overwrites is what it read.
-        expected, last = run_rounds(step, inputs, seconds, room)
+        expected, last = run_rounds(step, inputs, seconds, limits)
         assert [(one.tokens, one.drafted) for one in told] == [(one.tokens, one.drafted) for one in expected]
         assert all(one.seconds > 0 for one in told)
         assert len(made) == len(last) == 3

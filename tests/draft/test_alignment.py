@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.types import Commit
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.draft.suffix import CopyTracker, SuffixDrafter
 
 SOURCE = list(range(100, 160))
@@ -83,7 +84,7 @@ def test_a_copy_with_another_name_takes_few_rounds() -> None:
     drafter.add_request(0, whole[:at])
     gained: list[int] = []
     while at < len(whole):
-        (drafts,) = drafter.guess([8])
+        (drafts,) = drafter.chains(commit([PAD], at), sampling_tensors([Sampling()]), RoundLimits([8], at))
         stand = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, whole[at:], strict=False)))
         tokens = whole[at : at + stand + 1]
         gained.append(len(tokens))

@@ -9,13 +9,13 @@ import pytest
 
 from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter
 from paceline.draft.choice import ChoiceDrafter, ShadowScores
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import StaticTree
 from tests.contract.drafters import BRANCHES
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import drafter as eagle_head
+from tests.fakes import Around
 
 PROMPT, NEW, K = [5, 9, 5, 9, 5], 96, 4
 
@@ -76,17 +76,14 @@ def plain(workshop: Workshop) -> list[list[int]]:
     return found
 
 
-class Costly(Drafter):
+class Costly(Around):
     """A drafter that is not free to ask: no `TextDrafter`."""
 
-    def __init__(self, inner: FunctionDrafter) -> None:
-        self._inner, self.asked = inner, 0
-        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, None, None
-        self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
+    asked = 0
 
     def propose(self, *given: Any) -> Any:
         self.asked += 1
-        return self._inner.propose(*given)
+        return super().propose(*given)
 
 
 def test_the_best_for_the_text_at_hand_drafts(workshop: Workshop) -> None:

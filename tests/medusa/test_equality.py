@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from paceline import MedusaDrafter, SpeculativeGenerator, Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.core.protocols import TraceableDrafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.graph_key import GraphKey
@@ -25,6 +24,7 @@ from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.settings import PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
+from tests.fakes import Around
 from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED
 
 PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
@@ -104,21 +104,8 @@ def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
     assert all(key.is_prompt for key in set(calls) - set(rounds))
 
 
-class Recorder(Drafter):
+class Recorder(Around):
     """A drafter around a drafter, outside the target's graph, that notes what is proposed behind which text."""
-
-    def __init__(self, inner: MedusaDrafter) -> None:
-        self.inner, self.seen = inner, list[tuple[int, list[int]]]()
-        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, inner.reads, inner.max_positions
-
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self.inner.add_request(slot, prompt, features)
-
-    def finish_request(self, slot: int) -> None:
-        self.inner.finish_request(slot)
-
-    def update(self, commit: Commit) -> None:
-        self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self.inner.propose(commit, sampling, bounds)
@@ -133,7 +120,7 @@ def test_what_is_proposed_are_the_best_tokens_of_the_heads_at_the_right_state(
     target = workshop.decoder(slots=1)
     inner = MedusaDrafter.from_pretrained(heads_folder, target)
     recorder = Recorder(inner)
-    assert isinstance(recorder, Drafter)
+    recorder.seen = list[tuple[int, list[int]]]()
     text = texts(run(SpeculativeGenerator(recorder, target), {}, prompts=PROMPTS[:1], new=40))[0]
     states = FrozenTarget(workshop.checkpoint("target")).states(torch.tensor([text]))[0]
     assert len(recorder.seen) > 5

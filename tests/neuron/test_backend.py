@@ -14,12 +14,11 @@ import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
-from paceline.core.types import Commit
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.tree import Chain
-from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.neuron import backend as neuron
+from paceline.target.verifier import CompiledVerifier
 from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
@@ -59,19 +58,19 @@ class Traffic:
 def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
     """Of every fused round on the stand-in from here on."""
     found: list[Traffic] = []
-    original = Rounds.run
+    original = CompiledVerifier.fused
 
-    def watched(self: Rounds, plan: RoundPlan, commit: Commit, **given: Any) -> Any:
-        if "torch_neuronx" not in sys.modules or not plan.fused:  # a round of eager
-            return original(self, plan, commit, **given)
+    def watched(*given: Any, **more: Any) -> Any:
+        if "torch_neuronx" not in sys.modules:  # a round of eager
+            return original(*given, **more)
         seen, graphs = runtime(), len(neuron.chip().graphs)
         calls, fetched = len(seen.calls), len(seen.fetched)
-        made = original(self, plan, commit, **given)
+        made = original(*given, **more)
         sizes = [size for _, size in seen.fetched[fetched:]] if len(neuron.chip().graphs) == graphs else []
         found.append(Traffic(seen.calls[calls:], sum(sizes)))
         return made
 
-    monkeypatch.setattr(Rounds, "run", watched)
+    monkeypatch.setattr(CompiledVerifier, "fused", watched)
     return found
 
 

@@ -12,7 +12,7 @@ from paceline import DRAFT_LENGTHS, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine.adaptive import ControllersByFill, DraftLengthController
+from paceline.engine.adaptive import DraftLengthController, Pace
 from paceline.engine.rounds import fitted
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, rebuild, table
@@ -170,12 +170,12 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
 def test_the_controller_is_that_of_as_many_requests_as_are_seated(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def at(controllers: ControllersByFill, seated: int) -> DraftLengthController:
+    def at(controllers: Pace, seated: int) -> DraftLengthController:
         seen.append(seated)
         return real(controllers, seated)
 
-    real = ControllersByFill.at
-    monkeypatch.setattr(ControllersByFill, "at", at)
+    real = Pace.at
+    monkeypatch.setattr(Pace, "at", at)
     maker = Checked(TableDecoder(DRAFT, slots=4), TableDecoder(TARGET, slots=4), k=DRAFT_LENGTHS)
     plain = TableDecoder(TARGET, slots=4)
     for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS):

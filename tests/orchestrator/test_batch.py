@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.sampling import Sampling
 from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundReport, RoundResult
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
@@ -20,16 +20,15 @@ BUCKETS = (16, 24, 64)
 
 def formula(batch: Batch, reach: int | None) -> list[int]:
     """Room in every slot, worked out from the texts alone."""
-    texts = [None if slot is None else slot.checker for slot in batch.slots]
-    longest = max((len(text.text) for text in texts if text), default=1)
+    longest = max((len(slot.text) for slot in batch.slots if slot), default=1)
     border = next((bucket for bucket in BUCKETS if bucket >= longest), BUCKETS[-1])
     found = []
-    for slot, text in zip(batch.slots, texts, strict=True):
-        if slot is None or text is None:
+    for slot in batch.slots:
+        if slot is None:
             found.append(IDLE)
             continue
-        length = len(text.text)
-        rooms = [text.remaining - 1, border - length]
+        length = len(slot.text)
+        rooms = [slot.remaining - 1, border - length]
         if reach is not None and slot.request.use_speculation:
             rooms.append(reach - length + 1 if length <= reach else 0)
         found.append(max(0, min(rooms)))
@@ -41,7 +40,7 @@ def test_limits(data: st.DataObject) -> None:
     size, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
     reach = data.draw(st.none() | st.integers(4, 40))
     batch = Batch([None] * size, RoundShape(depth, depth + 1, reach, BUCKETS), Statistics())
-    row, index = sampling_tensors([Sampling()]), 0
+    index = 0
     for _ in range(data.draw(st.integers(1, 25))):
         if None in batch.slots and data.draw(st.booleans()):
             free = batch.slots.index(None)
@@ -49,19 +48,17 @@ def test_limits(data: st.DataObject) -> None:
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
             request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
             batch.seat(free, request)
-            batch.join(free, row, PrefillResult(1))
+            batch.join(free, PrefillResult(1))
             index += 1
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
             batch.abort([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
         bounds = batch.limits()
-        assert bounds.multi_round is not None and bounds.multi_round.remaining == formula(batch, reach)
+        assert bounds.max_rounds > 1 and bounds.remaining == formula(batch, reach)
         drafts = [slot is not None and slot.request.use_speculation for slot in batch.slots]
-        limits = [
-            min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.multi_round.remaining, strict=True)
-        ]
+        limits = [min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.remaining, strict=True)]
         assert bounds.max_accept == limits
-        assert bounds.multi_round.end_ids == (frozenset([0]) if batch.active else frozenset())
-        assert bounds.max_rows == max((len(slot.checker.text) for slot in batch.slots if slot), default=1)
+        assert bounds.end_ids == (frozenset([0]) if batch.active else frozenset())
+        assert bounds.max_rows == max((len(slot.text) for slot in batch.slots if slot), default=1)
         counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
-from paceline.core.protocols import Round
 from paceline.core.types import Commit, RoundLimits, RoundResult, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import Request, SamplingParams
+from paceline.engine.rounds import Rounds
 from paceline.outputs import RequestOutput
 from tests.decoder.tiny import Workshop, fresh
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds
@@ -39,7 +39,7 @@ class Clock:
 class TimedByChunks:
     """A round that takes virtual time."""
 
-    def __init__(self, inner: Round, clock: Clock) -> None:
+    def __init__(self, inner: Rounds, clock: Clock) -> None:
         self._inner, self._clock = inner, clock
 
     def __getattr__(self, name: str) -> object:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import SpeculativeGenerator
-from paceline.core.types import RoundResult
+from paceline.core.types import RoundReport
 from paceline.engine import rounds
 from paceline.engine.batch import MAX_CONSECUTIVE_ROUNDS
 from paceline.outputs import GenerationResult
@@ -37,14 +37,15 @@ def counts(done: GenerationResult) -> tuple[object, ...]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[RoundResult]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[RoundReport]]:
     """What the host heard of fused rounds, look by look."""
-    heard: list[RoundResult] = []
+    heard: list[list[RoundReport]] = []
     fused = CompiledVerifier.fused
 
-    def listening(*given: object, **more: object) -> RoundResult:
-        heard.append(fused(*given, **more))  # type: ignore[arg-type]
-        return heard[-1]
+    def listening(*given: object, **more: object) -> object:
+        commit, reports = fused(*given, **more)  # type: ignore[arg-type]
+        heard.append(reports)
+        return commit, reports
 
     monkeypatch.setattr(CompiledVerifier, "fused", listening)
     return heard
@@ -76,23 +77,23 @@ def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
 
-def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[RoundResult]) -> None:
+def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[list[RoundReport]]) -> None:
     generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
     done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
     assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
-    assert done.statistics.num_rounds in (len(calls[0].reports), len(calls[0].reports) + 1)
+    assert done.statistics.num_rounds in (len(calls[0]), len(calls[0]) + 1)
     calls.clear()
     run(generator, [[1, 2, 3]], 0.0, max_new_tokens=50)
-    assert {len(one.reports) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
+    assert {len(one) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
 
 
-def test_no_more_than_the_most(calls: list[RoundResult]) -> None:
+def test_no_more_than_the_most(calls: list[list[RoundReport]]) -> None:
     target = TableDecoder(TARGET, kv_buckets=(256,))
     run(SpeculativeGenerator(TableDecoder(DRAFT, kv_buckets=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
-    assert max(len(one.reports) for one in calls) == MAX_CONSECUTIVE_ROUNDS
+    assert max(len(one) for one in calls) == MAX_CONSECUTIVE_ROUNDS
 
 
-def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundResult]) -> None:
+def test_who_watches_every_token_is_asked_after_every_round(calls: list[list[RoundReport]]) -> None:
     asks: list[dict[str, object]] = [
         {"stop_strings": ["zz"], "tokenizer": Pieces([bytes([97 + i]) for i in range(V)])},
         {"stopping_criteria_list": [lambda *_: False]},
@@ -100,11 +101,11 @@ def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundRes
     for asked in asks:
         generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
         run(generator, [[1, 2, 3]], 60.0, max_new_tokens=30, **asked)
-        assert calls and {len(one.reports) for one in calls} == {1}
+        assert calls and {len(one) for one in calls} == {1}
         calls.clear()
 
 
-def test_an_id_that_ends_a_text_ends_the_row(calls: list[RoundResult]) -> None:
+def test_an_id_that_ends_a_text_ends_the_row(calls: list[list[RoundReport]]) -> None:
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 50, "do_sample": True}
     generator = SpeculativeGenerator(TableDecoder(near(logits, seed=4, spread=0.5)), TableDecoder(logits), k=2)
@@ -113,17 +114,17 @@ def test_an_id_that_ends_a_text_ends_the_row(calls: list[RoundResult]) -> None:
     calls.clear()
     done = run(generator, [[1, 2, 3]], 60.0, eos_token_id=[last], **asked)
     assert done.finish_reasons == ["stop"] and done.sequences[0, 3:].tolist() == text[: text.index(last) + 1]
-    assert len(calls) == 1 and last in calls[0].reports[-1].tokens[0]
+    assert len(calls) == 1 and last in calls[0][-1].tokens[0]
 
 
-def test_a_slot_without_a_text_ends_no_row(calls: list[RoundResult]) -> None:
+def test_a_slot_without_a_text_ends_no_row(calls: list[list[RoundReport]]) -> None:
     """It goes on from token 0, and gains what would end a text."""
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 40, "do_sample": True}
     draft = near(logits, seed=4, spread=0.5)
     generator = SpeculativeGenerator(TableDecoder(draft, slots=2), TableDecoder(logits, slots=2), k=2)
     text = run(generator, [[1, 2, 3]], 60.0, eos_token_id=[], **asked).sequences[0].tolist()
-    idle = {token for told in calls[0].reports[1:-1] for token in told.tokens[1]}
+    idle = {token for told in calls[0][1:-1] for token in told.tokens[1]}
     assert len(calls) == 1 and not idle <= set(text), "or nothing is shown"
     calls.clear()
     run(generator, [[1, 2, 3]], 60.0, eos_token_id=sorted(idle - set(text)), **asked)

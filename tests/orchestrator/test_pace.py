@@ -9,7 +9,7 @@ import pytest
 from paceline import DRAFT_LENGTHS
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
-from paceline.engine.adaptive import ControllersByFill, DraftLengthController
+from paceline.engine.adaptive import DraftLengthController, Pace
 
 
 def told(
@@ -135,7 +135,7 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
 
 def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() -> None:
     """Virtual time: a draft costs a tenth of a round of one request, and twice a round of sixteen."""
-    controllers, dice = ControllersByFill(DraftLengthController(DRAFT_LENGTHS)), random.Random(0)
+    controllers, dice = Pace(DraftLengthController(DRAFT_LENGTHS)), random.Random(0)
     cost = {1: 0.1, 2: 0.3, 5: 1.0, 16: 2.0}
     spent, plain, chosen = 0.0, 0.0, {fill: list[int]() for fill in cost}
     for seated in [*cost, *reversed(cost), *cost] * 4:

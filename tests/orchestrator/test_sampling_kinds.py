@@ -7,12 +7,13 @@ from contextlib import closing
 import pytest
 
 from paceline import SpeculativeGenerator
-from paceline.core.protocols import Reading, Round
-from paceline.core.sampling import Sampling, kind_of, kind_of_params, sampling_tensors
+from paceline.core.protocols import Reading
+from paceline.core.sampling import Sampling, kind_of, kind_of_params
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
+from paceline.engine.rounds import Rounds
 from paceline.engine.stopping import Stopping
 from paceline.outputs import Statistics
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds
@@ -32,7 +33,7 @@ def request(index: int, sampling: Sampling, *, new: int = 20) -> Request:
 class Kinds:
     """Notes the kind of every prompt and round, each of which is what its parameters ask for."""
 
-    def __init__(self, inner: Round, prompts: list[SamplingKind], rounds: list[SamplingKind]) -> None:
+    def __init__(self, inner: Rounds, prompts: list[SamplingKind], rounds: list[SamplingKind]) -> None:
         self._inner, self._prompts, self._rounds = inner, prompts, rounds
 
     def __getattr__(self, name: str) -> object:
@@ -68,7 +69,7 @@ def test_a_batch_has_the_widest_kind_of_the_requests_that_are_seated() -> None:
     def seat(slot: int, sampling: Sampling) -> None:
         batch.seat(slot, request(slot, sampling))
         assert batch.sampling.kind == seen[-1], "its prompt is not read yet"
-        batch.join(slot, sampling_tensors([sampling]), PrefillResult(1))
+        batch.join(slot, PrefillResult(1))
         seen.append(batch.sampling.kind)
 
     seat(0, GREEDY)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.placement.host.processes import Process
@@ -24,7 +24,7 @@ from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.workers.draft import SecondChoices
-from tests.fakes import TableDecoder, near, table
+from tests.fakes import Around, TableDecoder, near, table
 
 V = 24
 TARGET = table(V, seed=0, spread=2.0)
@@ -44,27 +44,24 @@ def working_ahead(slots: int, k: int, logits: torch.Tensor = DRAFT) -> Lookahead
     return LookaheadDrafter(made, SecondChoices(made.decoder, made.vocabulary))
 
 
-class Faulty(Drafter):
+class Faulty(Around):
     """A model drafter that makes one of the faults now and then. ``slow``: seconds, more than a deadline."""
 
     def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:
-        self._inner, self._nan = drafter(slots, k), drafter(slots, k, DRAFT * float("nan"))
-        self.draft_shape, self.max_positions, self.reads = DraftShape.chain(k), self._inner.max_positions, None
+        super().__init__(drafter(slots, k))
+        self._nan = drafter(slots, k, DRAFT * float("nan"))
         self._dice, self._faults, self._rate, self._slow = random.Random(seed), faults, rate, slow
 
-    def add_request(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
-        self._inner.add_request(slot, prompt)
+    def add_request(self, slot: int, prompt: Sequence[int], features: torch.Tensor | None = None) -> None:
+        super().add_request(slot, prompt)
         self._nan.add_request(slot, prompt)
 
     def finish_request(self, slot: int) -> None:
-        self._inner.finish_request(slot)
+        super().finish_request(slot)
         self._nan.finish_request(slot)
 
-    def update(self, commit: Commit) -> None:
-        self._inner.update(commit)
-
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        made = self._inner.propose(commit, sampling, bounds)
+        made = self.inner.propose(commit, sampling, bounds)
         tokens = made.tokens
         if self._dice.random() >= self._rate:
             return made

@@ -7,22 +7,22 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
+from paceline.core.types import IDLE, RoundLimits, RoundReport
 from paceline.decoder.backends.base import Step
 
 
 def run_rounds(
-    step: Step, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+    step: Step, inputs: list[Tensor], seconds: float, limits: RoundLimits
 ) -> tuple[list[RoundReport], list[Tensor]]:
     """As `paceline.decoder.backends.base.MultiRoundStep.run_rounds`, of a `FusedStep` that is not lean."""
-    max_accept, remaining = inputs[3].tolist(), [] if limits is None else list(limits.remaining)
+    max_accept, remaining = inputs[3].tolist(), list(limits.remaining)
     reports: list[RoundReport] = []
     first = begin = perf_counter()
     while True:
         packed, *made = step(*inputs)
         end = perf_counter()
         reports.append(RoundReport.of(packed.tolist(), end - begin))
-        if limits is None or len(reports) >= limits.max_rounds or end - first + reports[-1].seconds > seconds:
+        if len(reports) >= limits.max_rounds or end - first + reports[-1].seconds > seconds:
             return reports, made
         if not _goes_on(reports[-1].tokens, remaining, limits.end_ids):
             return reports, made

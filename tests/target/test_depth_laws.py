@@ -7,7 +7,7 @@ import pytest
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.protocols import Drafter, Round
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
@@ -29,7 +29,7 @@ class Dice(DraftLengthController):
         return (self.draft_lengths[-1], *self.draft_lengths)[self.turn % (len(self.draft_lengths) + 1)]
 
 
-def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
+def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
     """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
     rungs = {
         depth: RoundPlan(

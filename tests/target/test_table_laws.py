@@ -17,32 +17,17 @@ from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row, sampling_tensors, seed_row
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.target.host_verifier import HostVerifier
-from tests.fakes import TableBody, TableDecoder, joint, misfit
+from tests.fakes import Around, TableBody, TableDecoder, joint, misfit
 from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, SlotText, V, model, three_tokens
 
 
-@dataclass(frozen=True)
-class Mislabelled(Drafter):
+class Mislabelled(Around):
     """A drafter that takes the argmax and says that it drew from its softmax."""
-
-    inner: ModelDrafter
-    draft_shape: DraftShape = CHAIN
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
-
-    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
-        self.inner.add_request(slot, prompt)
-
-    def finish_request(self, slot: int) -> None:
-        self.inner.finish_request(slot)
-
-    def update(self, commit: Commit) -> None:
-        self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         greedy = SamplingTensors(torch.zeros_like(sampling.params) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.seeds)
@@ -51,25 +36,14 @@ class Mislabelled(Drafter):
         return Proposal(taken, None, claimed.expand(-1, K, V))
 
 
-@dataclass(frozen=True)
-class OtherParams(Drafter):
+class OtherParams(Around):
     """Drafts as it samples itself; ``honest``: it reports the distribution it drew from, not the unfiltered one."""
 
     inner: ModelDrafter
-    params: Sampling
-    honest: bool = True
-    draft_shape: DraftShape = CHAIN
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
 
-    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
-        self.inner.add_request(slot, prompt)
-
-    def finish_request(self, slot: int) -> None:
-        self.inner.finish_request(slot)
-
-    def update(self, commit: Commit) -> None:
-        self.inner.update(commit)
+    def __init__(self, inner: ModelDrafter, params: Sampling, *, honest: bool = True) -> None:
+        super().__init__(inner)
+        self.params, self.honest = params, honest
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         own = SamplingTensors(torch.tensor([param_row(self.params)]).expand(len(sampling.seeds), 4), sampling.seeds)
@@ -91,17 +65,6 @@ class Foreign(Drafter):
 
     generator: torch.Generator
     draft_shape: DraftShape = CHAIN
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
-
-    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
-        """Nothing to read."""
-
-    def finish_request(self, slot: int) -> None:
-        """Nothing to forget."""
-
-    def update(self, commit: Commit) -> None:
-        """Nothing to see."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         own = torch.tensor([0.3, 0.1, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.2])

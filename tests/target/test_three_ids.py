@@ -21,7 +21,7 @@ from paceline.core import noise, probs, tree
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.protocols import Drafter, Round
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.eagle.tree import DynamicTree, StaticTree, TreeStep
@@ -150,7 +150,7 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[], Drafter]]] = {
 """Trees; chains through rounds are in `test_table_laws.py`."""
 
 
-def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
+def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
     verifier = CompiledVerifier(target, drafter.draft_shape, rule=rule, wide=True)
     return Rounds(drafter, {K: RoundPlan(drafter, verifier, K + 1)})
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import RequestError
-from paceline.core.protocols import Drafter, Processor, Round
+from paceline.core.protocols import Drafter, Processor
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
@@ -28,7 +28,7 @@ from tests.fakes import TableDecoder, WatchedRound, near, table
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 CHAIN = DraftShape.chain(K)
-RoundsOf = Callable[[Drafter, TableDecoder, AcceptanceRule], Round]
+RoundsOf = Callable[[Drafter, TableDecoder, AcceptanceRule], Rounds]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
@@ -67,7 +67,7 @@ def seeds() -> Tensor:
     return torch.tensor([seed_row(seed + (77 << 32)) for seed in range(MANY)], dtype=torch.int32)
 
 
-def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
+def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
     return Rounds(source, {K: RoundPlan(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True), K + 1)})
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, PromptError, SamplingError
-from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.options import LoadOptions
 from paceline.draft.model import ModelDrafter
@@ -24,7 +23,7 @@ from paceline.workers.draft import make_drafters
 from paceline.workers.shared_engine import SharedEngine
 from paceline.workers.target import make_target
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes import Around, Checked, TableDecoder, near, table
 from tests.fakes_text import Pieces
 from tests.workers.heard import asked as outputs_by
 from tests.workers.heard import outputs_of
@@ -35,17 +34,11 @@ DRAFT = near(TARGET, seed=1, spread=0.8)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7]]
 
 
-class Gate(Drafter):
+class Gate(Around):
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
-        self._inner, self.draft_shape, self.max_positions, self.reads = (
-            inner,
-            inner.draft_shape,
-            inner.max_positions,
-            inner.reads,
-        )
-        self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
+        super().__init__(inner)
         self.open, self.together, self.fails, self.fail_next = threading.Semaphore(0), [], False, 0
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
@@ -54,7 +47,7 @@ class Gate(Drafter):
             self.fail_next = max(0, self.fail_next - 1)
             raise RuntimeError("asked for")
         self.together.append(int((commit.first_row > 0).sum()))
-        return self._inner.propose(commit, sampling, bounds)
+        return self.inner.propose(commit, sampling, bounds)
 
     def let(self, rounds: int) -> None:
         self.open.release(rounds)
