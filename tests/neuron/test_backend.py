@@ -24,7 +24,7 @@ from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
-from tests.neuron.test_hlo_proto import BREAKING, proto
+from tests.neuron.test_hlo_lint import BREAKING, proto
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
@@ -269,11 +269,11 @@ def test_what_the_sdk_traced_is_looked_at_too(
     monkeypatch.setattr(functions.Recorded, "computations", proto(line).computations)
     graph, said = Graph(GraphKey("doubling"), Doubling(), (torch.randn(3),), {}), list[str]()
     if refused:
-        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.10"):
+        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.20"):
             backend.compile(graph, said.append)
     else:
         backend.compile(graph, said.append)
-        assert any("may not compile for Neuron: unlisted: q.10" in one for one in said)
+        assert any("may not compile for Neuron: unlisted: q.20" in one for one in said)
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])

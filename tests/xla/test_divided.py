@@ -15,11 +15,11 @@ from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.neuron import hlo_lint, xla
+from paceline.neuron import xla
 from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
-from tests.xla.counting import census
+from tests.xla.hlo_text import census, lint
 
 DEGREE = 4
 BUDGETS = {
@@ -52,10 +52,7 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
             texts.append(
                 xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=xla.XlaGroup(DEGREE))
             )
-    found, counts = (
-        hlo_lint.lint(texts[0], budget=BUDGETS[name]),
-        census(texts[0]),
-    )
+    found, counts = lint(texts[0], budget=BUDGETS[name]), census(texts[0])
     print(f"{name}, {gqa}: {sum(counts.values())} instructions, {len(found)} findings")
     assert found == []
     if name == "prefill":

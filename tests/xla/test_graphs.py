@@ -13,7 +13,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.neuron import hlo_lint, xla
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
-from tests.xla.counting import census
+from tests.xla.hlo_text import census, lint
 
 BUDGETS = {
     "prefill": 1_000, "prefill, states": 750, "window": 700, "window, tree": 1_100, "keep": 400,
@@ -43,7 +43,7 @@ Made = tuple[str, nn.Module, str]
 
 def test_no_finding(graph: Made) -> None:
     name, _, text = graph
-    found = hlo_lint.lint(text, budget=BUDGETS[name])
+    found = lint(text, budget=BUDGETS[name])
     counts = census(text)
     beyond = sorted(set(counts) - hlo_lint.LISTED)
     print(f"{name}: {sum(counts.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
@@ -60,7 +60,7 @@ def test_weights_of_8_bits_are_parameters_of_their_type(workshop: Workshop, form
     )
     graph = Graph(GraphKey("verify"), STEPS["verify"](decoder.body, 128), inputs("verify", 1), {})
     text = xla.hlo(graph)
-    assert hlo_lint.lint(text) == []
+    assert lint(text) == []
     held = [line for line in text.splitlines() if f" = {kind}[" in line and " parameter(" in line]
     assert len(held) >= 2 * 4, "the matrices of two layers"
 
@@ -97,4 +97,4 @@ def test_other_kinds_of_models_have_no_finding_either(workshop: Workshop, kind: 
     body = workshop.decoder(backend="xla", kind=kind, amp=amp).body
     for name in ("prefill", "window, tree"):
         found = xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}))
-        assert hlo_lint.lint(found, budget=BUDGETS[name]) == []
+        assert lint(found, budget=BUDGETS[name]) == []
