@@ -41,7 +41,7 @@ def read_yaml(file: Path) -> object:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
         """Rejects duplicate keys, of which PyYAML silently keeps the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -50,7 +50,8 @@ def read_yaml(file: Path) -> object:
                     raise yaml.MarkedYAMLError(
                         problem=f"the key {key.value!r} occurs twice; remove one of them", problem_mark=key.start_mark
                     )
-            return super().construct_mapping(node, deep)
+            made: dict[Any, Any] = super().construct_mapping(node, deep)
+            return made
 
     return yaml.load(file.read_text(encoding="utf-8"), Loader)
 
