@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import SpeculativeGenerator
 from paceline.neuron import noise_record
 from paceline.neuron import sdk as neuron_sdk
-from tests.decoder.tiny import CHUNK, Workshop
+from tests.decoder.tiny import Workshop
+from tests.neuron.conftest import load
 
 SOURCE = os.environ.get("PACELINE_NXD_SOURCE")
 FILES = (
@@ -129,15 +130,8 @@ class _OnCpu:
 def test_a_fused_pair_has_the_tokens_of_eager(workshop: Workshop, real: Callable[[], Any], degree: int) -> None:
     found = []
     for backend in ("eager", "neuron"):
-        made = [
-            AutoDecoder.from_pretrained(
-                workshop.checkpoint(role), backend=backend, amp="f32", batch_size=2, context_length_estimate=[CHUNK],
-                tp_degree=degree if backend == "neuron" else 1,
-            )
-            for role in ("draft", "target")
-        ]  # fmt: skip
-        for decoder in made:
-            decoder.on_graph = lambda _event: None
+        cores = degree if backend == "neuron" else 1
+        made = [load(workshop, role, backend=backend, tp_degree=cores) for role in ("draft", "target")]
         runtime = real() if backend == "neuron" else None
         done = SpeculativeGenerator(made[0], made[1], k=2).sample(PROMPTS, max_new_tokens=8, return_dict=True)
         found.append((done.sequences.tolist(), done.statistics.num_accepted_tokens_per_pos))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from paceline.neuron import hlo_lint
+from torch import Tensor, nn
+
+from paceline.neuron import hlo_lint, xla
 from paceline.neuron.hlo_lint import Instruction, LintFinding, Module
+from paceline.neuron.lowering import lower
 
 MAX_INSTRUCTIONS = 40_000
 """A graph's budget: unrolled drafts are what makes graphs long (EVRF007, EXTP004)."""
@@ -16,6 +19,14 @@ _INSTRUCTION = re.compile(
 )
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{\s*$")
 _TYPE = r"\b(?:pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[[^\]]*\]"
+
+
+def hlo(name: str, step: nn.Module, example: tuple[Tensor, ...], *, degree: int = 1) -> str:
+    """A step's HLO before any optimisation, which is what the Neuron compiler is given."""
+    results, home = xla.hlo_results(lower(name, step, example), degree=degree), xla.device()
+    text: str = home.bridge._get_xla_tensors_hlo(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    return text
 
 
 def parse(text: str) -> Module:
