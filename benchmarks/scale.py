@@ -20,7 +20,7 @@ from paceline.core.errors import PlanError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
-from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest
+from paceline.placement.cluster.core_allocator import ClusterView, CoreAllocator, CoreRequest
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import Instance, instance
@@ -36,8 +36,8 @@ _LLAMA_1B = {**_LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_h
              "tie_word_embeddings": True}  # fmt: skip
 
 
-class Cluster:
-    """Who lives; a `paceline.placement.cluster.core_allocator.ClusterView`."""
+class Cluster(ClusterView):
+    """A cluster without Ray: who lives."""
 
     def __init__(self, nodes: int) -> None:
         self.alive = {f"node-{number:03}" for number in range(nodes)}

@@ -35,6 +35,7 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.read_prompts import ReadPrompts
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.quantize import PackedMatrix
 
 StepMaker = Callable[["ModelWithCache", int], nn.Module]
@@ -156,6 +157,22 @@ class FeatureBuffer(nn.Module):
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
         self.register_buffer("features", torch.zeros(*shape))
+
+
+def load_rank(
+    path: str, config: ModelConfig, options: DecoderOptions, *, kernels: Kernels, rank: int, group: Collectives
+) -> ModelWithCache:
+    """Load a rank's shard of a model from a checkpoint."""
+    load = options.load
+    weights = load_weights(
+        path,
+        config,
+        options.dtype,
+        shard=Shard(config, options.layout, rank),
+        quantization=load.quantization,
+        modules_to_not_convert=load.modules_to_not_convert,
+    )
+    return ModelWithCache(config, options, weights, kernels=kernels, rank=rank, group=group).eval()
 
 
 class CompiledDecoder:

@@ -150,7 +150,7 @@ def _check(name: str, module: Any, announce: Callable[[str], None]) -> None:
 
     Operations that no document mentions are only logged.
     """
-    found = hlo_lint.lint_module(hlo_lint.module_of(module))
+    found = hlo_lint.lint(hlo_lint.module_of(module))
     if refused := [one for one in found if one.rule not in hlo_lint.UNDECIDED]:
         raise BackendError(f"{name} cannot be compiled for Neuron as it was traced: {'; '.join(map(str, refused[:3]))}")
     if found:

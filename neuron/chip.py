@@ -29,12 +29,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core import reduce
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.decoder import ModelWithCache, load_rank
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron import environment
 from paceline.neuron import sdk as neuron_sdk
 from paceline.neuron.graph_product import xla_product
@@ -74,19 +72,10 @@ def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
     """Return the bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every sharded tensor
     once.
     """
-    config, options, bodies = first.config, first.options, []
-    for rank in range(1, options.layout.degree):
-        weights = load_weights(
-            path,
-            config,
-            options.dtype,
-            shard=Shard(config, options.layout, rank),
-            quantization=options.load.quantization,
-            modules_to_not_convert=options.load.modules_to_not_convert,
-        )
-        body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
-        bodies.append(body.eval())
-    return bodies
+    return [
+        load_rank(path, first.config, first.options, kernels=first.kernels, rank=rank, group=first.group)
+        for rank in range(1, first.options.layout.degree)
+    ]
 
 
 MAX_INPUTS = 16
@@ -304,18 +293,13 @@ class Resident:
         new = [{name: x for name, x in rank.items() if name not in self._weights} for rank in weights]
         if not new[0] and self._model.loaded_on_neuron:
             return
-        try:
+        with _room("weights", new):
             if not self._model.loaded_on_neuron:
                 self._model.set_weights(new)
                 self._model.to_neuron()  # without graphs: it creates the states and opens the cores
             else:  # same as `set_weights`, which fails once the model is loaded
                 for rank, held in enumerate(torch.ops.neuron._parallel_load(new)):
                     self._model.weights[rank].update(held)
-        except RuntimeError as error:
-            raise BackendError(
-                f"the weights ({_size(new)}) could not be allocated on the NeuronCores ({error}); reduce "
-                "n_positions or batch_size, or raise tp_degree"
-            ) from error
         self._weights |= set(new[0])
 
     def add_states(self, states: Ranks) -> None:
@@ -327,14 +311,9 @@ class Resident:
         new = [{name: x for name, x in rank.items() if name not in self.states} for rank in states]
         if not new[0]:
             return
-        try:
+        with _room("states", new):
             for rank, zeros in enumerate(self._zeros(new[0])()):
                 self._model.states[rank].update(zeros)
-        except RuntimeError as error:
-            raise BackendError(
-                f"the states ({_size(new)}) could not be allocated on the NeuronCores ({error}); reduce n_positions "
-                "or batch_size, or raise tp_degree"
-            ) from error
         for rank, held in enumerate(new):
             for name, tensor in held.items():
                 self._model.write_to_neuron_buffer(tensor, name, rank)
@@ -367,9 +346,17 @@ class Resident:
         return self._base.StateInitializer(shapes, {name: x.dtype for name, x in states.items()}, self._degree)
 
 
-def _size(ranks: Ranks) -> str:
-    most = max(sum(x.numel() * x.element_size() for x in rank.values()) for rank in ranks)
-    return f"{len(ranks[0])} tensors of {most / 2**30:.2f} GiB a core"
+@contextmanager
+def _room(what: str, ranks: Ranks) -> Iterator[None]:
+    """Raise BackendError for the runtime's error if these tensors have no room."""
+    try:
+        yield
+    except RuntimeError as error:
+        most = max(sum(x.numel() * x.element_size() for x in rank.values()) for rank in ranks)
+        raise BackendError(
+            f"the {what} ({len(ranks[0])} tensors of {most / 2**30:.2f} GiB a core) could not be allocated on the "
+            f"NeuronCores ({error}); reduce n_positions or batch_size, or raise tp_degree"
+        ) from error
 
 
 class Chip:

@@ -1,9 +1,9 @@
-"""Compile graphs that `paceline export-hlo` wrote with neuronx-cc, which needs no chip, and report the results.
+"""Compile graphs that `paceline export-hlo` wrote, which needs no chip, and report the results.
 
-A script with the standard library only: it is copied next to the graphs, so that it runs on a machine with only the
-compiler.
+A script with the standard library only: it is copied next to the graphs, so that it runs on a machine with only a
+compiler. Either neuronx-cc compiles their HLO, or TorchNeuron compiles them in its compile-only mode.
 
-    python compile_graphs.py [--jobs N] [--compiler neuronx-cc]
+    python compile_graphs.py [--jobs N] [--compiler neuronx-cc | --compiler torch]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,11 +23,24 @@ from typing import Any
 REPORT = "report.json"
 
 
-def compiled(folder: Path, graph: dict[str, Any], compiler: str) -> dict[str, Any]:
+TORCH = """
+import json, runpy, sys, torch
+tensors = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in json.loads(sys.argv[2])]
+forward = runpy.run_path(sys.argv[1])["forward"]
+with torch.no_grad():
+    torch.compile(forward, backend="neuron", fullgraph=True, dynamic=False)(*tensors)
+"""
+
+
+def compiled(folder: Path, graph: dict[str, Any], *, compiler: str, target: str) -> dict[str, Any]:
     """Compile one graph. -> its name, whether it compiled, seconds, bytes of the result, the last lines of the log"""
-    made = folder / f"{graph['file']}.neff"
-    command = [*shlex.split(compiler), "compile", "--framework", "XLA", str(folder / graph["file"])]
-    command += ["--output", str(made), *shlex.split(graph["flags"])]
+    made = folder / f"{graph['name']}.neff"
+    if compiler == "torch":  # keeps the result in its own cache
+        command = ["env", "TORCH_NEURONX_COMPILE_ONLY=1", f"NEURON_PLATFORM_TARGET_OVERRIDE={target}", sys.executable]
+        command += ["-c", TORCH, str(folder / graph["torch_file"]), json.dumps(graph["tensors"])]
+    else:
+        command = [*shlex.split(compiler), "compile", "--framework", "XLA", str(folder / graph["file"])]
+        command += ["--output", str(made), *shlex.split(graph["flags"])]
     begin = perf_counter()
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -35,7 +49,7 @@ def compiled(folder: Path, graph: dict[str, Any], compiler: str) -> dict[str, An
         status, log = 127, str(error)
     return {
         "name": graph["name"],
-        "compiled": status == 0 and made.exists(),
+        "compiled": status == 0 and (compiler == "torch" or made.exists()),
         "status": status,
         "seconds": round(perf_counter() - begin, 1),
         "bytes": made.stat().st_size if made.exists() else 0,
@@ -51,17 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="number of compilers to run at a time; each can take several GB"
     )
-    parser.add_argument("--compiler", default="neuronx-cc")
+    parser.add_argument("--compiler", default="neuronx-cc", help="a command, or torch: TorchNeuron of this Python")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
     asked = parser.parse_args(arguments)
     manifest = json.loads((asked.folder / "manifest.json").read_text(encoding="utf-8"))
-    graphs = [graph for graph in manifest["graphs"] if graph["format"] == "hlo"]
+    native = asked.compiler == "torch"
+    graphs = [graph for graph in manifest["graphs"] if ("torch_file" in graph if native else graph["format"] == "hlo")]
     if not graphs:
-        sys.stderr.write("there is no HLO here: export the graphs again in an environment with torch_xla\n")
+        needs = "for Trainium2 or Trainium3" if native else "in an environment with torch_xla"
+        sys.stderr.write(f"there is nothing here that {asked.compiler} compiles: export the graphs again {needs}\n")
         return 2
     with ThreadPoolExecutor(asked.jobs) as pool:
-        found = list(pool.map(lambda graph: compiled(asked.folder, graph, asked.compiler), graphs))
-    report = {**{name: value for name, value in manifest.items() if name != "graphs"}, "graphs": found}
+        run = partial(compiled, asked.folder, compiler=asked.compiler, target=manifest["target"])
+        found = list(pool.map(run, graphs))
+    whole = {name: value for name, value in manifest.items() if name != "graphs"}
+    report = {**whole, "compiler": asked.compiler, "graphs": found}
     (asked.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for one in found:
         state = "ok  " if one["compiled"] else "FAIL"

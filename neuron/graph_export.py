@@ -1,7 +1,8 @@
 """Export of a pair's graphs at real size into a folder, for a compiler on another machine: no weights, no chip.
 
-With torch_xla they are HLO modules for neuronx-cc (`paceline.neuron.compile_graphs` is copied next to them); without
-it, the lowered graphs as text. One graph of each kind is written, not one for each length and bucket.
+With torch_xla they are HLO modules for neuronx-cc; without it, the lowered graphs as text. For chips of TorchNeuron
+each is also the Python module that its compiler is given. `paceline.neuron.compile_graphs`, which compiles both, is
+copied next to them. One graph of each kind is written, not one for each length and bucket.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.steps import PrefillStep
 from paceline.neuron import chips, compile_graphs
 from paceline.neuron.chips import CAPABILITIES, Chip
 from paceline.neuron.lowering import Lowered, lower
+from paceline.neuron.native import in_place
 from paceline.neuron.round_cost import counted, expected_seconds
 from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round
 from paceline.neuron.sdk import Sdk
@@ -62,12 +65,14 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
                 "expected_ms": round(expected_seconds(work, instance) * 1e3, 3),
                 "state": dict(zip(lowered.state, _shapes(lowered), strict=False)),
                 "changed": list(lowered.changed),
+                **(_torch(folder, name, lowered) if "neuron-native" in CAPABILITIES[target].backends else {}),
             }
         )
     made: dict[str, object] = {
         "paceline": metadata.version("paceline"),
         "torch": torch.__version__,
         "instance": instance.name,
+        "target": target.value,
         "tp_degree": setup.degree,
         "k": setup.k,
         "sampling": setup.kind,
@@ -113,6 +118,21 @@ def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: 
     return file
 
 
+def _torch(folder: Path, name: str, lowered: Lowered) -> dict[str, object]:
+    """Write a step as `torch.compile` is given it on TorchNeuron, as the source of a function ``forward`` of meta
+    tensors. -> the file, and type and shape of each tensor
+    """
+    given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in _values(lowered)]
+    code = make_fx(in_place(lowered, torch.device("meta")))(*given).code.replace("def forward(self, ", "def forward(")
+    file = folder / f"{name}.torch.py"
+    file.write_text(f"import torch\nfrom torch import device, inf, nan\n{code}", encoding="utf-8")
+    shapes = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in given]
+    return {"torch_file": file.name, "tensors": shapes}
+
+
+def _values(lowered: Lowered) -> list[Tensor]:
+    return [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
+
+
 def _shapes(lowered: Lowered) -> list[str]:
-    values = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
-    return [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values]
+    return [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in _values(lowered)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +17,6 @@ from paceline.placement.planning import instances
 Status = Literal["ok", "note", "FAILED"]
 Seen = tuple[str, Status, str]
 """A name, a status, and the finding, as `paceline.checks.findings.Finding` has them."""
-
-_SECONDS = 20
 
 
 def examine() -> list[Seen]:
@@ -50,17 +47,16 @@ def _chips() -> Iterator[Seen]:
 
 
 def _cores() -> Iterator[Seen]:
-    program = instances.tool()
-    if program is None:
-        yield ("neuron-ls", "FAILED", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
-        return
     try:
-        done = subprocess.run([str(program), "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)
-        devices = json.loads(done.stdout)
+        text = instances.neuron_ls()
+        if text is None:
+            yield ("neuron-ls", "FAILED", f"not found on PATH or at {instances.USUAL_PLACE}; install aws-neuronx-tools")
+            return
+        devices = json.loads(text)
         cores = sum(int(device["nc_count"]) for device in devices)
         users = {process["pid"] for device in devices for process in device.get("neuron_processes") or []}
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        yield ("neuron-ls", "FAILED", f"{program} -j failed ({error})")
+    except (PacelineError, ValueError, KeyError, TypeError) as error:
+        yield ("neuron-ls", "FAILED", f"neuron-ls -j failed ({error})")
         return
     busy = f"; used by processes {', '.join(map(str, sorted(users)))}" if users else "; none in use"
     yield ("neuron-ls", "note" if users else "ok", f"{len(devices)} devices, {cores} cores{busy}")

@@ -39,7 +39,7 @@ from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
 from paceline.neuron.noise_record import ChecksNoise
 from paceline.neuron.prompt_attention import PromptAttention
-from paceline.neuron.sdk import instance_family
+from paceline.neuron.sdk import Stack
 
 DEVICE = "neuron"
 """TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""
@@ -54,36 +54,19 @@ Compiler = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class Runtime(Stack):
     """The device and its compiler.
 
     device    device of weights, caches, inputs and outputs of graphs
     compiler  backend of `torch.compile`
-    versions  of `PACKAGES`, in their order
     """
+
+    backend = "neuron-native"
+    packages = PACKAGES
 
     device: torch.device
     compiler: Compiler
     versions: tuple[str, ...]
-
-    @property
-    def backend(self) -> str:
-        """The backend that uses it."""
-        return NeuronNativeBackend.name
-
-    @property
-    def described(self) -> str:
-        """The instance and the packages, for messages."""
-        packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
-        return f"{instance_family() or 'this machine'} with {packages}"
-
-    def facts(self) -> dict[str, object]:
-        """Facts on which a compiled graph depends."""
-        return {"backend": self.backend, **dict(zip(PACKAGES, self.versions, strict=True))}
-
-    def flags(self, *, prompt: bool) -> str:
-        """Return the compiler flags of a graph: TorchNeuron's own defaults."""
-        return ""
 
 
 @lru_cache(maxsize=1)

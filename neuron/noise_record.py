@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -17,28 +16,11 @@ from paceline.decoder import environment
 from paceline.decoder.compile import cache
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.neuron import sdk as neuron_sdk
+from paceline.neuron.sdk import Stack
 
 DRIVER = Path("/sys/module/neuron/version")
 _RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")  # path of the package aws-neuronx-runtime-lib
 _REMEDY = "make room, or set PACELINE_CACHE to a folder of yours"
-
-
-class Stack(Protocol):
-    """The software that compiles and runs graphs."""
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend."""
-
-    @property
-    def described(self) -> str:
-        """The chip and the packages, for messages."""
-
-    def facts(self) -> dict[str, object]:
-        """Facts on which a compiled graph depends."""
-
-    def flags(self, *, prompt: bool) -> str:
-        """Return the compiler flags of a graph."""
 
 
 def passed(sdk: Stack) -> bool:

@@ -21,7 +21,7 @@ from paceline.core.types import DraftShape
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.parallel import sharding
 from paceline.neuron import chips
-from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round, model_memory, round_inputs
+from paceline.neuron.round_graphs import RoundSetup, body_of, model_memory, round_features, round_inputs
 from paceline.neuron.sdk import instance_family
 from paceline.neuron.step_work import Work, step_work
 from paceline.placement.planning.instances import INSTANCES, Instance
@@ -72,7 +72,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
             "expected_ms": round(expected * 1e3, 3),
             "worst_ms": round((expected + slower) * 1e3, 3),
             "sampler_share": round(sampler / expected, 4),
-            "largest_gather": int(total.largest),
+            "largest_gather": total.rows.gathered,
             "bytes_read": int(total.read),
             "bytes_widened": int(total.widened),
             "operations": int(total.operations),
@@ -186,33 +186,22 @@ def _parts(setup: RoundSetup) -> dict[str, Work]:
     """Split a round's work by part. Layers of one model are alike, so that one and two of them give the cost of
     each.
     """
-    if not setup.k:
-        base = _work(setup, 1, drafts=False)
-        layer = _work(setup, 2, drafts=False).plus(base, -1)
-        return {"target layers": base.plus(base, -1).plus(layer, setup.target.num_layers), REST: base.plus(layer, -1)}
-    base, head = _works(setup, 1, 1)
-    target = _works(setup, 2, 1)[0].plus(base, -1)  # of one layer
-    nothing = base.plus(base, -1)
-    if setup.draft.layers == 1:
-        rest = base.plus(target, -1).plus(head, -1)
-        return {"target layers": nothing.plus(target, setup.target.num_layers), "draft head": head, REST: rest}
-    draft = _works(setup, 1, 2)[0].plus(base, -1)
-    return {
-        "target layers": nothing.plus(target, setup.target.num_layers),
-        "draft layers": nothing.plus(draft, setup.draft.layers),
-        REST: base.plus(target, -1).plus(draft, -1),
-    }
+    target, rest = _layers(setup, drafts=False)
+    parts = {"target layers": target, REST: rest}
+    if setup.k and setup.draft.layers == 1:
+        parts["draft head"] = _work(setup, 1, drafts=True)
+    elif setup.k:
+        parts["draft layers"], more = _layers(setup, drafts=True)
+        parts[REST] = rest.plus(more)
+    return parts
 
 
-def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Work, Work]:
-    """Return the work of a whole round of models with these numbers of layers, and of its drafting only."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        step, given = fused_round(setup, target_layers, draft_layers)
-        features = () if step.carry is None else (step.carry.features,)
-    tokens, count, row, _limit, *sampling = given
-    whole = counted(setup, step, given)
-    whole.read -= setup.saved(target_layers)
-    return whole, counted(setup, step.draft, (tokens, count, row, *sampling, *features))
+def _layers(setup: RoundSetup, *, drafts: bool) -> tuple[Work, Work]:
+    """Return the work of all layers of the draft, or of the target in a verification, and of what else there is."""
+    one, two = (_work(setup, layers, drafts=drafts) for layers in (1, 2))
+    layer = two.plus(one, -1)
+    layers = setup.draft.layers if drafts else setup.target.num_layers
+    return one.plus(one, -1).plus(layer, layers), one.plus(layer, -1)
 
 
 def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
@@ -288,9 +277,8 @@ def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) ->
 
 
 def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
-    one, two = (_work(setup, layers, drafts=drafts) for layers in (1, 2))
-    layers = setup.draft.layers if drafts else setup.target.num_layers
-    total = one.plus(two.plus(one, -1), layers - 1)
+    layers, rest = _layers(setup, drafts=drafts)
+    total = layers.plus(rest)
     times, collectives = _times_of(total, instance), sum(total.collectives.values())
     busy = sum(times.values())
     return PartTime(
@@ -301,21 +289,18 @@ def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
 
 
 def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
+    """Count drafting with ``layers`` layers, or verification by as many."""
+    reads = setup.draft.features if setup.k else None
+    tokens, count, row, limit, *sampling = round_inputs(setup)
     with FakeTensorMode(allow_non_fake_inputs=True):
         body = body_of(setup.target, 1 if drafts else layers, setup)
         if drafts:
             step: nn.Module = setup.draft.step(body, setup, layers)
+            given = (tokens, count, row, *sampling, *((round_features(setup, reads),) if reads else ()))
         else:
             shape = DraftShape.chain(setup.k)
-            step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)
-    work = counted(setup, step, _inputs(setup, drafts=drafts))
+            step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind, reads=reads)
+            given = (tokens, count, row, limit, *sampling, *((tokens[:, 1:],) if setup.k else ()))
+    work = counted(setup, step, given)
     work.read -= 0 if drafts else setup.saved(layers)
     return work
-
-
-def _inputs(setup: RoundSetup, *, drafts: bool) -> tuple[Tensor, ...]:
-    tokens, count, row, limit, *sampling = round_inputs(setup)
-    if drafts:
-        return (tokens, count, row, *sampling)
-    drafted = (tokens[:, 1:],) if setup.k else ()
-    return (tokens, count, row, limit, *sampling, *drafted)

@@ -197,11 +197,14 @@ def fused_round(setup: RoundSetup, target_layers: int, draft_layers: int) -> tup
     reads = setup.draft.features
     shape = DraftShape.chain(setup.k)
     verify = VerifyStep(target, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind, reads=reads)
-    carry = None
-    if reads is not None:
-        width = setup.target.hidden_size * max(1, len(reads.layers))
-        carry = FeatureBuffer((setup.lines or setup.slots, setup.k + 1, width))
+    carry = None if reads is None else FeatureBuffer(round_features(setup, reads).shape)
     return FusedStep(drafts, verify, carry), round_inputs(setup)
+
+
+def round_features(setup: RoundSetup, reads: FeatureSpec) -> Tensor:
+    """Return the target's hidden states that a commit carries for a draft."""
+    width = setup.target.hidden_size * max(1, len(reads.layers))
+    return torch.zeros(setup.lines or setup.slots, setup.k + 1, width)
 
 
 def round_inputs(setup: RoundSetup) -> tuple[Tensor, ...]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 from paceline.core.errors import BackendError
 from paceline.neuron import environment
@@ -45,15 +46,48 @@ SETUP = (
 )
 
 
+class Stack:
+    """The software that compiles and runs a backend's graphs.
+
+    versions  of ``packages``, in their order
+    place     the machine, for messages, if its instance type is not known
+    """
+
+    __slots__ = ()
+    backend: ClassVar[str]
+    packages: ClassVar[Sequence[str]]
+    versions: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        return "this machine"
+
+    @property
+    def described(self) -> str:
+        """The instance and the packages, for messages."""
+        packages = ", ".join(f"{name} {version}" for name, version in zip(self.packages, self.versions, strict=True))
+        return f"{instance_family() or self.place} with {packages}"
+
+    def facts(self) -> dict[str, object]:
+        """Facts on which a compiled graph depends."""
+        return {"backend": self.backend, **dict(zip(self.packages, self.versions, strict=True))}
+
+    def flags(self, *, prompt: bool) -> str:
+        """Return the compiler flags of a graph, for prefill (``prompt``) or a round; "" for the compiler's own."""
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
-class Sdk:
+class Sdk(Stack):
     """The SDK of this machine.
 
     chip      chip for which graphs are compiled
     minor     its line: 28 is SDK 2.28
-    versions  of `PACKAGES`, in their order
     logical   physical cores per logical core
     """
+
+    backend = "neuron"
+    packages = tuple(PACKAGES)
 
     chip: Chip
     minor: int
@@ -61,28 +95,18 @@ class Sdk:
     logical: int
 
     @property
-    def backend(self) -> str:
-        """The backend that uses it."""
-        return "neuron"
-
-    @property
-    def described(self) -> str:
-        """The chip and the packages, for messages."""
-        packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
-        return f"{instance_family() or self.chip.value} with {packages}"
+    def place(self) -> str:
+        return self.chip.value
 
     @property
     def capability(self) -> Capability:
         return CAPABILITIES[self.chip]
 
     def facts(self) -> dict[str, object]:
-        """Facts on which a compiled graph depends."""
-        named = dict(zip(PACKAGES, self.versions, strict=True))
-        return {**named, "target": self.chip.value, "logical cores": self.logical}
+        return {**Stack.facts(self), "target": self.chip.value, "logical cores": self.logical}
 
     def flags(self, *, prompt: bool, e4m3: bool = False) -> str:
-        """Return the compiler flags of a graph, for prefill (``prompt``) or a round; ``e4m3``: whether it holds
-        fp8_e4m3.
+        """Return the flags; ``e4m3``: whether the graph holds fp8_e4m3.
 
         Rounds are worth the longer optimisation; prompts are long graphs. Overlap of collectives with matmuls, and the
         split of prompts into modules, follow NxD Inference (its model wrapper, April 2026).

@@ -128,7 +128,7 @@ class Work:
     products     operations (two for a multiplication with its addition) by the type of the operands
     vector       elements of elementwise operations and reductions
     scalar       elements of exponentials, logarithms and roots
-    gathered     single numbers gathered by index, in total; ``largest`` in one operation
+    gathered     single numbers gathered by index, in total
     collectives  number, by name and bytes of a rank's input
     operations   number of operations of any size
     tiles        instructions: one for every 128 x 512 elements of an operation
@@ -141,7 +141,6 @@ class Work:
     vector: float = 0
     scalar: float = 0
     gathered: float = 0
-    largest: float = 0
     operations: float = 0
     tiles: float = 0
     products: Counter[str] = field(default_factory=Counter)
@@ -156,8 +155,6 @@ class Work:
                 for name in ("passes", "reductions", "topk"):
                     setattr(work.rows, name, getattr(ours, name) + times * getattr(theirs, name))
                 work.rows.gathered, work.rows.sent = max(ours.gathered, theirs.gathered), max(ours.sent, theirs.sent)
-            elif one.name == "largest":
-                work.largest = max(ours, theirs)
             elif isinstance(ours, Counter):
                 total = {key: ours[key] + times * theirs[key] for key in (*ours, *theirs)}
                 setattr(work, one.name, Counter({key: count for key, count in total.items() if count}))
@@ -234,7 +231,6 @@ class _Counting(TorchDispatchMode):
             work.read += moved
             if not (name == "index_select" and _is_of_rows(taken[0], args)):
                 work.gathered += out[0].numel()
-                work.largest = max(work.largest, out[0].numel())
         elif name.startswith("index_put"):
             self._mark([*out, taken[0]])
         elif name in _COPIES and taken[0] in self._state and taken[0].dim() > 1:  # the vectors of norms may

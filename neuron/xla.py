@@ -132,32 +132,13 @@ class _Executable:
         return inputs[source] if isinstance(source, int) else source
 
 
-def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
-    """Return the HLO of a step as text, before any optimisation: the input of the Neuron compiler.
-
-    ``ranks`` replaces its collectives, if it is the step of a sharded model.
-
-    Raises:
-        BackendError: an operation has no lowering, so the step is not one graph.
-    """
-    home = device()
-    lowered = lower(graph.name, graph.module, graph.example)
-    state = {name: tensor.detach().to(home.torch) for name, tensor in state_of(graph.module, lowered).items()}
-    inputs = [x.to(home.torch) for x in graph.example]
-    home.library.sync()
-    results = traced(home, lowered, state, inputs=inputs, ranks=ranks, topk=partial(_custom_topk, home))
-    text: str = home.bridge._get_xla_tensors_hlo(results)
-    home.bridge._clear_pending_irs(str(home.torch))
-    return text
-
-
-def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
-    """Return a lowered step as the protobuf of its HLO module, before any optimisation; its state and inputs are zeros.
+def hlo_results(lowered: Lowered, *, degree: int = 1) -> list[Tensor]:
+    """Return a lowered step's results as lazy tensors, whose state and inputs are zeros: the Neuron compiler's input.
 
     ``degree``: number of replicas in its collectives.
 
     Raises:
-        BackendError: torch_xla is missing, or an operation has no lowering.
+        BackendError: torch_xla is missing, or an operation has no lowering, so that the step is not one graph.
     """
     home = device()
     examples = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
@@ -166,7 +147,12 @@ def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
     state = dict(zip(lowered.state, zeros, strict=False))
     ranks = XlaGroup(degree) if degree > 1 else None
     topk = partial(_custom_topk, home)
-    results = traced(home, lowered, state, inputs=zeros[len(lowered.state) :], ranks=ranks, topk=topk)
+    return traced(home, lowered, state, inputs=zeros[len(lowered.state) :], ranks=ranks, topk=topk)
+
+
+def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
+    """Return `hlo_results` as the protobuf of an HLO module, before any optimisation."""
+    results, home = hlo_results(lowered, degree=degree), device()
     module: bytes = home.bridge._get_xla_tensors_hlo_proto(results)
     home.bridge._clear_pending_irs(str(home.torch))
     return module

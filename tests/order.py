@@ -47,22 +47,18 @@ LONG = (
     "tests/contract/test_contract.py",
     "tests/decoder/test_export.py",
     "tests/neuron/test_backend.py",
-    "tests/neuron/test_batch_buckets.py",
     "tests/serving/test_service_files.py",
     "tests/decoder/test_load_memory.py",
     "tests/neuron/test_round_cost.py",
     "tests/neuron/test_lowering.py",
     "tests/neuron/test_noise_record.py",
-    "tests/neuron/test_artefacts.py",
+    "tests/neuron/test_loading.py",
     "tests/neuron/test_native.py",
-    "tests/neuron/test_native_ranks.py",
     "tests/neuron/test_sampling_costs.py",
-    "tests/neuron/test_family_graphs.py",
     "tests/neuron/test_prompt_attention.py",
     "tests/neuron/test_float32_integers.py",
     "tests/neuron/test_graph_sampling.py",
     "tests/neuron/test_install.py",
-    "tests/neuron/test_loading.py",
 )
 """The other files that take long, the longest first."""
 

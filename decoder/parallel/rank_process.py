@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, RankError
 from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.decoder import ModelWithCache, load_rank
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.ranks import Member, make_member
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
 
 
 class Follower:
@@ -37,17 +35,10 @@ class Follower:
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
         """Load this rank's shard of a model."""
-        weights = load_weights(
-            path,
-            config,
-            options.dtype,
-            shard=Shard(config, options.layout, self._rank),
-            quantization=options.load.quantization,
-            modules_to_not_convert=options.load.modules_to_not_convert,
+        member = self.member
+        self.bodies[number] = load_rank(
+            path, config, options, kernels=member.kernels, rank=self._rank, group=member.group
         )
-        self.bodies[number] = ModelWithCache(
-            config, options, weights, kernels=self.member.kernels, rank=self._rank, group=self.member.group
-        ).eval()
 
     def release(self, number: int) -> None:
         """Remove a model and its steps, if this rank could load it."""

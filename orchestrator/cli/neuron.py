@@ -169,9 +169,10 @@ def export_graphs(
         int | None, typer.Option(min=1, help="Largest number of layers to export; fewer compile sooner. Default: all.")
     ] = None,
 ) -> None:
-    """Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc on any machine.
+    """Write the graphs of a pair, without weights, and a script that compiles them on any machine.
 
-    HLO modules where torch_xla is installed (`make test-xla` builds such an environment), text elsewhere.
+    By neuronx-cc, HLO modules where torch_xla is installed (`make test-xla` builds such an environment), text
+    elsewhere; and for Trainium2 and Trainium3 by TorchNeuron.
     """
     with console.refusals():
         (kind,), machine = known_kinds([sampling]), neuron_instance(instance)
@@ -185,4 +186,4 @@ def export_graphs(
     assert isinstance(graphs, list)
     for graph in graphs:
         console.say(console.out(), f"{folder / graph['file']}: {graph['operations']} operations, {graph['format']}")
-    console.say(console.out(), f"compile them where neuronx-cc is: python {folder / 'compile_graphs.py'}")
+    console.say(console.out(), f"compile them where a compiler is: python {folder / 'compile_graphs.py'}")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -50,29 +50,15 @@ class CoreRequest:
     startup_timeout_s: float = STARTUP_TIMEOUT_S
 
 
-class ClusterView(Protocol):
-    """Allocator's view of the cluster."""
+class ClusterView:
+    """The cluster that this process is connected to, as the allocator sees it."""
 
     def nodes(self) -> Collection[str]:
         """Return the nodes that are alive."""
-
-    def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
-        """Return the named actors that are not dead; for workers with the node and cores in their names."""
-
-    def read(self) -> Mapping[str, Any]:
-        """Return the record of an earlier allocator; empty if there is none."""
-
-    def store(self, record: Mapping[str, object]) -> None:
-        """Store a record for the next allocator. It has plain values only."""
-
-
-class RayView:
-    """Cluster that this process is connected to."""
-
-    def nodes(self) -> Collection[str]:
         return nodes.living()
 
     def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
+        """Return the named actors that are not dead; for workers with the node and cores in their names."""
         cores_of: dict[str, tuple[str, CoreRange] | None] = {}
         for actor in ray.util.list_named_actors(all_namespaces=True):
             name, _, location = str(actor["name"]).partition(_AT)
@@ -85,11 +71,13 @@ class RayView:
         return cores_of
 
     def read(self) -> Mapping[str, Any]:
+        """Return the record of an earlier allocator; empty if there is none."""
         text = nodes.kept(_RECORD)
         record: Mapping[str, Any] = json.loads(text) if text else {}
         return record
 
     def store(self, record: Mapping[str, object]) -> None:
+        """Store a record for the next allocator. It has plain values only."""
         nodes.keep(_RECORD, json.dumps(record).encode())
 
 
@@ -99,7 +87,7 @@ class CoreAllocator:
     """
 
     def __init__(self, idle: float | None = None, cluster: ClusterView | None = None) -> None:
-        self._cluster: ClusterView = cluster or RayView()
+        self._cluster = cluster or ClusterView()
         self._instances: dict[str, Instance] = {}  # node -> its instance type
         self._taken: dict[str, dict[str, CoreRange]] = {}  # node -> name -> cores
         self._running: set[str] = set()

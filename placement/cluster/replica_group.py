@@ -7,6 +7,7 @@ process, and only then loads the target. Drafts end with the replica.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,14 +16,15 @@ from typing import TypeVar
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.cluster.actors import ActorSupervisor, DraftWorker, take_cores
+from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, call_allocator, give_back, worker_name
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE
-from paceline.placement.cluster.reservation import Reservation
-from paceline.placement.cluster.worker_spec import WorkerSpec
+from paceline.placement.cluster.worker_spec import Location, WorkerSpec, worker_specs
 from paceline.placement.host import environment
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
@@ -51,17 +53,10 @@ class ReplicaGroup:
             raise PlanError(
                 f"targets: expected one target per replica, got {len(targets)}; give each target its own draft"
             )
-        self._policy, self._label = fault_policy, targets[0].label
-        self._drafts = [item.label for item in members if item.role == "draft"]
-        own_name = str(ray.get_runtime_context().get_actor_name())
-        self._reservation = Reservation(
-            instance,
-            [*targets, *(item for item in members if item.role == "draft")],
-            fault_policy,
-            group=bundles,
-            owner=own_name,
-        )
-        self._specs = self._reservation.acquire()
+        self._policy, self._bundles = fault_policy, bundles
+        self._placements = [*targets, *(item for item in members if item.role == "draft")]  # in the order of bundles
+        self._requests: set[str] = set()  # names under which cores were requested
+        self._specs = self._acquire(instance)
         self._actors: dict[str, ray.actor.ActorHandle] = {}
         try:
             environment.apply(self.spec.env)
@@ -74,7 +69,7 @@ class ReplicaGroup:
     @property
     def spec(self) -> WorkerSpec:
         """Specification of this process."""
-        return self._specs[self._label]
+        return self._specs[self._placements[0].label]
 
     def drafter(self) -> RemoteDrafter | None:
         """Return the target's client of its draft process; None if it has no draft."""
@@ -94,7 +89,7 @@ class ReplicaGroup:
         """
         pending = {label: actor.ready.remote() for label, actor in self._actors.items()}
         loaded = load_beside(load, pending, timeout_s=self._policy.startup_timeout_s)
-        self._reservation.confirm(self._specs.values())
+        call_allocator("confirm", [spec.actor for spec in self._specs.values()], timeout=self._policy.startup_timeout_s)
         return loaded
 
     @property
@@ -102,30 +97,44 @@ class ReplicaGroup:
         """Specifications of the target and its drafts."""
         return tuple(self._specs.values())
 
+    def _acquire(self, instance: Instance) -> dict[str, WorkerSpec]:
+        """Return a specification for each label, with its bundle's node and cores of it that the allocator assigns."""
+        stamp = secrets.token_hex(4)
+        names = [f"{WORKERS}{item.label}-{stamp}" for item in self._placements]
+        names[0] = str(ray.get_runtime_context().get_actor_name())  # of this process
+        self._requests |= set(names)
+        table = placement_group_table(self._bundles)["bundles_to_node_id"]
+        where = [str(table[index]) for index in range(len(names))]
+        timeout, locations = self._policy.startup_timeout_s, dict[str, Location]()
+        for node in dict.fromkeys(where):
+            here = [
+                pair for pair, at in zip(zip(names, self._placements, strict=True), where, strict=True) if at == node
+            ]
+            requests = [CoreRequest(name, len(item.cores), item.cores, timeout) for name, item in here]
+            ranges = call_allocator("claim", node, instance, requests, timeout=timeout)
+            for (name, item), cores in zip(here, ranges, strict=True):
+                locations[item.label] = Location(worker_name(name, node, cores), node, cores)
+        self._requests |= {location.actor for location in locations.values()}
+        return worker_specs(instance, self._placements, self._policy, locations=locations)
+
     def _start_drafts(self) -> None:
-        for label in self._drafts:
-            spec = self._specs[label]
-            self._actors[label] = (
-                ray.remote(DraftWorker)
-                .options(
-                    name=spec.actor,
-                    namespace=NAMESPACE,
-                    num_cpus=0,
-                    resources={RESOURCE: len(spec.cores)},
-                    max_restarts=-1,
-                    max_task_retries=0,
-                    runtime_env={"env_vars": environment.for_actor(spec.env)},
-                    scheduling_strategy=self._reservation.bundle(label),
-                )
-                .remote(spec)
-            )
+        for bundle, item in enumerate(self._placements):
+            if item.role == "draft":
+                spec = self._specs[item.label]
+                self._actors[item.label] = ray.remote(DraftWorker).options(
+                    name=spec.actor, namespace=NAMESPACE, num_cpus=0, resources={RESOURCE: len(spec.cores)},
+                    max_restarts=-1, max_task_retries=0, runtime_env={"env_vars": environment.for_actor(spec.env)},
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, bundle),
+                ).remote(spec)  # fmt: skip
 
     def close(self) -> None:
         """End the drafts and release the cores. End the process after this: its runtime keeps its cores."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors = {}
-        self._reservation.release()
+        if self._requests:
+            give_back(sorted(self._requests), self._policy.placement_timeout_s)
+        self._requests = set()
 
 
 def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef], *, timeout_s: float) -> Loaded:

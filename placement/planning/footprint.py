@@ -14,11 +14,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
 from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights.formats import SCALE_BYTES
+from paceline.placement.planning.instances import CODE_BYTES
 
-CODE_BYTES = 96 * (1 << 20)
-"""Bytes of micro-code on every physical core, to which each loaded program adds its own (Neuron SDK 2.32, "Device
-memory"); they all stay resident.
-"""
 _SLACK_ROWS = 256  # of a cache after its last position, for a window or a padded chunk
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -70,12 +67,6 @@ def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
     narrow = options.kv_cache_dtype is not None
     row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[options.amp]
     return rows * row
-
-
-def product_weights(shard: Shard) -> int:
-    """Return the number of matmul weights on one core, over all layers."""
-    specs = registry.family(shard.config.model_type).tensors(shard.config).values()
-    return sum(shard.numbers_of(spec) for spec in specs if spec.is_product)
 
 
 def _share(amount: int, degree: int) -> int:

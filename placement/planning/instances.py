@@ -21,8 +21,10 @@ from paceline.core.errors import PlanError
 from paceline.neuron.chips import CAPABILITIES, Chip
 
 GIB = 1 << 30
-_MICRO_CODE = 96 << 20
-"""Bytes of micro-code of every physical core (Neuron SDK 2.32, "Device memory"); a footprint counts one core's."""
+CODE_BYTES = 96 << 20
+"""Bytes of micro-code on every physical core, to which each loaded program adds its own (Neuron SDK 2.32, "Device
+memory"); they all stay resident. A footprint counts one core's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees
         name=f"{chip.value}{size}",
         devices=devices,
         cores_per_device=able.cores,
-        memory=able.memory - (able.logical[0] - 1) * _MICRO_CODE,
+        memory=able.memory - (able.logical[0] - 1) * CODE_BYTES,
         bandwidth=able.bandwidth,
         vcpus=vcpus,
         host_memory=host * GIB,
@@ -120,29 +122,31 @@ USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # path in the tools package
 _TIMEOUT = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """Output of `neuron-ls -j`: devices, logical cores of each, bytes of memory of each."""
-
-    count: int
-    cores_each: int
-    memory_each: int
-    logical: int
-
-
-def tool() -> Path | None:
-    """Return the path of `neuron-ls`; None if it is not found."""
-    command = shutil.which("neuron-ls")
-    if command:
-        return Path(command)
-    return USUAL_PLACE if USUAL_PLACE.is_file() else None
-
-
-def parse(text: str) -> Devices:
-    """Read the JSON array that `neuron-ls -j` prints, one object for each device.
+def neuron_ls() -> str | None:
+    """Return what `neuron-ls -j` prints: a JSON array with an object for each device; None without the tool.
 
     Raises:
-        PlanError: it is not the documented format, or the devices differ.
+        PlanError: the tool failed.
+    """
+    command = shutil.which("neuron-ls") or (USUAL_PLACE if USUAL_PLACE.is_file() else None)
+    if command is None:
+        return None
+    try:
+        return subprocess.run(
+            [command, "-j"], capture_output=True, text=True, check=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PlanError(f"{command} -j failed ({error}); set --instance") from error
+
+
+def matching(text: str) -> Instance:
+    """Return the instance type with the devices in the output of `neuron-ls -j`, with their actual memory.
+
+    Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are distinguished by --instance;
+    this function assumes the smallest host.
+
+    Raises:
+        PlanError: it is not the documented format, the devices differ, or no type has these.
     """
     try:
         rows = [
@@ -158,31 +162,16 @@ def parse(text: str) -> Devices:
     if not rows or len(set(rows)) != 1:
         raise PlanError(f"instance: expected equal devices from neuron-ls, got {len(rows)} that differ; set --instance")
     cores, memory, logical = rows[0]
-    return Devices(len(rows), cores, memory, logical)
-
-
-def matching(devices: Devices) -> Instance:
-    """Return the instance type with these devices, with their actual memory.
-
-    Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are distinguished by --instance;
-    this function assumes the smallest host.
-
-    Raises:
-        PlanError: no type has this number of devices and cores.
-    """
     fits = [
-        item
-        for item in INSTANCES.values()
-        if item.sdk and (item.devices, item.cores_per_device) == (devices.count, devices.cores_each)
+        item for item in INSTANCES.values() if item.sdk and (item.devices, item.cores_per_device) == (len(rows), cores)
     ]
-    fits = [item for item in fits if (item.logical > 1) == (devices.logical > 1)] or fits
+    fits = [item for item in fits if (item.logical > 1) == (logical > 1)] or fits
     if not fits:
         raise PlanError(
-            f"instance: no known type has {devices.count} devices of {devices.cores_each} cores; set --instance to "
-            "the nearest"
+            f"instance: no known type has {len(rows)} devices of {cores} cores; set --instance to the nearest"
         )
     # Of Trn2 and Trn3, whose servers look alike otherwise, the one with that memory.
-    each = devices.memory_each // devices.cores_each
+    each = memory // cores
     smallest = min(fits, key=lambda item: (abs(item.memory - each), item.vcpus))
     return replace(smallest, memory=min(smallest.memory, each))
 
@@ -193,16 +182,8 @@ def detect() -> Instance | None:
     Raises:
         PlanError: the tool failed, or its output was not understood.
     """
-    command = tool()
-    if command is None:
-        return None
-    try:
-        done = subprocess.run(
-            [str(command), "-j"], capture_output=True, text=True, check=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise PlanError(f"{command} -j failed ({error}); set --instance") from error
-    return matching(parse(done.stdout))
+    text = neuron_ls()
+    return None if text is None else matching(text)
 
 
 def host_cpus() -> Instance:
@@ -216,21 +197,12 @@ def host_cpus() -> Instance:
     )
 
 
-def _this_machine() -> Instance:
-    """Return the instance that `neuron-ls` finds; else the CPUs of this machine.
-
-    Raises:
-        PlanError: `neuron-ls` failed, or its output was not understood.
-    """
-    return detect() or host_cpus()
-
-
 def instance_named(name: str | None) -> Instance:
-    """Return the instance type of that name; ``cpu`` and None are this machine.
+    """Return the instance type of that name; None is this machine, and ``cpu`` its CPUs.
 
     Raises:
-        PlanError: there is no such type.
+        PlanError: there is no such type, or `neuron-ls` failed or was not understood.
     """
     if name is None:
-        return _this_machine()
+        return detect() or host_cpus()
     return host_cpus() if name == "cpu" else instance(name)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
 from paceline.core.errors import PlanError
-
-if TYPE_CHECKING:
-    from yaml import Node
 
 T = TypeVar("T")
 
@@ -44,9 +41,19 @@ def read_yaml(file: Path) -> object:
     """
     import yaml
 
-    text = file.read_text(encoding="utf-8")
-    _check_keys(yaml.compose(text, yaml.SafeLoader))
-    return yaml.safe_load(text)
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+        """Rejects duplicate keys, of which PyYAML silently keeps the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            for place, (key, _) in enumerate(node.value):
+                if isinstance(key, yaml.ScalarNode) and key.value in [other.value for other, _ in node.value[:place]]:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} occurs twice; remove one of them", problem_mark=key.start_mark
+                    )
+            made: dict[Any, Any] = super().construct_mapping(node, deep)
+            return made
+
+    return yaml.load(file.read_text(encoding="utf-8"), Loader)
 
 
 def validate(kind: type[T], content: object, where: str, *others: type) -> T:
@@ -89,26 +96,3 @@ def _keys(kind: type) -> list[str]:
         return list(kind.model_fields)
     assert is_dataclass(kind)
     return [item.name for item in fields(kind) if item.metadata.get("file", True)]
-
-
-def _check_keys(root: Node | None) -> None:
-    """Raise an error for duplicate keys, of which PyYAML silently keeps the last."""
-    import yaml
-
-    waiting, visited = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in visited:  # an alias: the same node again, perhaps inside itself
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys: set[str] = set()
-            for key, value in node.value:
-                waiting.append(value)
-                if isinstance(key, yaml.ScalarNode) and key.value in keys:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} occurs twice; remove one of them", problem_mark=key.start_mark
-                    )
-                keys.add(str(key.value))

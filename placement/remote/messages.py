@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -137,10 +137,11 @@ class ErrorReply(_Message, frozen=True, tag="error"):
 
 Request = Handshake | AddRequest | ProposeRequest
 Reply = HandshakeReply | ProposeReply | ErrorReply
+Message = TypeVar("Message")
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request)
-_REPLIES = msgspec.msgpack.Decoder(Reply)
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -154,11 +155,7 @@ def decode_request(frame: bytearray) -> Request:
     Raises:
         ChannelError: the bytes are not a request.
     """
-    try:
-        request: Request = _REQUESTS.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise _not_understood(frame, error) from error
-    return request
+    return _decoded(frame, _REQUESTS)
 
 
 def decode_reply(frame: bytearray) -> Reply:
@@ -167,18 +164,17 @@ def decode_reply(frame: bytearray) -> Reply:
     Raises:
         ChannelError: the bytes are not a reply.
     """
+    return _decoded(frame, _REPLIES)
+
+
+def _decoded(frame: bytearray, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
     try:
-        reply: Reply = _REPLIES.decode(frame)
+        return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise _not_understood(frame, error) from error
-    return reply
-
-
-def _not_understood(frame: bytearray, error: Exception) -> ChannelError:
-    return ChannelError(
-        f"a message of {len(frame)} bytes could not be decoded ({error}); run the same version of paceline on both "
-        "sides"
-    )
+        raise ChannelError(
+            f"a message of {len(frame)} bytes could not be decoded ({error}); run the same version of paceline on "
+            "both sides"
+        ) from error
 
 
 def pack_words(numbers: Sequence[int]) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
-from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
+from paceline.decoder.decoder import FeatureBuffer, ModelWithCache, load_rank
+from paceline.decoder.parallel.collectives import DeviceGroup, SingleRank
+from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.heads import ChainStep, ReadStep
 from paceline.draft.model import ModelHead
@@ -27,6 +30,7 @@ from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaHead, MedusaStep
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
+from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.eagle.heads import config as eagle_config
@@ -42,6 +46,18 @@ TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = DraftShape(4, 2, dynamic=True)
 
 SAME = VocabMap(VOCABULARY, VOCABULARY)
+
+
+def traceable(
+    decoder: Any, *, layout: Layout = WHOLE, rank: int = 0, kernels: TraceableKernels | None = None
+) -> ModelWithCache:
+    """A decoder's model, or a rank's part of it, anew and over the kernels of graphs."""
+    options = replace(decoder.options, layout=layout)
+    group = DeviceGroup(layout.degree) if layout.degree > 1 else SingleRank()
+    kernels = kernels or TraceableKernels()
+    return load_rank(decoder.folder, decoder.config, options, kernels=kernels, rank=rank, group=group)
+
+
 verify = partial(VerifyStep, rule=Match(), draft_shape=DraftShape.chain(NODES))
 
 

@@ -16,13 +16,11 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron import graph_lint
 from paceline.neuron import native as neuron_native
-from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import lower, state_of
 from paceline.neuron.native import in_place
-from tests.decoder.steps import SAMPLED, STEPS, inputs
+from tests.decoder.steps import SAMPLED, STEPS, inputs, traceable
 from tests.decoder.tiny import Workshop
 
 CASES = [(name, kind) for name in SAMPLED for kind in ("greedy", "top-k", "full", "wide")]
@@ -35,9 +33,7 @@ TAKEN_APART = get_decompositions([aten.embedding, aten.split, aten.split_with_si
 
 @pytest.fixture(scope="module")
 def body(workshop: Workshop) -> ModelWithCache:
-    decoder = workshop.decoder(backend="eager")
-    weights = load_weights(workshop.checkpoint(), decoder.config, decoder.options.dtype)
-    return ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
+    return traceable(workshop.decoder(backend="eager"))
 
 
 def functional(graph: fx.GraphModule) -> fx.GraphModule:

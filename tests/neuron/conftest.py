@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from paceline.neuron import backend, noise_record
 from paceline.neuron import sdk as neuron_sdk
+from tests.decoder.tiny import Workshop, fresh
 
 NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla", "nki", "nkilib")
 DOUBLE = Path(__file__).parent / "double"
@@ -41,6 +43,13 @@ def forget() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in NAMES]:
         del sys.modules[name]
     importlib.invalidate_caches()
+
+
+def load(workshop: Workshop, role: str = "target", *, backend: str = "neuron", slots: Any = 2, **more: Any) -> Any:
+    """A decoder of its own, which says nothing about its graphs."""
+    made = fresh(workshop.checkpoint(role), backend=backend, batch_size=slots, **more)
+    made.on_graph = lambda _event: None
+    return made
 
 
 @pytest.fixture

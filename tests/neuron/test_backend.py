@@ -6,24 +6,33 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.checks import selftest
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
+from paceline.core.types import Commit
+from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.options import LoadOptions, decoder_options
 from paceline.eagle.tree import Chain
 from paceline.neuron import backend as neuron
 from paceline.target.verifier import CompiledVerifier
+from paceline.neuron import round_cost
+from tests.decoder import batched
 from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
-from tests.neuron.test_hlo_proto import BREAKING, proto
+from tests.neuron.conftest import load
+from tests.neuron.test_hlo_lint import BREAKING, proto
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
@@ -34,12 +43,8 @@ Runtime = Callable[[], Any]
 
 def pair(workshop: Workshop, backend: str, slots: int = 2, *, amp: str = "f32") -> tuple[Any, Any]:
     """Draft and target, whose rounds have one graph for all slots."""
-    made = [
-        fresh(workshop.checkpoint(role), backend=backend, amp=amp, batch_size=[slots]) for role in ("draft", "target")
-    ]
-    for decoder in made:
-        decoder.on_graph = lambda _event: None
-    return made[0], made[1]
+    draft, target = (load(workshop, role, backend=backend, amp=amp, slots=[slots]) for role in ("draft", "target"))
+    return draft, target
 
 
 @dataclass
@@ -191,17 +196,7 @@ def test_quantised_weights_have_the_tokens_of_eager(workshop: Workshop, runtime:
     """A draft model and its target; graphs that hold e4m3, and no others, are compiled with the flag for it."""
     found = []
     for backend in ("eager", "neuron"):
-        draft, target = (
-            AutoDecoder.from_pretrained(
-                workshop.checkpoint(role),
-                backend=backend,
-                amp="f32",
-                batch_size=2,
-                context_length_estimate=[16],
-                quantization=form,
-            )
-            for role in ("draft", "target")
-        )
+        draft, target = (load(workshop, role, backend=backend, quantization=form) for role in ("draft", "target"))
         found.append(SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, **ASKED).tolist())
     assert found[0] == found[1]
     assert runtime().compiled
@@ -222,8 +217,6 @@ def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> 
 
 
 def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
-    from paceline.decoder.backends.base import Graph
-
     class Flat(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,8 +233,6 @@ def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
 
 
 def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(install: Any) -> None:
-    from paceline.decoder.backends.base import Graph
-
     class Sorting(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
             return (x.sort(-1).values,)
@@ -256,7 +247,6 @@ def test_what_the_sdk_traced_is_looked_at_too(
     install: Any, monkeypatch: pytest.MonkeyPatch, line: object, refused: bool
 ) -> None:
     """What our own graph does not show: the module has an operator more. One that nothing refuses is only told."""
-    from paceline.decoder.backends.base import Graph
 
     class Doubling(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -268,11 +258,11 @@ def test_what_the_sdk_traced_is_looked_at_too(
     monkeypatch.setattr(functions.Recorded, "computations", proto(line).computations)
     graph, said = Graph(GraphKey("doubling"), Doubling(), (torch.randn(3),), {}), list[str]()
     if refused:
-        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.10"):
+        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.20"):
             backend.compile(graph, said.append)
     else:
         backend.compile(graph, said.append)
-        assert any("may not compile for Neuron: unlisted: q.10" in one for one in said)
+        assert any("may not compile for Neuron: unlisted: q.20" in one for one in said)
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
@@ -280,20 +270,8 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
     """The steps of all ranks are one graph, with weights and states of their own. One layout of heads drafts too."""
     asked = {**ASKED, "max_new_tokens": 10}  # the stand-in interprets every operation of every rank
     wanted = pair(workshop, "eager")[1].sample(PROMPTS, **asked).tolist()
-    made = [
-        AutoDecoder.from_pretrained(
-            workshop.checkpoint(role),
-            backend="neuron",
-            amp="f32",
-            batch_size=2,
-            context_length_estimate=[16],
-            tp_degree=4,
-            group_query_attention=gqa,
-        )
-        for role in (("draft", "target") if gqa == "all-gather-heads" else ("target",))
-    ]
-    for decoder in made:
-        decoder.on_graph = lambda _event: None
+    roles = ("draft", "target") if gqa == "all-gather-heads" else ("target",)
+    made = [load(workshop, role, tp_degree=4, group_query_attention=gqa) for role in roles]
     source = SpeculativeGenerator(*made, k=2) if len(made) > 1 else made[0]
     done = source.sample(PROMPTS, return_dict=True, **asked)
     assert done.sequences.tolist() == wanted
@@ -310,11 +288,7 @@ def test_a_divided_eagle_head_has_weights_and_caches_of_its_own_on_every_core(
     asked = {**ASKED, "max_new_tokens": 6}
     found = []
     for backend, degree in (("eager", 1), ("neuron", 2)):
-        target = AutoDecoder.from_pretrained(
-            workshop.checkpoint(), backend=backend, amp="f32", batch_size=2, context_length_estimate=[16],
-            tp_degree=degree,
-        )  # fmt: skip
-        target.on_graph = lambda _event: None
+        target = load(workshop, backend=backend, tp_degree=degree)
         drafter = heads.drafter(tmp_path, target, 3, Chain(2), divided=degree > 1)
         done = SpeculativeGenerator(drafter, target).sample(PROMPTS, return_dict=True, **asked)
         found.append((done.sequences.tolist(), done.statistics.num_accepted_tokens_per_pos))
@@ -328,3 +302,70 @@ def test_degrees_the_chip_does_not_take_are_refused_before_anything_is_read(
     monkeypatch.setattr("paceline.auto.load_weights", None)
     with pytest.raises(BackendError, match=r"tp_degree: expected .* on trn1, got 4"):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="neuron", tp_degree=4)
+
+
+MODES = ("model, fused", "eagle 3, chain")
+"""Two models in a graph; and features that stay on the device between rounds of as many slots."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_eager(
+    workshop: Workshop,
+    runtime: Callable[[], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    plain = SpeculativeGenerator(None, workshop.decoder(backend="eager"), k=0)
+    made = batched.generator(workshop, mode, tmp_path / "heads", backend="neuron", buckets=[1, 4])
+    seen = batched.watch(monkeypatch, made.target)
+    assert batched.texts(made, "greedy") == batched.texts(plain, "greedy")
+    assert [lines for lines, _ in seen] == [1 if seated == 1 else 4 for _, seated in seen]
+    assert {lines for lines, _ in seen} == {1, 4}
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 16), (16, 28)])
+def test_by_default_a_pair_has_few_graphs(
+    workshop: Workshop, runtime: Callable[[], ModuleType], slots: int, most: int
+) -> None:
+    """Each takes minutes to compile; as many as on a CPU would be 44 and 112 at 4,096 positions."""
+    defaults = decoder_options(LoadOptions(backend="neuron", batch_size=slots), 4096)
+    assert defaults.kv_buckets == (1024, 4096) and defaults.batch_buckets == ((4, 16) if slots == 16 else (1,))
+    assert len(decoder_options(LoadOptions(batch_size=slots), 4096).kv_buckets) == 6
+    # The tiny models are trained on 128 positions: as many buckets of them.
+    loaded = {"backend": "neuron", "amp": "f32", "batch_size": slots, "n_positions": [32, 128]}
+    draft, target = (AutoDecoder.from_pretrained(workshop.checkpoint(role), **loaded) for role in ("draft", "target"))
+    SpeculativeGenerator(draft, target).compile(kinds=["greedy"])
+    made = [*draft.graphs(), *target.graphs()]
+    print(sorted(str(graph.key) for graph, _ in made))
+    assert len(made) <= most
+
+
+def test_compiling_ahead_makes_the_graphs_of_every_bucket(
+    workshop: Workshop, runtime: Callable[[], ModuleType], tmp_path: Path
+) -> None:
+    """And those that move requests, so that no call has to wait."""
+    made = batched.generator(workshop, "eagle 3, chain", tmp_path / "heads", backend="neuron", buckets=[1, 4])
+    made.compile(kinds=["greedy"])
+    before = [graph.key for graph, _ in made.target.graphs()]
+    assert {key.lines for key in before if key.is_round} == {0, 1}
+    assert [key.kind for key in before].count("move") == 2  # of the target and of its head
+    batched.texts(made, "greedy")
+    assert [graph.key for graph, _ in made.target.graphs()] == before
+
+
+def test_each_graph_is_timed_and_expected(workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    decoder = load(workshop)
+    decoder.sample([[3, 1, 4]], max_new_tokens=1)
+    monkeypatch.setattr(selftest, "CALLS", 3)
+    ticks = count()
+    assert round_cost.expected_here() is None
+    monkeypatch.setattr(round_cost, "instance_family", lambda: "inf2.xlarge")
+    found = selftest.graph_times(decoder, round_cost.expected_here(), clock=lambda: 0.001 * next(ticks))
+    assert [one.name for one in found] == [graph.name for graph, _ in decoder.graphs()] and found
+    for one in found:
+        assert one.seconds == pytest.approx(0.001) and one.expected is not None
+        assert 437e-6 < one.expected < 0.01, "the host's call, and a tiny model"
+    assert str(found[0]).endswith("by arithmetic)") and " 1.00 ms (" in str(found[0])
+    assert [one.expected for one in selftest.graph_times(decoder, None)] == [None] * len(found)

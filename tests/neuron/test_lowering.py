@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from paceline.core import noise, reduce
 from paceline.core.errors import BackendError
+from paceline.core.sampling import seed_row
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import DeviceGroup
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
-from paceline.neuron import graph_lint
+from paceline.decoder.steps import WindowStep
+from paceline.neuron import graph_lint, graph_product, lowering
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, constants_of, lower, state_of
 from paceline.target.steps import FusedStep
-from tests.decoder.steps import STEPS, draft, inputs, verify
-from tests.decoder.tiny import Workshop
+from tests.decoder.families import FAMILIES, POSITIONS, WINDOW, network
+from tests.decoder.steps import STEPS, draft, inputs, traceable, verify
+from tests.decoder.test_families import TEXT, loaded, wanted
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
 CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft", "fused medusa", "fused eagle 3")
 
 
 @pytest.fixture(scope="module")
 def body(workshop: Workshop) -> ModelWithCache:
-    decoder = workshop.decoder()
-    weights = {name: value.clone() for name, value in network_weights(workshop).items()}
-    made = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
+    made = traceable(workshop.decoder())
     for cache in made.caches:
         for part in cache:
             torch.nn.init.normal_(part)
     return made
 
 
-def network_weights(workshop: Workshop) -> dict[str, Tensor]:
-    decoder = workshop.decoder()
-    assert decoder.folder is not None
-    return load_weights(decoder.folder, decoder.config, decoder.options.dtype)
-
-
 def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) -> None:
     """An accelerator is given one graph; what differs between ranks are weights and buffers."""
-    path, graphs = workshop.checkpoint(), []
-    config = ModelConfig.from_pretrained(path)
-    layout = sharding.layout(config, 4, "all-gather-heads")
-    options = replace(workshop.decoder().options, layout=layout)
+    decoder, graphs = workshop.decoder(), []
     for rank in (0, 3):
-        weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
-        body = ModelWithCache(
-            config, options, weights, kernels=TraceableKernels(), rank=rank, group=DeviceGroup(4)
-        ).eval()
+        body = traceable(decoder, layout=sharding.layout(decoder.config, 4, "all-gather-heads"), rank=rank)
         lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
         assert graph_lint.lint(lowered) == []
         graphs.append(lowered.graph.code)
@@ -250,3 +237,147 @@ def test_one_decoder_on_both_sides_of_a_fused_round_is_refused_with_the_remedy(b
     both = FusedStep(draft(body, 128, drawn=False), verify(body, 128))
     with pytest.raises(BackendError, match="load it twice, or pass fused=False"):
         lower("fused", both, inputs("fused", 1))
+
+
+def test_the_bits_of_a_float_are_the_machine_s() -> None:
+    generator = torch.Generator().manual_seed(0)
+    word = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
+    numbers = word.view(torch.float32)
+    numbers = numbers[torch.isfinite(numbers) & (numbers.abs() >= 2.0**-126)]
+    edges = [2.0**p * s for p in range(-126, 128) for s in (1, -1)] + [0.0, reduce.NEGATIVE, -1 + 2**-24, 3.4e38]
+    numbers = torch.cat((numbers, torch.tensor(edges), torch.nextafter(torch.tensor(edges[:508]), torch.tensor(0.9))))
+    numbers = numbers[(numbers == 0) | (numbers.abs() >= 2.0**-126)]
+    assert torch.equal(lowering.view_as(numbers, torch.int32), numbers.view(torch.int32))
+    small = torch.tensor([2.0**-140, -(2.0**-149), -0.0])
+    assert lowering.view_as(small, torch.int32).tolist() == [0, 0, 0]
+
+
+def test_a_shift_rounds_down() -> None:
+    word = torch.tensor([-5, -1, 0, 7, -(1 << 31), (1 << 31) - 1], dtype=torch.int32)
+    for by in (1, 3, 12, 16, 31):
+        assert torch.equal(lowering.shift_right(word, by), word >> by)
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 1000, 128 * 128 + 1])
+def test_a_running_count_is_exact(size: int) -> None:
+    marks = (torch.rand(3, size, generator=torch.Generator().manual_seed(size)) < 0.5).to(torch.float32)
+    assert torch.equal(lowering.cumsum(marks, -1), marks.cumsum(-1))
+    assert torch.equal(lowering.cumsum(marks, 0), marks.cumsum(0))
+
+
+def test_gathering_takes_the_leading_part_like_the_original() -> None:
+    x = torch.randn(3, 5, 7)
+    for dim, index in (
+        (1, torch.randint(0, 5, (2, 4, 6))),
+        (2, torch.randint(0, 7, (3, 5, 1))),
+        (-1, torch.tensor([[[6]]])),
+    ):
+        assert torch.equal(lowering.gather(x, dim, index), x.gather(dim, index))
+    ids = torch.randint(-(1 << 20), 1 << 20, (3, 5), dtype=torch.int32)
+    found = lowering.gather(ids, 1, torch.tensor([[4], [0], [2]]))
+    assert found.dtype == torch.int32 and torch.equal(found, ids.gather(1, torch.tensor([[4], [0], [2]])))
+
+
+def test_rows_are_selected_as_by_an_index() -> None:
+    table, at = torch.randn(9, 4), torch.randint(0, 9, (2, 3), dtype=torch.int32)
+    assert torch.equal(lowering.index(table, [at]), table[at])
+    for wrong in ([None], [at > 3]):
+        with pytest.raises(BackendError, match="one tensor of row numbers"):
+            lowering.index(table, wrong)
+    with pytest.raises(BackendError, match="bits of float32"):
+        lowering.view_as(table.double(), torch.int32)
+
+
+def test_the_noise_is_the_same_bits_through_the_rewritten_operations() -> None:
+    """All of it, over every kind of position and key."""
+    keys = torch.tensor([seed_row(1), seed_row(-7)], dtype=torch.int32)
+    positions = torch.tensor([[0, 1, 4095], [77, 1 << 20, 3]], dtype=torch.int32)
+
+    class Noise(torch.nn.Module):
+        def forward(self, keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
+            return (noise.gumbel(keys, positions, 1000, traced=True),)
+
+    lowered = lower("noise", Noise(), (keys, positions))
+    _, (found,) = lowered.run(constants_of(lowered), (keys, positions))
+    assert torch.equal(found, noise.gumbel(keys, positions, 1000, traced=True))
+
+
+def test_functions_of_families_are_near_the_originals() -> None:
+    x = torch.cat((torch.linspace(-12, 12, 100_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0])))
+    for kind in ("none", "tanh"):
+        wanted = torch.nn.functional.gelu(x.double(), approximate=kind)
+        error = (lowering.gelu(x, approximate=kind).double() - wanted).abs()
+        assert float((error / x.double().abs().clamp(min=1)).max()) < 2e-7
+    assert torch.equal(lowering.relu(x), torch.relu(x))
+    scores = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)) * 30
+    torch.testing.assert_close(lowering.softmax(scores, -1), scores.softmax(-1), rtol=1e-6, atol=1e-7)
+
+
+class Widened(TraceableKernels):
+    """Activations stay float32, and every weight is made float32."""
+
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, weight.to(torch.float32))
+
+
+def step(workshop: Workshop, kernels: TraceableKernels) -> WindowStep:
+    decoder = fresh(workshop.checkpoint(), backend="eager", amp="bf16", batch_size=4)
+    return WindowStep(traceable(decoder, kernels=kernels), 64)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_products_round_what_is_multiplied_and_not_the_sum(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 2, 64), torch.randn(5, 64).to(kind)
+    wanted = torch.einsum("btk,mk->btm", x.to(kind).double(), weight.double())
+    found = graph_product.linear(x, weight)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found, found.to(kind).float()), "a sum of 16 bits would be"
+    y = torch.randn(3, 7, 64).to(kind)
+    torch.testing.assert_close(
+        graph_product.matmul(x, y).double(), x.to(kind).double() @ y.double().transpose(1, 2), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_no_step_of_16_bit_weights_widens_them(workshop: Workshop) -> None:
+    example = (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
+    rules = [
+        {finding.rule for finding in graph_lint.lint(lower("window", step(workshop, kernels), example))}
+        for kernels in (TraceableKernels(), Widened())
+    ]
+    assert rules == [set(), {"widened weight"}]
+
+
+def test_greedy_tokens_of_both_are_nearly_always_the_same(workshop: Workshop) -> None:
+    torch.manual_seed(0)
+    tokens, row = torch.randint(VOCABULARY, (4, 48), dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    with torch.no_grad():
+        narrow, wide = (step(workshop, kernels)(tokens, row)[0] for kernels in (TraceableKernels(), Widened()))
+    assert narrow.dtype == torch.float32
+    assert not torch.equal(narrow, wide)
+    agreement = (narrow.argmax(-1) == wide.argmax(-1)).float().mean().item()
+    print(
+        f"{agreement:.4f} of {tokens.numel()} greedy tokens agree; largest difference {(narrow - wide).abs().max():.3g}"
+    )
+    assert agreement > 0.95
+
+
+NODES = 16
+PARENTS = [*range(-1, NODES - 2), NODES - 3]  # a chain longer than a sliding window, whose last two are siblings
+assert NODES > WINDOW + 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_window_of_every_family_is_a_graph(tmp_path: Path, name: str) -> None:
+    layers = 2 if "layer_types" in FAMILIES[name][1] else 1  # a sliding layer and a full one, where layers differ
+    network(name, layers=layers).save_pretrained(tmp_path)
+    step, tokens = WindowStep(traceable(loaded(tmp_path)), POSITIONS), TEXT[:1, :NODES].int()
+    given = (tokens, torch.zeros(1, dtype=torch.int32), torch.tensor([PARENTS], dtype=torch.int32))
+    lowered = lower("window, tree", step, given)
+    assert graph_lint.lint(lowered) == []
+    state = {name: value.detach().clone() for name, value in state_of(step, lowered).items()}
+    (logits,) = lowered.run(state, given)[1]
+    torch.testing.assert_close(logits[:, :-1], wanted(tmp_path, TEXT[:1, : NODES - 1]), atol=1e-4, rtol=1e-4)
+    other = torch.cat((TEXT[:1, : NODES - 2], TEXT[:1, NODES - 1 : NODES]), 1)
+    torch.testing.assert_close(logits[:, -1], wanted(tmp_path, other)[:, -1], atol=1e-4, rtol=1e-4)

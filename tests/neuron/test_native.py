@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,25 +13,22 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import SpeculativeGenerator
 from paceline.checks import selftest
-from paceline.core.errors import BackendError, SamplingError
+from paceline.core.errors import BackendError, ConfigurationError, SamplingError
 from paceline.decoder.backends.base import make
-from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import DeviceGroup
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
+from paceline.neuron import environment
 from paceline.neuron import native as neuron_native
-from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import lower, state_of
-from paceline.neuron.native import Runtime, in_place
-from tests.decoder.steps import STEPS, fused, inputs
-from tests.decoder.tiny import Workshop, fresh
-from tests.neuron.native_stand_in import Recorded
+from paceline.neuron.native import NeuronNativeRanks, Runtime, in_place
+from tests.decoder.steps import STEPS, fused, inputs, traceable
+from tests.decoder.tiny import Workshop
+from tests.neuron.conftest import load
+from tests.neuron.native_stand_in import Recorded, StandInMember
 from tests.neuron.torch_mlir_operators import takes
 
+COLLECTIVES = "_c10d_functional."
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
 
 
@@ -49,25 +45,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorde
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def traceable(workshop: Workshop) -> ModelWithCache:
-    """The tiny target with the kernels of graphs."""
-    decoder = workshop.decoder(backend="eager")
-    weights = load_weights(workshop.checkpoint(), decoder.config, decoder.options.dtype)
-    return ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
-
-
 def test_weights_of_e4m3_reach_the_compiler_as_they_are(workshop: Workshop, recorded: Recorded) -> None:
     found = []
     for backend in ("eager", "neuron-native"):
-        target = AutoDecoder.from_pretrained(
-            workshop.checkpoint(),
-            backend=backend,
-            amp="f32",
-            batch_size=2,
-            context_length_estimate=[16],
-            quantization="fp8_e4m3",
-        )
+        target = load(workshop, backend=backend, quantization="fp8_e4m3")
         found.append(target.sample(PROMPTS, max_new_tokens=8).tolist())
     assert found[0] == found[1]
     types = {x.meta["val"].dtype for graph in recorded.graphs for x in graph.graph.nodes if x.op == "placeholder"}
@@ -77,11 +58,7 @@ def test_weights_of_e4m3_reach_the_compiler_as_they_are(workshop: Workshop, reco
 def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
     workshop: Workshop, recorded: Recorded
 ) -> None:
-    draft, target = (
-        fresh(workshop.checkpoint(role), backend="neuron-native", batch_size=[2]) for role in ("draft", "target")
-    )
-    for decoder in (draft, target):
-        decoder.on_graph = lambda _event: None
+    draft, target = (load(workshop, role, backend="neuron-native", slots=[2]) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=1, fused=True)
     wanted = workshop.decoder(backend="eager", slots=2).sample(PROMPTS, max_new_tokens=10)
     assert torch.equal(generator.sample(PROMPTS, max_new_tokens=10), wanted)
@@ -116,9 +93,7 @@ def test_the_check_of_the_noise_is_what_lets_requests_sample(recorded: Recorded)
 def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Workshop) -> None:
     """Weights and caches of 16 bits, whose products are PyTorch's own there."""
     decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
-    weights = load_weights(workshop.checkpoint(), decoder.config, torch.bfloat16)
-    body = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
-    step = STEPS["prefill"](body, 128)
+    step = STEPS["prefill"](traceable(decoder), 128)
     lowered = lower("prefill", step, given)
     state = {name: x.clone() for name, x in state_of(step, lowered).items()}
     changed, outputs = lowered.run(state, given)
@@ -138,19 +113,18 @@ def test_compiling_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         make("neuron-native")
 
 
-def test_what_a_step_makes_from_nothing_is_made_on_the_device(traceable: ModelWithCache) -> None:
-    lowered = lower("prefill", STEPS["prefill"](traceable, 128), inputs("prefill", 1))
+def test_what_a_step_makes_from_nothing_is_made_on_the_device(workshop: Workshop) -> None:
+    body = traceable(workshop.decoder(backend="eager"))
+    lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
     made = [node for node in in_place(lowered, torch.device("meta")).graph.nodes if "device" in node.kwargs]
     assert len(made) > 10 and {node.kwargs["device"] for node in made} == {torch.device("meta")}
 
 
 def test_a_divided_fused_round_is_one_graph_with_functional_collectives(workshop: Workshop) -> None:
     """No process group is needed to trace them, and TorchNeuron lowers them by the name of their group."""
-    config = ModelConfig.from_pretrained(workshop.checkpoint("draft"))
-    layout = sharding.layout(config, 3)  # with a rank of zeros
-    options = replace(workshop.decoder(backend="eager").options, layout=layout)
-    weights = load_weights(workshop.checkpoint("draft"), config, options.dtype, shard=Shard(config, layout))
-    body = ModelWithCache(config, options, weights, kernels=TraceableKernels(), group=DeviceGroup(3)).eval()
+    decoder = workshop.decoder("draft", backend="eager")
+    config = decoder.config
+    body = traceable(decoder, layout=sharding.layout(config, 3))  # with a rank of zeros
     step, given = fused(body, 128, kind="greedy"), inputs("fused", 1)
     lowered = lower("fused", step, given)
     names = [str(node.target) for node in in_place(lowered, torch.device("meta")).graph.nodes]
@@ -182,3 +156,75 @@ def test_the_older_package_of_the_same_name_is_recognised(monkeypatch: pytest.Mo
     monkeypatch.setattr(neuron_native.metadata, "version", lambda _name: "2.9.0.2.12.22436")
     with pytest.raises(BackendError, match=r"torch-neuronx 2\.9\.0\.2\.12\.22436 has no device"):
         make("neuron-native")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
+    """Ranks are those of the stand-in, and this process is none of them yet."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for name in (*environment.rank_variables(0, 2, 0), "NEURON_RT_VISIBLE_CORES", "PACELINE_RANK_CORES"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    neuron_native.runtime.cache_clear()
+    monkeypatch.setattr(NeuronNativeRanks, "kind", "tests.neuron.native_stand_in:StandInMember")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
+    workshop: Workshop, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer, decoded plainly: what a fused round adds is traced above, without other processes.
+
+    The process has cores 4 and 5, as a plan would give it, and every rank sees one of them.
+    """
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-5")
+    decoder = load(workshop, "draft", backend="neuron-native", tp_degree=2)
+    try:
+        wanted = workshop.decoder("draft", backend="eager", slots=2).sample(PROMPTS, max_new_tokens=6)
+        assert torch.equal(decoder.sample(PROMPTS, max_new_tokens=6), wanted)
+        member = decoder.backend.ranks.member
+        assert isinstance(member, StandInMember)
+        assert decoder.body.shard.degree == 2 and not counters["graph_break"]
+        recorded = member.recorded
+        assert len(recorded.graphs) == len(decoder._steps), "each key is compiled once"
+        names = [str(node.target) for node in recorded.calls() if isinstance(node.target, torch._ops.OpOverload)]
+        # Two sums a layer and one for the embedding, in each graph.
+        assert names.count(COLLECTIVES + "all_reduce.default") >= len(recorded.graphs) * (1 + 2)
+        assert COLLECTIVES + "all_gather_into_tensor.default" in names
+        others = {name for name in names if not name.startswith((COLLECTIVES, "aten.copy_."))}
+        assert {name for name in others if not takes(name)} == set()
+    finally:
+        decoder.close()
+
+
+def test_a_rank_has_its_own_core_of_the_process_s_range(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+    def cores(degree: int) -> list[str | None]:
+        found = [environment.rank_variables(rank, degree, 0) for rank in range(degree)]
+        return [one.get("NEURON_RT_VISIBLE_CORES") for one in found]
+
+    assert cores(2) == [None, None], "TorchNeuron gives a rank the core of its number"
+    for given, wanted in (("8-11", ["8", "9", "10", "11"]), ("4,5,6-7", ["4", "5", "6", "7"])):
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", given)
+        assert cores(4) == wanted
+        with pytest.raises(ConfigurationError, match=f"expected 8 cores for tp_degree=8, got '{given}'"):
+            cores(8)
+    environment.become_rank(environment.rank_variables(0, 4, 0))
+    assert cores(4) == ["4", "5", "6", "7"], "rank 0 still knows the range"
+    monkeypatch.setenv("PACELINE_RANK_CORES", "")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "all")
+    with pytest.raises(ConfigurationError, match="expected cores such as 0-3, got 'all'"):
+        cores(2)
+
+
+def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+    """Who started it may have made it one; and TorchNeuron gives it one core."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="this process is already rank 1 of 2, started by torchrun or for"):
+        make("neuron-native", 2)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigurationError, match="is already rank 0 of 2"):
+        make("neuron-native", 4)

@@ -19,8 +19,8 @@ from paceline.decoder.backends.base import Graph, Step
 from paceline.neuron import backend as neuron
 from paceline.neuron import noise_record
 from paceline.neuron import sdk as neuron_sdk
-from tests.decoder.tiny import Workshop, fresh
-from tests.neuron.conftest import SDK, forget
+from tests.decoder.tiny import Workshop
+from tests.neuron.conftest import SDK, forget, load
 
 PROMPT = [[3, 1, 4, 1, 5]]
 HOT = {"max_new_tokens": 2, "do_sample": True, "temperature": 1.2, "top_k": 8}
@@ -37,9 +37,7 @@ def machine(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoder(workshop: Workshop, backend: str = "neuron") -> Any:
-    made = fresh(workshop.checkpoint(), backend=backend, amp="f32")
-    made.on_graph = lambda _event: None
-    return made
+    return load(workshop, backend=backend, slots=1)
 
 
 def check_noise() -> Finding:

@@ -17,9 +17,7 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder import steps
-from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
-from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron import native as neuron_native
 from paceline.neuron import prompt_attention
 from paceline.neuron.chips import Chip
@@ -28,9 +26,9 @@ from paceline.neuron.native import Runtime
 from paceline.neuron.prompt_attention import KERNEL, Chunk, PromptAttention
 from paceline.neuron.sdk import Sdk
 from paceline.neuron.step_work import step_work
-from tests.decoder.steps import STEPS, inputs
+from tests.decoder.steps import STEPS, inputs, traceable
 from tests.decoder.tiny import CHUNK, Workshop, fresh
-from tests.neuron.conftest import SDK, Install
+from tests.neuron.conftest import SDK, Install, load
 from tests.neuron.native_stand_in import VERSIONS, Recorded
 
 TRN2 = {**SDK, "neuronx-cc": "2.24.5133.0"}  # SDK 2.29
@@ -139,11 +137,7 @@ def test_prompts_are_read_by_the_kernel_of_trainium2(
 @pytest.mark.usefixtures("short")
 def test_a_fused_round_chooses_what_plain_decoding_chooses(workshop: Workshop, install: Install) -> None:
     install(TRN2, target="trn2")
-    draft, target = (
-        fresh(workshop.checkpoint(role), backend="neuron", amp="bf16", batch_size=2) for role in ("draft", "target")
-    )
-    for decoder in (draft, target):
-        decoder.on_graph = lambda _event: None
+    draft, target = (load(workshop, role, amp="bf16") for role in ("draft", "target"))
     wanted = target.sample(PROMPTS, max_new_tokens=8)
     assert torch.equal(SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, max_new_tokens=8), wanted)
 
@@ -234,8 +228,7 @@ def test_the_cost_of_a_prompt_has_no_scores_in_memory(workshop: Workshop) -> Non
     decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
     found = []
     for prompts in (None, PromptAttention(cores=2)):
-        weights = load_weights(workshop.checkpoint(), decoder.config, torch.bfloat16)
-        body = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels(prompts)).eval()
+        body = traceable(decoder, kernels=TraceableKernels(prompts))
         found.append(step_work(STEPS["prefill"](body, 128), given, 1 << 20, tile=128 * 512))
     plain, kernel = found
     rows = given[0].shape[1]

@@ -23,6 +23,7 @@ from paceline.neuron import chips, round_cost, round_graphs
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
 from paceline.placement.planning.instances import instance
+from tests.cli.calling import call
 
 SHAPES = {
     "Llama-3-8B": (4096, 14336, 32, 32, 128, False),
@@ -208,3 +209,36 @@ def test_what_has_no_figures_is_refused() -> None:
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=16), instance("inf2.48xlarge"))
     with pytest.raises(ConfigurationError, match="quantization: expected int8, got 'foo'"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", quantization="foo"), instance("inf2.48xlarge"))
+
+
+def test_the_parts_of_a_round_add_up_to_the_round() -> None:
+    """Between the corners too: depth and slots are linear."""
+    pair, chip = setup("Llama-3.2-1B", "Llama-3.2-1B", k=3), instance("inf2.48xlarge")
+    verify = round_cost.PartTimes(pair, chip, drafts=False, depths=(0, 3), slots=1)
+    drafts = round_cost.PartTimes(pair, chip, drafts=True, depths=(1, 3), slots=1)
+    whole: Any = round_cost.round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=2), chip)
+    for name in ("expected", "worst"):
+        time = getattr(verify.at(2, 1).plus(drafts.at(2, 1)), name) + chips.LAUNCH.value
+        assert time * 1e3 == pytest.approx(whole["round"][f"{name}_ms"], rel=0.02)
+
+
+def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields("Llama-3.2-1B")))
+    asked = ["plan-speed", "--target", tmp_path, "--draft", tmp_path, "--instance", "inf2.48xlarge", "--tp-degree", "8"]
+    asked += ["--max-depth", "1"]
+    said = call(*asked, "--acceptance", "0.9", "--json")
+    assert said.exit_code == 0, said.stderr
+    values = json.loads(said.stdout)
+    (load,) = values["loads"]
+    modes = {(one["mode"], *one["cores"]) for one in load["candidates"]}
+    assert modes == {("plain", 8, 0), ("shared cores", 8, 0), ("separate cores", 8, 1), ("separate cores", 8, 8)}
+    assert all(one["low"] <= one["speedup"] <= one["high"] for one in load["candidates"])
+    assert values["times"] == "arithmetic, not measured"
+    # The draft is as large as its target: all that a round saves is a launch, and that is not sure.
+    assert load["verdict"].startswith("uncertain: shared cores: draft model, k 1, 8 cores is 1.")
+    unread = call(*asked, "--acceptance", "0.9", "--batch-sizes", "many")
+    assert unread.exit_code == 2
+    assert "--batch-sizes: expected numbers from 0 on, got 'many'" in " ".join(unread.stderr.split())
+    refused = call(*asked, "--acceptance", "0.9", "--verify")
+    assert refused.exit_code == 2 and "--verify: expected --experiment and" in " ".join(refused.stderr.split())
+    assert "--acceptance: expected --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())

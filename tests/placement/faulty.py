@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from paceline.placement.host.processes import Process
 from paceline.placement.lookahead import LookaheadDrafter
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.messages import Handshake
-from paceline.placement.remote.server import DraftServer, UnpooledDrafters
+from paceline.placement.remote.server import DrafterPool, DraftServer, UnpooledDrafters
 from paceline.workers.draft import SecondChoices
 from tests.fakes import Around, TableDecoder, near, table
 
@@ -160,3 +162,16 @@ class Forked:
     def close(self) -> None:
         self._closed = True
         self._end()
+
+
+@contextmanager
+def serving(listener: socket.socket, drafters: DrafterPool) -> Iterator[None]:
+    """Whoever calls at the listener and knows the tests' secret is served."""
+    server = DraftServer(listener, SECRET, drafters)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()

@@ -121,24 +121,3 @@ def test_three_of_eight_fill_it_and_one_that_leaves_makes_room(machine: Machine)
         plan([model("e", 8)], MACHINE, taken=machine.taken)
     machine.leave("d")
     assert come(machine, "e", 8) == gap
-
-
-def test_a_pair_and_others(machine: Machine) -> None:
-    others = [model(f"o{index}", degree) for index, degree in enumerate((4, 4, 1))]
-    started(machine, [model("t", 8), model("d", 2, draft_of=("t",)), *others])
-    assert machine.left.free == 5
-    gap = machine.leave("t")
-    left = machine.left
-    assert (left.free, dict(left.runs)[8]) == (13, 1)
-    assert come(machine, "u", 8) == gap
-
-
-def test_twenty_four_of_one(machine: Machine) -> None:
-    started(machine, [model(f"s{index}", 1) for index in range(24)])
-    gone = [machine.leave(f"s{index}") for index in range(0, 24, 2)]
-    machine.check()
-    with pytest.raises(PlanError, match=r"large: 12 cores free but no aligned run of 8 .*longest free run is 2"):
-        plan([model("large", 8)], MACHINE, taken=machine.taken)
-    machine.start(*plan([model(f"n{index}", 1) for index in range(12)], MACHINE, taken=machine.taken).placements)
-    machine.check()
-    assert sorted(machine.running[f"n{index}"][0].cores for index in range(12)) == sorted(gone)

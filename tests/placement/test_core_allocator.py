@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from benchmarks.scale import Cluster  # noqa: E402
 from paceline.core.errors import PlanError, WorkerError  # noqa: E402
 from paceline.placement import INSTANCES  # noqa: E402
 from paceline.placement.cluster import core_allocator  # noqa: E402
@@ -28,32 +28,14 @@ LARGE, SMALL = INSTANCES["inf2.48xlarge"], INSTANCES["inf2.xlarge"]
 WHOLE = CoreRange(0, 23)
 
 
-class Simulated:
-    """A cluster without Ray; ``workers``: claim -> node and cores of those that live."""
-
-    def __init__(self) -> None:
-        self.workers: dict[str, tuple[str, CoreRange] | None] = {}
-        self.alive, self.record = {"node"}, dict[str, Any]()
-
-    def nodes(self) -> set[str]:
-        return self.alive
-
-    def actors(self) -> dict[str, tuple[str, CoreRange] | None]:
-        return dict(self.workers)
-
-    def read(self) -> dict[str, Any]:
-        return self.record
-
-    def store(self, record: object) -> None:
-        self.record = json.loads(json.dumps(record))
-
-
 @pytest.fixture
-def simulated() -> Simulated:
-    return Simulated()
+def simulated() -> Cluster:
+    made = Cluster(0)
+    made.alive = {"node"}
+    return made
 
 
-def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Simulated) -> None:
+def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Cluster) -> None:
     allocator = CoreAllocator(cluster=simulated)
     allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
     allocator.claim("node", LARGE, [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
@@ -70,7 +52,7 @@ def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Simu
     assert allocator.taken() == {}
 
 
-def test_a_node_that_is_gone_is_in_no_report(simulated: Simulated) -> None:
+def test_a_node_that_is_gone_is_in_no_report(simulated: Cluster) -> None:
     """Its workers too, though Ray may still have their names: it would start them anew, and has nowhere to."""
     alive = simulated.alive = {"node", "other"}
     allocator = CoreAllocator(cluster=simulated)
@@ -83,7 +65,7 @@ def test_a_node_that_is_gone_is_in_no_report(simulated: Simulated) -> None:
     assert set(allocator.report()) == set(allocator.taken()) == {"node"}
 
 
-def test_nodes_of_two_types_have_the_cores_of_their_type(simulated: Simulated) -> None:
+def test_nodes_of_two_types_have_the_cores_of_their_type(simulated: Cluster) -> None:
     simulated.alive = {"large", "small"}
     allocator = CoreAllocator(cluster=simulated)
     allocator.claim("large", LARGE, [CoreRequest("a", 8, CoreRange(0, 7))])
@@ -93,7 +75,7 @@ def test_nodes_of_two_types_have_the_cores_of_their_type(simulated: Simulated) -
         allocator.claim("small", SMALL, [CoreRequest("c", 2, CoreRange(2, 3))])
 
 
-def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: Simulated) -> None:
+def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: Cluster) -> None:
     """A replica of Ray Serve has a name that Serve gave it, without its cores."""
     allocator = CoreAllocator(cluster=simulated)
     for name in ("SERVE_REPLICA::lives", "SERVE_REPLICA::dies"):
@@ -154,7 +136,7 @@ def test_an_allocator_that_has_just_ended_is_created_again_once(monkeypatch: pyt
     assert len(made) == 2
 
 
-def test_what_is_in_use_does_not_end(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_use_does_not_end(simulated: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)

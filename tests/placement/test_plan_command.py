@@ -14,7 +14,7 @@ from paceline.cli.main import app
 from paceline.core.errors import PlanError
 from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_fault_policy, read_models
 from paceline.placement.planning import instances, planner
-from paceline.placement.planning.instances import matching, parse
+from paceline.placement.planning.instances import matching
 from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -218,13 +218,13 @@ def test_neuron_ls_is_understood() -> None:
         return json.dumps([{"neuron_device": n, **one} for n in range(count)])
 
     gib = 1 << 30
-    assert matching(parse(rows(12, 2, 32 * gib, None))).name == "inf2.48xlarge"
-    assert matching(parse(rows(16, 2, 32 * gib, 1))).name == "trn1.32xlarge"
-    assert matching(parse(rows(16, 4, 96 * gib, 2))).name == "trn2.48xlarge"
-    assert matching(parse(rows(1, 2, 30 * gib, None))).memory == 15 * gib
+    assert matching(rows(12, 2, 32 * gib, None)).name == "inf2.48xlarge"
+    assert matching(rows(16, 2, 32 * gib, 1)).name == "trn1.32xlarge"
+    assert matching(rows(16, 4, 96 * gib, 2)).name == "trn2.48xlarge"
+    assert matching(rows(1, 2, 30 * gib, None)).memory == 15 * gib
     for text in ("", "[]", "{}", '[{"nc_count": 2}]', rows(3, 2, gib, None), rows(1, 2, gib, 1)[:-1]):
         with pytest.raises(PlanError, match="--instance"):
-            matching(parse(text))
+            matching(text)
 
 
 def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

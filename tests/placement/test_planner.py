@@ -16,7 +16,7 @@ from paceline.decoder.options import LoadOptions
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.placement import INSTANCES, Instance, Plan, plan
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
-from paceline.placement.planning.footprint import footprint, product_weights
+from paceline.placement.planning.footprint import footprint
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.instances import instance
 from paceline.placement.planning.model_specs import ModelSpec
@@ -206,13 +206,13 @@ def test_a_pair_without_room_is_told_what_fits() -> None:
 
 def test_a_footprint_counts_what_there_is() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
-    assert product_weights(Shard(one)) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
+    products = 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
     whole = footprint(one, LoadOptions(n_positions=128), 1)
-    assert whole.weights == 2 * (product_weights(Shard(one)) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
+    assert whole.weights == 2 * (products + 2 * 64 * 96 + (2 * 2 + 1) * 96)
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
     assert footprint(one, LoadOptions(amp="f32", n_positions=128), 1).weights == 2 * whole.weights
     assert footprint(one, LoadOptions(batch_size=3, n_positions=128), 1).cache == 3 * whole.cache
-    matrices = product_weights(Shard(one)) + 2 * 64 * 96
+    matrices = products + 2 * 64 * 96
     assert footprint(one, LoadOptions(quantization="int8", n_positions=128), 1).weights == ceil(
         1.01 * matrices + 2 * (2 * 2 + 1) * 96
     )

@@ -17,8 +17,7 @@ from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
-from tests.placement.faulty import SECRET, V, drafter
-from tests.placement.served import serving
+from tests.placement.faulty import SECRET, V, drafter, serving
 
 TIMEOUTS = DraftTimeouts(hang_timeout_s=1, backoff_s=0.002, max_backoff_s=0.05)
 

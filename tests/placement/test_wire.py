@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
@@ -18,11 +19,11 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal
 from paceline.placement.host.processes import Process
-from paceline.placement.remote import messages
-from paceline.placement.remote.channel import Address, Channel, CommitBuffer, connect, listen
+from paceline.placement.remote import channel as channel_module
+from paceline.placement.remote import messages, server
+from paceline.placement.remote.channel import Address, Channel, CommitBuffer, DueTime, connect, listen
 from paceline.placement.remote.server import UnpooledDrafters
-from tests.placement.faulty import SECRET
-from tests.placement.served import serving
+from tests.placement.faulty import SECRET, serving
 
 
 def propose(number: int, *, slots: int = 2, width: int = 3, **changes: object) -> messages.ProposeRequest:
@@ -283,3 +284,51 @@ def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, st
             messages.ProposeReply,
             messages.ProposeReply,
         ]
+
+
+def test_unauthenticated_connections_are_limited_and_block_no_target(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a thread until it has authenticated itself, so there may be so many; who comes later is told at once."""
+    monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
+    monkeypatch.setattr(channel_module, "_AUTHENTICATION_S", 0.5)
+    address = Address(path=str(tmp_path / "s"))
+    with slow(address):
+        before = threading.active_count()
+        for _ in range(6):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(address.path)
+        with pytest.raises(ChannelError):
+            connect(address, SECRET, seconds=5)
+        assert threading.active_count() <= before + 2
+        end = time.monotonic() + 20
+        while True:  # their time is over
+            try:
+                _, reply = connected(stack, address, "a")
+                break
+            except ChannelError:
+                assert time.monotonic() < end
+        assert isinstance(reply, messages.HandshakeReply)
+
+
+def test_a_machine_that_is_gone_is_noticed(stack: ExitStack) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    side = socket.create_connection(listener.getsockname())
+    stack.enter_context(closing(Channel(side)))
+    assert side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    idle, interval, count = (
+        side.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+    )
+    assert idle + interval * count <= 60
+
+
+def test_it_is_expected_after_the_shortest_pause_of_late_and_a_little_before() -> None:
+    due = DueTime()
+    assert due.milliseconds() == 1, "nothing is known"
+    for seconds in (0.0201, 0.0053, 0.0302):
+        due.observe(seconds)
+    assert due.milliseconds() == 4 and due.milliseconds(0.0021) == 2 and due.milliseconds(0.5) == 1
+    for _ in range(8):
+        due.observe(0.0302)
+    assert due.milliseconds() == 29, "what was long ago is forgotten"
+    due.observe(0.0002)
+    assert due.milliseconds() == 1

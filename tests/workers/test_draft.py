@@ -26,8 +26,7 @@ from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.workers.draft import DraftPool, make_drafters
 from tests.decoder.tiny import VOCABULARY, Workshop, save_pair
-from tests.placement.faulty import SECRET
-from tests.placement.served import serving
+from tests.placement.faulty import SECRET, serving
 
 
 def pool(workshop: Workshop, clients: int) -> DraftPool:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from paceline.decoder.backends.base import Graph
-from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import DeviceGroup
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
-from paceline.neuron import hlo_lint, xla
-from paceline.neuron.kernels import TraceableKernels
-from tests.decoder.steps import STEPS, inputs
+from tests.decoder.steps import STEPS, inputs, traceable
 from tests.decoder.tiny import Workshop
-from tests.xla.counting import census
+from tests.xla.hlo_text import census, hlo, lint
 
 DEGREE = 4
 BUDGETS = {
@@ -38,24 +26,12 @@ BUDGETS = {
 def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, gqa: str) -> None:
     if gqa == "all-gather-heads" and name.startswith("fused "):
         pytest.skip("heads see nothing of where the target's K/V heads live")
-    path = workshop.checkpoint()
-    config = ModelConfig.from_pretrained(path)
-    layout = sharding.layout(config, DEGREE, gqa)
-    options = replace(workshop.decoder(backend="eager").options, layout=layout)
-    texts = []
+    decoder, texts = workshop.decoder(backend="eager"), []
+    layout = sharding.layout(decoder.config, DEGREE, gqa)
     for rank in (0, DEGREE - 1) if name == "prefill" else (0,):
-        weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
-        body = ModelWithCache(
-            config, options, weights, kernels=TraceableKernels(), rank=rank, group=DeviceGroup(DEGREE)
-        ).eval()
-        with torch.no_grad():
-            texts.append(
-                xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=xla.XlaGroup(DEGREE))
-            )
-    found, counts = (
-        hlo_lint.lint(texts[0], budget=BUDGETS[name]),
-        census(texts[0]),
-    )
+        body = traceable(decoder, layout=layout, rank=rank)
+        texts.append(hlo(name, STEPS[name](body, 128), inputs(name, 1), degree=DEGREE))
+    found, counts = lint(texts[0], budget=BUDGETS[name]), census(texts[0])
     print(f"{name}, {gqa}: {sum(counts.values())} instructions, {len(found)} findings")
     assert found == []
     if name == "prefill":

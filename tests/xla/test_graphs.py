@@ -8,12 +8,10 @@ import pytest
 from torch import nn
 
 from paceline import AutoDecoder
-from paceline.decoder.backends.base import Graph
-from paceline.decoder.graph_key import GraphKey
-from paceline.neuron import hlo_lint, xla
+from paceline.neuron import hlo_lint
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
-from tests.xla.counting import census
+from tests.xla.hlo_text import census, hlo, lint
 
 BUDGETS = {
     "prefill": 1_000, "prefill, states": 750, "window": 700, "window, tree": 1_100, "keep": 400,
@@ -35,7 +33,7 @@ def graph(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.M
     body = workshop.decoder(backend="xla").body
     name = request.param
     step = STEPS[name](body, 128)
-    return name, step, xla.hlo(Graph(GraphKey(name), step, inputs(name, 1), {}))
+    return name, step, hlo(name, step, inputs(name, 1))
 
 
 Made = tuple[str, nn.Module, str]
@@ -43,7 +41,7 @@ Made = tuple[str, nn.Module, str]
 
 def test_no_finding(graph: Made) -> None:
     name, _, text = graph
-    found = hlo_lint.lint(text, budget=BUDGETS[name])
+    found = lint(text, budget=BUDGETS[name])
     counts = census(text)
     beyond = sorted(set(counts) - hlo_lint.LISTED)
     print(f"{name}: {sum(counts.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
@@ -58,16 +56,15 @@ def test_weights_of_8_bits_are_parameters_of_their_type(workshop: Workshop, form
     decoder = AutoDecoder.from_pretrained(
         workshop.checkpoint(), backend="xla", batch_size=4, context_length_estimate=[16], quantization=form
     )
-    graph = Graph(GraphKey("verify"), STEPS["verify"](decoder.body, 128), inputs("verify", 1), {})
-    text = xla.hlo(graph)
-    assert hlo_lint.lint(text) == []
+    text = hlo("verify", STEPS["verify"](decoder.body, 128), inputs("verify", 1))
+    assert lint(text) == []
     held = [line for line in text.splitlines() if f" = {kind}[" in line and " parameter(" in line]
     assert len(held) >= 2 * 4, "the matrices of two layers"
 
 
 def test_other_values_give_the_same_module(graph: Made) -> None:
     name, step, text = graph
-    other = xla.hlo(Graph(GraphKey(name), step, inputs(name, 2), {}))
+    other = hlo(name, step, inputs(name, 2))
     assert hashlib.sha256(other.encode()).digest() == hashlib.sha256(text.encode()).digest()
 
 
@@ -96,5 +93,5 @@ def test_other_kinds_of_models_have_no_finding_either(workshop: Workshop, kind: 
     """Biases, tied tables, scaled positions, one K/V head, and weights and caches of 16 bits."""
     body = workshop.decoder(backend="xla", kind=kind, amp=amp).body
     for name in ("prefill", "window, tree"):
-        found = xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}))
-        assert hlo_lint.lint(found, budget=BUDGETS[name]) == []
+        found = hlo(name, STEPS[name](body, 128), inputs(name, 1))
+        assert lint(found, budget=BUDGETS[name]) == []

@@ -18,6 +18,7 @@ from paceline.neuron.lowering import lower, state_of
 from paceline.neuron.native import in_place
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
+from tests.xla.hlo_text import lint
 from tests.xla.test_graphs import BUDGETS
 
 _OPERATION = re.compile(r"stablehlo\.(\w+)")
@@ -48,7 +49,7 @@ def test_a_graph_of_torchneuron_has_no_finding_and_a_form_in_stablehlo(
     assert not home.fallbacks()
     results = [*(state[key] for key in lowered.changed), *outputs]
     text: str = home.bridge._get_xla_tensors_hlo(results)
-    assert hlo_lint.lint(text, budget=BUDGETS[name]) == []
+    assert lint(text, budget=BUDGETS[name]) == []
     model: Any = importlib.import_module("torch_xla.core.xla_model")
     stable: str = model.get_stablehlo(results)
     home.bridge._clear_pending_irs(str(home.torch))

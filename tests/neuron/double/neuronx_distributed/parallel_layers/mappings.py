@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch_neuronx.ranks import OPERATIONS
-
 from neuronx_distributed.parallel_layers import parallel_state
+from torch_neuronx.graphs import OPERATIONS
 
 
 def reduce_from_tensor_model_parallel_region(input_, process_group=None):

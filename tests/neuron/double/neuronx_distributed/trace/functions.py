@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 import torch_neuronx
-from torch_neuronx.recording import Recorded, record
-
 from neuronx_distributed.trace.model_builder_utils import (
     CompilationArtifacts,
     Flattener,
@@ -18,6 +16,7 @@ from neuronx_distributed.trace.model_builder_utils import (
     ProvidedArgInfo,
     TraceArtifacts,
 )
+from torch_neuronx.graphs import Recorded, record
 
 TARGETS = ("inf2", "trn1", "trn2")
 __all__ = ["Recorded", "compile", "trace"]

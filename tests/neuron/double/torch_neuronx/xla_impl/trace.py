@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
-
+from torch_neuronx.graphs import Recorded, record
 from torch_neuronx.proto.metaneff_pb2 import MetaNeff, MetaTensor
-from torch_neuronx.recording import Recorded, record
 from torch_neuronx.xla_impl.structure import Flattener, Packer
 
 XLA_DTYPE_TO_METANEFF_DTYPE: dict[object, object] = {}

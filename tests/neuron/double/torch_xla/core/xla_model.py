@@ -6,7 +6,7 @@ The real sum writes into its argument, which no graph here shows.
 from __future__ import annotations
 
 import torch
-from torch_neuronx.ranks import OPERATIONS
+from torch_neuronx.graphs import OPERATIONS
 
 REDUCE_SUM, REDUCE_MAX, REDUCE_MIN = "sum", "max", "min"
 

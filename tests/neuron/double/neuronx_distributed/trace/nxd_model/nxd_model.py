@@ -6,7 +6,7 @@ import itertools
 
 import torch
 import torch_neuronx
-from torch_neuronx.ranks import execute
+from torch_neuronx.graphs import execute
 
 
 class SPMDModel:

@@ -1,17 +1,75 @@
-"""Folders in a temporary folder that is everybody's: what another user prepared there is refused."""
+"""The local machine: which process is killed, threads that end with their work, and folders that others may share."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import WorkerError
+from paceline.placement.cluster.actors import ActorSupervisor
+from paceline.placement.host import processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.environment import private
+from paceline.placement.host.processes import run_apart
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.remote.channel import Address, listen
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this system does not say when a process began")
+@pytest.mark.parametrize("end", [processes.kill, ActorSupervisor("nobody", None).replace], ids=["kill", "keeper"])
+def test_only_the_process_that_was_meant_is_killed(child: subprocess.Popen[bytes], end: object) -> None:
+    assert callable(end)
+    meant = processes.running(child.pid)
+    assert meant.began
+    before = replace(meant, began=meant.began - 1)  # had this number, and is gone
+    assert end(before) is False
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.05)
+    assert end(meant) is True and child.wait(30) == -9
+    assert end(meant) is False
+
+
+PROGRAM = """
+import os, time, torch
+from paceline.placement.host.processes import run_apart
+torch.set_num_threads(2)
+def work():
+    torch.ones(2000, 2000).exp().sum()  # a parallel loop
+    return torch.get_num_threads()
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+threads, end = run_apart(work), time.monotonic() + 30
+while count() > before and time.monotonic() < end:
+    time.sleep(0.01)  # its threads end by themselves
+apart = count()
+work()
+print(threads, apart - before, count() > apart)
+"""
+
+
+def test_a_team_of_threads_ends_with_its_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["2", "0", "True"]
+
+
+def test_what_it_raises_arrives() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_apart(lambda: 1 / 0)
 
 
 def test_every_level_that_is_made_is_ours_alone(tmp_path: Path) -> None:

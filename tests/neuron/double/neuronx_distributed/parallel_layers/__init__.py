@@ -1,1 +1,0 @@
-"""A stand-in for the parallel part of neuronx_distributed."""

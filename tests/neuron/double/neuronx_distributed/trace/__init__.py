@@ -1,1 +1,0 @@
-"""A stand-in for the tracing part of neuronx_distributed."""

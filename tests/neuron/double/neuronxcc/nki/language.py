@@ -1,1 +1,0 @@
-"""The kernels' language, of which neuronx_distributed 0.17 imports the module only."""

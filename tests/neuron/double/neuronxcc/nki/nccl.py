@@ -1,1 +1,0 @@
-"""Collectives of kernels, of which neuronx_distributed 0.17 imports the module only."""

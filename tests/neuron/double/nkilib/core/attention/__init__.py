@@ -1,1 +1,0 @@
-"""As the NKI Library's package of the same name."""

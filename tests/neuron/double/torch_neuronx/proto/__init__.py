@@ -1,1 +1,0 @@
-"""A stand-in for the SDK's protobufs."""

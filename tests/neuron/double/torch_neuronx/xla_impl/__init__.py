@@ -1,1 +1,0 @@
-"""As the SDK's package of the same name."""

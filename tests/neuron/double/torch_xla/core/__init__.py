@@ -1,1 +1,0 @@
-"""A stand-in for what steps of the SDK import."""

@@ -1,3 +1,0 @@
-"""Names of variables."""
-
-HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
