@@ -90,7 +90,7 @@ def replay(
     """
     texts = [_shortened(text, max_new_tokens) for text in trace.texts]
     end = trace.vocab_size  # an id that no model has: marks the end of a sequence, for any reason
-    target = _RecordedTarget(texts, end)
+    target = RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
     width = drafter.draft_shape.depth + 1
     if ladder is None:
@@ -157,11 +157,11 @@ class _CountedRounds(Rounds):
 
 
 @dataclass(slots=True)
-class _RecordedTarget(Verifier):
-    """The target's side of rounds, from its texts."""
+class RecordedTarget(Verifier):
+    """The target's side of rounds, from its texts. ``end``: id that replaces the token that stops a text, if any."""
 
     texts: Sequence[TraceText]
-    end: int
+    end: int | None = None
     slots: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     _waiting: dict[_Key, list[int]] = field(default_factory=dict)
 
@@ -174,7 +174,7 @@ class _RecordedTarget(Verifier):
         index = self._waiting[tuple(prompt), tuple(sampling.seeds[0].tolist())].pop(0)
         text = self.texts[index]
         whole = [*text.prompt, *text.tokens]
-        if text.finish_reason != "length":
+        if self.end is not None and text.finish_reason != "length":
             whole[-1] = self.end
         self.slots[slot] = (whole, text.tokens[-1])
         return PrefillResult(whole[len(prompt)])

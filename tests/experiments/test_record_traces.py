@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from paceline.core.errors import ConfigurationError, TraceError
+from paceline.core.errors import TraceError
 from paceline.experiments import record_traces, runner, trace
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.questions import Policy, ask, chain_policies, regret
-from paceline.experiments.record_traces import record_along
 from paceline.experiments.store import Store
 from paceline.experiments.trace import load_trace
 from paceline.experiments.tuned import verifying
@@ -133,11 +131,6 @@ def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
     (path,) = (out / "traces").iterdir()
     assert not load_trace(path).drafters
     assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0
-
-
-def test_who_reads_features_is_not_asked_without_the_target() -> None:
-    with pytest.raises(ConfigurationError, match="drafters: expected none that reads the target's hidden"):
-        record_along(SimpleNamespace(reads=object()), None, [], texts=[])  # type: ignore[arg-type]
 
 
 def test_regret_of_a_choice(home: Path) -> None:
