@@ -1,4 +1,4 @@
-"""What the benchmarks share: the demo family, its prompts, and the facts that every report names."""
+"""What the benchmarks share: the demo family, and the facts that every report names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pycode"
-
-
-def prompt_ids(count: int) -> list[list[int]]:
-    """The demo prompts, spread over the file, as the target reads them."""
-    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    return [tokenizer(prompt).input_ids for prompt in rows[:: max(1, len(rows) // count)][:count]]
 
 
 def facts() -> dict[str, object]:

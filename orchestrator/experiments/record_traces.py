@@ -300,7 +300,7 @@ class _Recorder(Drafter):
         return Proposal(torch.full((len(room), 1), PAD, dtype=torch.int32))
 
     def _room(self, length: int) -> int:
-        """Return the largest depth that can be proposed after so many tokens, whatever the request's limit."""
+        """Return the largest depth that can be proposed after a text of this length, whatever its limit."""
         positions = self._drafter.max_positions
         deep = min(self.draft_shape.depth, self._rows - length)
         return max(0, deep if positions is None else min(deep, positions - length + 1))

@@ -157,7 +157,7 @@ def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.Mon
     """From a folder as scripts/study leaves it to every table of docs/study.md."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import study_figures
-    import study_page
+    import study_tables
 
     perturb(home / "other")
     (path,), _ = record(traced(home), home / "build" / "study-counts")
@@ -171,7 +171,6 @@ def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.Mon
     assert one["depths"]["draft"].keys() == {"1", "2"} and one["depths"]["ngram"].keys() == {"1", "2", "4", "6"}
     assert one["batches"]["draft"]["1"] == pytest.approx(one["drafters"]["draft"]["tokens_per_round"], rel=0.2)
     assert [rule["drafter"] for rule in figures["rules"]] == ["draft"] and figures["cells"] != []
-    blocks = "".join(f"<!-- study:{name} -->\n<!-- /study -->\n" for name in study_page.BLOCKS)
-    page = study_page.page(blocks, figures)
+    page = "\n".join(block(figures) for block in study_tables.BLOCKS.values())
     for said in ("| ngram | ", "| target | T = 1 | draft | ", "| target | draft | 3 | ", "recorded on"):
         assert said in page
