@@ -5,6 +5,7 @@ Progress is a bar on a terminal, lines elsewhere. Decoders report their graphs (
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,12 +189,15 @@ def graphs_table(graphs: Sequence[GraphTime]) -> Table:
     return table
 
 
-def values_table(title: str, values: Mapping[str, object]) -> Table:
-    """Any nested mapping, one line for each leaf."""
+def values(title: str, found: Mapping[str, object], *, as_json: bool) -> None:
+    """Print a nested mapping as one JSON object, or as a table with one line for each leaf."""
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
     table = Table("what", "value", title=title)
-    for name, value in _leaves(values, ""):
+    for name, value in _leaves(found, ""):
         table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return table
+    out().print(table)
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:

@@ -5,7 +5,6 @@ The work is in the heads' folders.
 
 from __future__ import annotations
 
-import json
 import signal
 import statistics
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import LAYOUT, MaxNewTokens, TargetFolder, checked, command, load, read_prompts
+from paceline.cli.options import LAYOUT, AsJson, MaxNewTokens, TargetFolder, checked, command, load, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
@@ -75,8 +74,9 @@ def medusa(
     training: MedusaTraining,
     work_dir: WorkDir = None,
     data_dtype: DataDtype = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
+    """Train Medusa heads on a frozen target, and print how often each head is right."""
     with console.refusals():
         sizes = ModelConfig.from_pretrained(target)
         config = MedusaConfig(
@@ -105,9 +105,8 @@ def medusa(
     if accuracy is None:
         console.say(console.err(), _STOPPED)
         raise typer.Exit(console.UNFINISHED)
-    table = accuracy.top()
-    console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
-    typer.echo(json.dumps({"heads": heads.heads, "places": accuracy.places, "top": table}))
+    found = {"heads": heads.heads, "places": accuracy.places, "top": accuracy.top()}
+    console.values("top-1 and top-10 by head", found, as_json=as_json)
 
 
 @contextmanager
@@ -217,8 +216,9 @@ def eagle(
     training: EagleTraining,
     work_dir: WorkDir = None,
     data_dtype: DataDtype = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance."""
+    """Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
         from paceline.eagle import train
 
@@ -240,9 +240,7 @@ def eagle(
     if shares is None:
         console.say(console.err(), _STOPPED)
         raise typer.Exit(console.UNFINISHED)
-    shown = " ".join(f"{share:.3f}" for share in shares)
-    console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")
-    typer.echo(json.dumps({"version": head.version, "greedy chains": shares}))
+    console.values("EAGLE head", {"version": head.version, "greedy chains": shares}, as_json=as_json)
 
 
 @app.command(name="convert-eagle")
@@ -300,11 +298,12 @@ def medusa_tree(
     *,
     tree: TreeOptions,
     loader: LoadOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Build the best tree of a given size for the accuracy of heads, measured on the target's own greedy output.
 
     Half of the texts are for the search. The other half is decoded with the tree, to see whether the expectation
-    holds. The last line of stdout is a JSON object with both.
+    holds.
     """
     with console.refusals():
         if out.is_dir():
@@ -334,8 +333,7 @@ def medusa_tree(
         "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
         "texts": [len(searched), len(held_out)],
     }
-    console.err().print(console.values_table("tree", figures))
-    typer.echo(json.dumps(figures))
+    console.values("tree", figures, as_json=as_json)
 
 
 @app.command(name="convert-medusa")

@@ -212,37 +212,6 @@ def best_per_text(answers: Sequence[PolicyResult]) -> tuple[list[int], Acceptanc
     return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
 
 
-def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
-    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: its name in errors.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    first, colon, last = text.partition(":")
-    try:
-        depths = tuple(range(int(first), int(last) + 1)) if colon else tuple(map(int, text.split(",")))
-    except ValueError:
-        depths = ()
-    if not depths or min(depths) < 0:
-        raise ConfigurationError(f"{option}: expected numbers from 0 on, got {text!r}; write 4, 1,2,4 or 1:8")
-    return depths
-
-
-def parse_shares(text: str, option: str) -> tuple[float, ...]:
-    """``0.4`` or ``0.4,0.3``: numbers from 0 to 1. ``option``: its name in errors.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        values = ()
-    if not values or not all(0 <= value <= 1 for value in values):
-        raise ConfigurationError(f"{option}: expected numbers from 0 to 1, got {text!r}; write 0.8, or 0.8,0.7")
-    return values
-
-
 TEXT_DRAFTERS = ("suffix", "ngram")
 """Drafters that need no recording, so that every trace supports them."""
 

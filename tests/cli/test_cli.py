@@ -251,12 +251,16 @@ def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2 and "half a surrogate pair" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
+def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2)
+    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
+    assert json.loads(done.stdout)["identical"] is True
+    shown = call("bench", *given, "--draft", "suffix", "--k", "2", "--max-new-tokens", 4, *EAGER[:4])
+    assert shown.exit_code == 0 and "speculative_over_plain" in shown.stdout and "{" not in shown.stdout
+    several = call("bench", *given, "--draft", '["ngram", "suffix"]')
+    assert several.exit_code == 2 and "--draft: expected one drafter, got" in several.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from paceline.experiments.questions import (
     ask,
     best_per_text,
     drafter_of,
-    parse_depths,
     search,
     search_thresholds,
 )
@@ -209,7 +208,6 @@ def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
     chosen, best = best_per_text(answers)
     fewest = [min(answer.replayed.requests[i].num_rounds for answer in answers) for i in range(len(trace.texts))]
     assert best.num_rounds == sum(fewest) and len(chosen) == len(trace.texts)
-    assert parse_depths("1:4") == (1, 2, 3, 4) and parse_depths("2,8") == (2, 8)
 
 
 @pytest.mark.parametrize(("slope", "best"), [(0.01, 4), (3.0, 0)])
