@@ -476,9 +476,9 @@ def plan_speed(
         if measured.verify and measured.experiment is None:
             raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
         if measured.experiment is not None:
-            plans = _measured(measured, measured.experiment, asked, sizes)
+            plans = _measured(measured, measured.experiment, asked, sizes=sizes)
         else:
-            plans = _hardware(hardware, asked, sizes)
+            plans = _hardware(hardware, asked, sizes=sizes)
         checks = _verified(measured, plans) if measured.verify else []
     if as_json:
         source = "measured" if measured.experiment is not None else "arithmetic, not measured"
@@ -503,7 +503,7 @@ class Asked:
     max_depth: int
 
 
-def _measured(options: MeasuredOptions, folder: Path, asked: Asked, sizes: Sequence[int]) -> list[LoadPlan]:
+def _measured(options: MeasuredOptions, folder: Path, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
     from paceline.experiments import questions
     from paceline.experiments.round_times import PLAIN, load_times
     from paceline.experiments.trace import load_trace
@@ -526,7 +526,7 @@ def _measured(options: MeasuredOptions, folder: Path, asked: Asked, sizes: Seque
     return [questions.from_rates(times, asked.draft, rates, batch_size=size, **limits) for size in sizes]
 
 
-def _hardware(options: HardwareOptions, asked: Asked, sizes: Sequence[int]) -> list[LoadPlan]:
+def _hardware(options: HardwareOptions, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
     from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
     from paceline.neuron.round_graphs import read_config
 

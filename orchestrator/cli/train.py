@@ -40,10 +40,22 @@ Data = Annotated[
     list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
 ]
 DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
-Out = Annotated[Path, typer.Option(help="Folder for the trained heads.")]
-WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")]
 
 app = typer.Typer()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFiles:
+    """Folders of a training, and the type of its data."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the trained heads.")]
+    work_dir: Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")] = None
+    data_dtype: DataDtype = None
+
+    def make_work(self) -> Path:
+        """Make the folders. -> that of intermediate files; errors as `_results`"""
+        _results(self.out)
+        return _results(self.work_dir or self.out / "work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +79,11 @@ class MedusaHeadOptions:
 def medusa(
     target: TargetFolder,
     data: Data,
-    out: Out,
+    files: TrainingFiles,
     *,
     heads: MedusaHeadOptions,
     texts: MedusaTexts,
     training: MedusaTraining,
-    work_dir: WorkDir = None,
-    data_dtype: DataDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Train Medusa heads on a frozen target, and print how often each head is right."""
@@ -83,9 +93,7 @@ def medusa(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream = token_stream(data, target, dtype=data_dtype)
-        _results(out)
-        work = _results(work_dir or out / "work")
+        stream, work = token_stream(data, target, dtype=files.data_dtype), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import train
 
@@ -98,7 +106,7 @@ def medusa(
                 training,
                 states=states,
                 work=work,
-                out=out,
+                out=files.out,
                 prompt=texts.prompt_length,
                 report=report,
             )
@@ -209,23 +217,20 @@ def _files(path: Path) -> list[Path]:
 def eagle(
     target: TargetFolder,
     data: Data,
-    out: Out,
+    files: TrainingFiles,
     *,
     head: EagleHeadOptions,
     texts: CachedTextOptions,
     training: EagleTraining,
-    work_dir: WorkDir = None,
-    data_dtype: DataDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
         from paceline.eagle import train
 
-        stream = token_stream(data, target, dtype=data_dtype)
+        stream = token_stream(data, target, dtype=files.data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
-        _results(out)
-        work = _results(work_dir or out / "work")
+        work = files.make_work()
         with _reports(f"training an EAGLE-{head.version} head") as report, _until_terminated():
             shares = train.train(
                 target,
@@ -234,7 +239,7 @@ def eagle(
                 texts=texts,
                 options=training,
                 work=work,
-                out=out,
+                out=files.out,
                 report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
             )
     if shares is None:
@@ -276,9 +281,7 @@ class TreeOptions:
     data: tuple[Path, ...] | None = field(
         default=None, metadata={"help": "Data to cut prompts from instead: text or .bin; repeatable."}
     )
-    data_dtype: str | None = field(
-        default=None, metadata={"help": "Token id type of .bin files without a header: uint16 or uint32."}
-    )
+    data_dtype: DataDtype = None
     eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
     max_new_tokens: MaxNewTokens = 128
 
