@@ -25,7 +25,7 @@ from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter, FallbackDrafter
 from paceline.draft_checks import check_options
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.definitions import Acceptance
-from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay
+from paceline.experiments.replay import ReplayDrafter, Replayed, replay
 from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, reads_text_alone
 from paceline.experiments.statistics import ratio_interval
 from paceline.experiments.trace import RecordedDrafter, Trace
@@ -199,7 +199,7 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
     }
     drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
-    replayed = replay(trace, drafter, batch_size=batch_size, ladder=Ladder(seconds))
+    replayed = replay(trace, drafter, batch_size=batch_size, ladder=seconds)
     taken = Counter(replayed.statistics.draft_lengths)
     total = sum(count * seconds[length] for length, count in taken.items())
     return PolicyResult(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
