@@ -70,8 +70,14 @@ class PreparedCall:
     @classmethod
     def of(cls, input_ids: Tensor, given: Mapping[str, Any]) -> PreparedCall:
         """Return the call of what `transformers` gives a decoding method besides the ids."""
-        names = ("logits_processor", "stopping_criteria", "generation_config")
-        return cls(input_ids, given.get("attention_mask"), *(given[name] for name in names), given.get("streamer"))
+        return cls(
+            input_ids,
+            given.get("attention_mask"),
+            given["logits_processor"],
+            given["stopping_criteria"],
+            given["generation_config"],
+            given.get("streamer"),
+        )
 
     @property
     def real(self) -> Tensor:
