@@ -9,12 +9,21 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pycode"
+
+
+def llama_cpp(file: Path, positions: int, *, batch: int = 512) -> Any:
+    """A model of llama.cpp (the package llama-cpp-python) that uses every core."""
+    from llama_cpp import Llama
+
+    cores = os.cpu_count() or 1
+    return Llama(str(file), n_ctx=positions, n_batch=batch, n_threads=cores, n_threads_batch=cores, verbose=False)
 
 
 def facts() -> dict[str, object]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -280,13 +279,6 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
         shown = Bar(console, progress, progress.add_task("", total=total, label=label), still=still)
         shown.step(label)
         yield shown
-
-
-@contextmanager
-def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar for `AutoDecoder.from_pretrained(progress=...)`."""
-    with bar(console, f"loading {folder}") as shown:
-        yield shown.reach
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from paceline.cli.options import (
     command,
     load,
     load_draft,
-    load_generator,
     numbers,
     read_prompts,
 )
@@ -89,7 +88,7 @@ def generate(
         ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
         params = replace(params, tokenizer=tokenizer)
         Request.batch([ids], params, request_limits(found, make_rule(config)))
-        generator, decoders = load_generator(found, config)
+        generator, decoders = load_draft(load(found), config)
         if BACKENDS[loader.backend].compiles:
             console.compiling(console.err(), decoders, [generator.compile])
         stream = generator.stream([ids], params=params)

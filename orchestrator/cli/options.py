@@ -205,25 +205,17 @@ def load(found: Loadable) -> SamplingDecoder:
     """`paceline.auto.load` with a bar."""
     from paceline import auto
 
-    assert found.folder is not None, "of a file"
-    with console.loading(console.err(), found.folder) as report:
-        return auto.load(found, report)
-
-
-def load_generator(
-    target: Loadable, config: SpeculativeConfig
-) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """A generator, and its decoders by the names to show.
-
-    Without a draft and without ``k`` every plain step is a graph of its own.
-    """
-    return load_draft(load(target), config)
+    with console.bar(console.err(), f"loading {found.folder}") as shown:
+        return auto.load(found, shown.reach)
 
 
 def load_draft(
     decoder: SamplingDecoder, config: SpeculativeConfig
 ) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """The same of a target that is there."""
+    """A generator, and its decoders by the names to show.
+
+    Without a draft and without ``k`` every plain step is a graph of its own.
+    """
     from paceline.auto_drafter import load_draft_models
     from paceline.generator import SpeculativeGenerator
 
