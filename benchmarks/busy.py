@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import PAIR, publish
+from common import PAIR, llama_cpp, publish
 
 from paceline import AutoDecoder
 from paceline.fetch import fetch_model
@@ -89,10 +89,7 @@ def ours(path: Path) -> Callable[[], object]:
 
 def of_llama_cpp(path: Path) -> Callable[[], object]:
     """The same of llama.cpp, with a thread for every core."""
-    from llama_cpp import Llama
-
-    cores = os.cpu_count() or 1
-    model = Llama(str(next(path.glob("*.gguf"))), n_ctx=128, n_threads=cores, n_threads_batch=cores, verbose=False)
+    model = llama_cpp(next(path.glob("*.gguf")), 128)
 
     def text() -> None:
         tokens = model.generate(PROMPT, temp=0.0)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the demo family, its prompts, and the facts that every report names."""
+"""What the benchmarks share: the demo family, and the facts that every report names."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "examples" / "pycode"
 
 
-def prompt_ids(count: int) -> list[list[int]]:
-    """The demo prompts, spread over the file, as the target reads them."""
-    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    return [tokenizer(prompt).input_ids for prompt in rows[:: max(1, len(rows) // count)][:count]]
+def llama_cpp(file: Path, positions: int, *, batch: int = 512) -> Any:
+    """A model of llama.cpp (the package llama-cpp-python) that uses every core."""
+    from llama_cpp import Llama
+
+    cores = os.cpu_count() or 1
+    return Llama(str(file), n_ctx=positions, n_batch=batch, n_threads=cores, n_threads_batch=cores, verbose=False)
 
 
 def facts() -> dict[str, object]:

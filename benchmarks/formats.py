@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from typing import Any
 
 import gguf
 import torch
-from common import publish
+from common import llama_cpp, publish
 from gguf_writer import write_gguf
 from shapes import POSITIONS, SHAPES, TEXT, distinct, random_model, window
 from torch import Tensor
@@ -92,12 +91,7 @@ def _words(matrix: Tensor) -> Tensor:
 
 def of_llama_cpp(file: Path) -> Runs:
     """The same of llama.cpp. Its windows take the place of each other, behind one text."""
-    from llama_cpp import Llama
-
-    threads = os.cpu_count() or 1
-    model: Any = Llama(
-        str(file), n_ctx=POSITIONS, n_batch=POSITIONS, n_threads=threads, n_threads_batch=threads, verbose=False
-    )
+    model = llama_cpp(file, POSITIONS, batch=POSITIONS)
     vocabulary = model.n_vocab()
 
     def step(tokens: list[int], at: int, *, every: bool) -> None:

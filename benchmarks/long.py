@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -25,10 +24,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
-from common import publish
+from common import llama_cpp, publish
 from gguf import GGMLQuantizationType
 from gguf_writer import write_gguf
 from shapes import SHAPES, random_model
@@ -75,11 +73,7 @@ def measure(folder: Path, length: int) -> dict[str, float]:
 
 def theirs(folder: Path, length: int) -> dict[str, float]:
     """Seconds of the same prompt with llama.cpp, in batches of its own size."""
-    from llama_cpp import Llama
-
-    threads = os.cpu_count() or 1
-    options = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
-    model: Any = Llama(str(folder / PEER), n_ctx=length, n_batch=512, **options)
+    model = llama_cpp(folder / PEER, length)
     text = torch.randint(0, 8192, (length - 1,), generator=torch.Generator().manual_seed(0)).tolist()
     model.eval(text[:300])
     model.reset()

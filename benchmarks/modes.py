@@ -13,13 +13,12 @@ graphs is not measured. llama.cpp reads the GGUF file that was fetched, through 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import publish
+from common import llama_cpp, publish
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
@@ -31,12 +30,10 @@ from paceline.heads.frozen_model import transformers_model
 from paceline.text.tokenizer import load_tokenizer
 
 
-def llama_cpp(path: Path, new: int, positions: int) -> tuple[str, Engine]:
-    """llama.cpp with the GGUF file itself, every thread of the machine."""
-    from llama_cpp import Llama
-
+def of_llama_cpp(path: Path, new: int, positions: int) -> tuple[str, Engine]:
+    """llama.cpp with the GGUF file itself."""
     (file,) = path.glob("*.gguf")
-    model: Any = Llama(str(file), n_ctx=positions, n_threads=os.cpu_count(), n_batch=512, verbose=False)
+    model = llama_cpp(file, positions)
 
     def run(row: list[int]) -> list[int]:
         model.reset()
@@ -57,7 +54,7 @@ def beside(names: Sequence[str], config: ExperimentConfig, prompts: Prompts) -> 
     if "transformers" in names:
         found["transformers bf16"] = transformers_engine(transformers_model(path, torch.bfloat16), None, new)
     if "llama.cpp" in names:
-        name, engine = llama_cpp(path, new, max(len(row.ids) for row in prompts.rows) + new)
+        name, engine = of_llama_cpp(path, new, max(len(row.ids) for row in prompts.rows) + new)
         found[name] = engine
     return found
 

@@ -1,4 +1,4 @@
-"""The charts of README and docs/results.md, as SVG files that read well on light and on dark pages.
+"""The charts of docs/results.md and docs/study.md, as SVG files that read well on light and on dark pages.
 
 Text is drawn as paths, the background is transparent, and the same measurements give the same file. Every file carries
 a digest of what it shows, so that `report.py --check` sees a stale chart without drawing it again. Needs matplotlib
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from report_tables import Reports, label
 
 INK = "#7f8790"  # grey with enough contrast on white and on a dark page
 GAIN, LOSS, PLAIN, SAMPLED = "#3f8fd2", "#c9822c", "#8b949e", "#7cc0a5"
+COLORS = (GAIN, LOSS, "#4fa37f", "#a06cc4", PLAIN, "#c75d6b")
+TARGET = "SmolLM2-135M-Instruct"
+"""The target of the charts of the study."""
+
+Shown = Mapping[str, Any]
 
 
 def family(mode: str) -> str:
@@ -28,15 +33,19 @@ def family(mode: str) -> str:
     return f"{kind}, large tree" if large_tree else kind
 
 
-def speed(axes: Any, reports: Reports) -> None:
+def fastest(speeds: Mapping[str, float]) -> list[str]:
+    """The fastest mode of each family, the slowest first."""
+    best: dict[str, str] = {}
+    for name in speeds:
+        best[family(name)] = max(best.get(family(name), name), name, key=speeds.__getitem__)
+    return sorted(best.values(), key=speeds.__getitem__)
+
+
+def speed(axes: Any, shown: Shown) -> None:
     """Bars: the fastest setting of every way to draft, greedy, and the same setting at temperature 1."""
-    greedy = {name: figures["over_plain"] for name, figures in reports["modes"]["modes"].items()}
-    sampled = reports.get("modes-t1", {}).get("modes", {})
-    fastest: dict[str, str] = {}
-    for name, value in greedy.items():
-        best = fastest.setdefault(family(name), name)
-        fastest[family(name)] = name if value > greedy[best] else best
-    names = sorted(fastest.values(), key=greedy.__getitem__)
+    greedy = {name: figures["over_plain"] for name, figures in shown["modes"]["modes"].items()}
+    sampled = shown.get("modes-t1", {}).get("modes", {})
+    names = fastest(greedy)
     for place, name in enumerate(names):
         value = greedy[name]
         color = PLAIN if name == "plain" else GAIN if value >= 1 else LOSS
@@ -52,14 +61,10 @@ def speed(axes: Any, reports: Reports) -> None:
     axes.set_xlabel("speedup over plain decoding (thin bars: temperature 1)")
 
 
-def chat(axes: Any, reports: Reports) -> None:
+def chat(axes: Any, shown: Shown) -> None:
     """Bars: tokens per second of the chat model, ours and others'."""
-    speeds = {name: figures["tokens_per_second"] for name, figures in reports["chat"]["modes"].items()}
-    fastest: dict[str, str] = {}
-    for name, value in speeds.items():
-        best = fastest.setdefault(family(name), name)
-        fastest[family(name)] = name if value > speeds[best] else best
-    names = sorted(fastest.values(), key=speeds.__getitem__)
+    speeds = {name: figures["tokens_per_second"] for name, figures in shown["chat"]["modes"].items()}
+    names = fastest(speeds)
     for place, name in enumerate(names):
         theirs = name.startswith(("transformers", "llama.cpp"))
         axes.barh(place, speeds[name], color=PLAIN if theirs or name == "plain" else GAIN)
@@ -69,55 +74,68 @@ def chat(axes: Any, reports: Reports) -> None:
     axes.set_xlabel("tokens/s, prefill included")
 
 
-def targets(axes: Any, reports: Reports) -> None:
-    """Lines: speed-up by k for targets of three sizes."""
-    for name, title, color in (
-        ("pair", "16 M (demo pair), real text", "#c9822c"),
-        ("30m", "30 M, synthetic acceptance 0.8", "#4fa37f"),
-        ("110m", "110 M, synthetic acceptance 0.8", "#3f8fd2"),
-    ):
-        measured = reports.get(name, {}).get("modes", {})
-        points = [(int(m.split("=")[1]), f["speed_up"]) for m, f in measured.items() if m.startswith("fused")]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=title)
-        for k, value in points:
-            place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{value:.2f}", (k, value), color=INK, fontsize=8, **place)
+def depths(axes: Any, shown: Shown) -> None:
+    """Lines: tokens a round by depth, whole for the lowest temperature and dashed for the highest."""
+    traces = shown["traces"]
+    ends = [traces[0], *traces[-1:]] if len(traces) > 1 else traces
+    for trace, line in zip(ends, ("-", "--"), strict=False):
+        for (name, known), color in zip(trace["depths"].items(), COLORS, strict=False):
+            points = sorted((int(k), value) for k, value in known.items())
+            axes.plot(*zip(*points, strict=True), line, marker="o", color=color, label=name if line == "-" else None)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_xlabel("k, drafted tokens per round")
-    axes.set_ylabel("speedup")
-    axes.margins(x=0.08, y=0.15)
+    warm = f"; dashed: T = {traces[-1]['temperature']:g}" if len(traces) > 1 else ""
+    axes.set_xlabel(f"k, drafted tokens a round (whole lines: greedy{warm})")
+    axes.set_ylabel("tokens a round")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-# File: what draws it, the measurements it shows (the first is needed), and its size in inches.
-CHARTS = {
-    "speed.svg": (speed, ("modes", "modes-t1"), (7.2, 3.6)),
-    "chat.svg": (chat, ("chat",), (7.2, 3.2)),
-    "targets.svg": (targets, ("pair", "30m", "110m"), (7.2, 3.2)),
+def kinds(axes: Any, shown: Shown) -> None:
+    """Bars: tokens a round of the chains by kind of prompt, greedy."""
+    trace = shown["traces"][0]
+    names = list(trace["depths"])
+    width = 0.8 / len(names)
+    for place, (name, color) in enumerate(zip(names, COLORS, strict=False)):
+        values = [trace["drafters"][name]["by_category"][kind] for kind in trace["categories"]]
+        at = [index - 0.4 + (place + 0.5) * width for index in range(len(values))]
+        axes.bar(at, values, width=width * 0.9, color=color, label=name)
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(trace["categories"])), trace["categories"])
+    axes.set_ylabel("tokens a round, greedy")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=len(names))
+
+
+# File: what draws it, its size in inches, and the measurements it shows (the first is needed).
+CHARTS: dict[str, tuple[Callable[[Any, Shown], None], tuple[float, float], tuple[str, ...]]] = {
+    "speed.svg": (speed, (7.2, 3.6), ("modes", "modes-t1")),
+    "chat.svg": (chat, (7.2, 3.2), ("chat",)),
+    "study-depths.svg": (depths, (7.2, 3.4), ("traces",)),
+    "study-kinds.svg": (kinds, (7.2, 3.6), ("traces",)),
 }
 
 
-def due(reports: Reports) -> dict[str, dict[str, Mapping[str, Any]]]:
+def due(reports: Reports, study: Shown) -> dict[str, Shown]:
     """Charts that can be drawn, with what they show."""
-    shown = {file: {name: reports[name] for name in names if name in reports} for file, (_, names, _) in CHARTS.items()}
-    return {file: found for file, found in shown.items() if CHARTS[file][1][0] in found}
+    names = ("temperature", "depths", "drafters", "categories")
+    traces = [{name: one[name] for name in names} for one in study["traces"] if one["target"] == TARGET]
+    known = {**reports, **({"traces": traces} if traces else {})}
+    shown = {file: {need: known[need] for need in needs if need in known} for file, (_, _, needs) in CHARTS.items()}
+    return {file: found for file, found in shown.items() if CHARTS[file][2][0] in found}
 
 
-def digest(shown: Mapping[str, object]) -> str:
+def digest(shown: Shown) -> str:
     """Of the measurements and of this file."""
     content = json.dumps(shown, sort_keys=True) + Path(__file__).read_text()
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def stale(reports: Reports, folder: Path) -> list[str]:
+def stale(charts: Mapping[str, Shown], folder: Path) -> list[str]:
     """Charts that are missing or show something else."""
-    charts = {folder / file: digest(shown) for file, shown in due(reports).items()}
-    return [path.name for path, mark in charts.items() if not path.is_file() or mark not in path.read_text()]
+    marks = {folder / file: digest(shown) for file, shown in charts.items()}
+    return [path.name for path, mark in marks.items() if not path.is_file() or mark not in path.read_text()]
 
 
-def draw(reports: Reports, folder: Path) -> None:
-    """Write every chart whose measurements are there."""
+def draw(charts: Mapping[str, Shown], folder: Path) -> None:
+    """Write the charts."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -125,12 +143,12 @@ def draw(reports: Reports, folder: Path) -> None:
 
     style: dict[str, Any] = {"svg.fonttype": "path", "svg.hashsalt": "paceline", "font.size": 10}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    for file, shown in due(reports).items():
-        function, _, size = CHARTS[file]
+    for file, shown in charts.items():
+        function, size, _ = CHARTS[file]
         with matplotlib.rc_context(style):
             figure, axes = pyplot.subplots(figsize=size, layout="constrained")
             function(axes, shown)
             axes.spines[["top", "right"]].set_visible(False)
-            metadata = {"Date": None, "Title": file, "Description": f"measurements {digest(shown)}"}
+            metadata = {"Date": None, "Title": file, "Description": f"figures {digest(shown)}"}
             figure.savefig(folder / file, transparent=True, metadata=metadata)
             pyplot.close(figure)

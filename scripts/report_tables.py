@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, from measurements. Pure text; `report.py` puts it into the page.
+"""The tables of docs/results.md and benchmarks/results/README.md, from measurements. `report.py` puts them in.
 
 A function takes the reports by name (see `report.COMMANDS`) and returns Markdown. What an older report does not hold
 is an empty cell.
@@ -11,10 +11,14 @@ from typing import Any
 
 Reports = Mapping[str, Mapping[str, Any]]
 
+SHAPES = {"30m": "30 M", "110m": "110 M", "1.1b": "1.1 B", "smollm2": "SmolLM2-135M"}
+"""Models as benchmarks/formats.py names them, and as the page does."""
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; None is an empty cell."""
-    lines = [head, ["---"] * len(head), *rows]
+
+def table(head: str, rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; None is an empty cell. ``head``: names of the columns, between bars."""
+    names = [name.strip() for name in head.split("|")]
+    lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
@@ -64,35 +68,24 @@ def facts(reports: Reports) -> str:
         ("date", dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())),
     ]
-    return table(["", ""], rows)
+    return table("|", rows)
+
+
+def _positions(figures: Mapping[str, Any]) -> str:
+    return " ".join(f"{share:.2f}".lstrip("0") for share in figures.get("acceptance_by_position", ()))
 
 
 def modes(reports: Reports) -> str:
     """One row for each way to decode."""
     greedy, sampled = reports["modes"]["modes"], reports.get("modes-t1", {}).get("modes", {})
     faster = bold_best([figures["over_plain"] for figures in greedy.values()])
-    faster_sampled = bold_best([sampled.get(name, {}).get("over_plain") for name in greedy])
+    warm = bold_best([sampled.get(name, {}).get("over_plain") for name in greedy])
     rows = [
-        (
-            label(name),
-            number(figures.get("tokens_per_second"), 0),
-            faster[place],
-            faster_sampled[place],
-            number(figures.get("tau")),
-            number(figures.get("ms_per_round")),
-            " ".join(f"{share:.2f}".lstrip("0") for share in figures.get("acceptance_by_position", ())),
-        )
-        for place, (name, figures) in enumerate(greedy.items())
-    ]
-    head = [
-        "mode",
-        "tokens/s",
-        "speedup",
-        "at temperature 1",
-        "acceptance length",
-        "ms per round",
-        "accepted, by position",
-    ]
+        (label(name), number(one.get("tokens_per_second"), 0), faster[place], warm[place], number(one.get("tau")),
+         number(one.get("ms_per_round")), _positions(one))
+        for place, (name, one) in enumerate(greedy.items())
+    ]  # fmt: skip
+    head = "mode | tokens/s | speedup | at temperature 1 | acceptance length | ms per round | accepted, by position"
     return table(head, rows)
 
 
@@ -101,41 +94,25 @@ def chat(reports: Reports) -> str:
     greedy, sampled = (reports.get(name, {}).get("modes", {}) for name in ("chat", "chat-t07"))
     faster = bold_best([figures.get("decode_over_plain") for figures in greedy.values()])
     rows = [
-        (
-            label(name),
-            number(figures["tokens_per_second"], 0),
-            number(figures.get("over_plain")),
-            faster[place],
-            number(sampled.get(name, {}).get("decode_over_plain")),
-            number(figures.get("tau")),
-            number(figures.get("ms_per_round"), 1),
-            " ".join(f"{share:.2f}".lstrip("0") for share in figures.get("acceptance_by_position", ())),
-        )
-        for place, (name, figures) in enumerate(greedy.items())
-    ]
-    head = [
-        "mode",
-        "tokens/s, prefill included",
-        "speedup",
-        "without prefill",
-        "the same at temperature 0.7",
-        "acceptance length",
-        "ms per round",
-        "accepted, by position",
-    ]
-    return table(head, rows)
+        (label(name), number(one["tokens_per_second"], 0), number(one.get("over_plain")), faster[place],
+         number(sampled.get(name, {}).get("decode_over_plain")), number(one.get("tau")),
+         number(one.get("ms_per_round"), 1), _positions(one))
+        for place, (name, one) in enumerate(greedy.items())
+    ]  # fmt: skip
+    head = "mode | tokens/s, prefill included | speedup | without prefill | the same at temperature 0.7"
+    return table(head + " | acceptance length | ms per round | accepted, by position", rows)
 
 
 def categories(reports: Reports) -> str:
     """The chat model by category of prompts: speedup without prefill, and acceptance length."""
     measured = reports["chat"]["categories"]
-    modes = [name for name in next(iter(measured.values())) if name != "plain"]
+    names = [name for name in next(iter(measured.values())) if name != "plain"]
     rows = []
     for category, found in measured.items():
-        faster = bold_best([found[mode].get("decode_over_plain") for mode in modes])
-        cells = [f"{ratio} ({number(found[mode].get('tau'))})" for mode, ratio in zip(modes, faster, strict=True)]
+        faster = bold_best([found[name].get("decode_over_plain") for name in names])
+        cells = [f"{ratio} ({number(found[name].get('tau'))})" for name, ratio in zip(names, faster, strict=True)]
         rows.append((category, number(found["plain"]["decode_tokens_per_second"], 0), *cells))
-    return table(["category", "plain, tokens/s", *map(label, modes)], rows)
+    return table(" | ".join(["category", "plain, tokens/s", *map(label, names)]), rows)
 
 
 def rules(reports: Reports) -> str:
@@ -144,20 +121,11 @@ def rules(reports: Reports) -> str:
     for name, temperature in (("rules", 0.7), ("rules-t1", 1)):
         measured = reports.get(name, {}).get("modes", {})
         for mode, match in measured.items():
-            if (reject := measured.get(f"{mode} reject")) is None:
-                continue
-            lost = number(100 * (1 - match["tau"] / reject["tau"]), 1, " %")
-            pair = [cell for row in (match, reject) for cell in (number(row["tau"]), number(row["over_plain"]))]
-            rows.append((temperature, mode.removeprefix("pair "), *pair, lost))
-    head = [
-        "temperature",
-        "k",
-        "match: acceptance length",
-        "speedup",
-        "reject: acceptance length",
-        "speedup",
-        "price",
-    ]
+            if (reject := measured.get(f"{mode} reject")) is not None:
+                lost = number(100 * (1 - match["tau"] / reject["tau"]), 1, " %")
+                pair = [cell for row in (match, reject) for cell in (number(row["tau"]), number(row["over_plain"]))]
+                rows.append((temperature, mode.removeprefix("pair "), *pair, lost))
+    head = "temperature | k | match: acceptance length | speedup | reject: acceptance length | speedup | price"
     return table(head, rows)
 
 
@@ -167,62 +135,111 @@ def sampling(reports: Reports) -> str:
         (name, number(row["ms"], 2, " ms"), number(100 * (row["over_greedy"] - 1), 1, " %"))
         for name, row in reports["sampling"]["kinds"].items()
     ]
-    return table(["sampling", "time of a token", "over greedy"], rows)
-
-
-def targets(reports: Reports) -> str:
-    """One row for each target and k."""
-    rows = []
-    for name, title in (("pair", "16 M (demo pair), real text"), ("30m", "30 M"), ("110m", "110 M")):
-        measured = reports.get(name, {}).get("modes", {})
-        for mode, fused in measured.items():
-            if not mode.startswith("fused"):
-                continue
-            host = [number(fused.get("outside_us"), 0, " us"), number(100 * fused.get("outside_share", 0), 1, " %")]
-            rows.append(
-                (
-                    title,
-                    mode.split("=")[1],
-                    number(fused["speed_up"]),
-                    number(measured.get(mode.replace("fused", "two steps"), {}).get("speed_up")),
-                    number(fused.get("tokens_per_round")),
-                    ", ".join(filter(None, host)),
-                    number(fused.get("of_formula_as_counted")),
-                )
-            )
-            title = ""  # once, above the rows of the other k
-    head = ["target", "k", "speedup", "in two graphs", "acceptance length", "host time of a round", "of the formula"]
-    return table(head, rows)
+    return table("sampling | time of a token | over greedy", rows)
 
 
 def equality(reports: Reports) -> str:
-    """How often tokens differed where they must not."""
-    rows: list[Sequence[object]] = []
+    """How often texts differed where they must not."""
+    rows = []
     for name, temperature in (("modes", 0), ("modes-t1", 1)):
         measured = reports.get(name, {}).get("modes", {})
         counts = [row["texts_unlike_plain"] for row in measured.values() if "texts_unlike_plain" in row]
         if counts:
             texts = reports[name]["prompts"] * (len(counts) - 1)  # one of them is plain decoding itself
             rows.append((f"every mode with plain decoding, temperature {temperature}", f"{texts} texts", sum(counts)))
-    for backend, row in reports.get("disagreements", {}).get("widths", {}).items():
-        pair = f"`verify[5]` with `decode[1]`, backend `{backend}`"
-        rows.append((pair, f"{row['tokens']} tokens", row["disagreements"]))
-    for what, row in reports.get("disagreements", {}).get("backends", {}).items():
-        rows.append((f"`native` with `eager`, {what}", f"{row['tokens']} tokens", row["disagreements"]))
-    return table(["compared", "number", "different"], rows)
+    return table("compared | number | different", rows)
 
 
-def plan_speed(reports: Reports) -> str:
-    """Errors of predictions of the planner, and each that is above what is allowed."""
-    one = reports["plan-speed"]
-    head = ("predicted", "cells", "median error", "largest error", "cells above 10 %")
+def formats(reports: Reports) -> str:
+    """Milliseconds of each call by shape and format, llama.cpp beside us; and the ratios that the aims are about."""
     rows = []
-    for name, key in (("tokens per second", "speed_error"), ("times plain decoding", "speedup_error")):
-        missed = one[f"{key}_misses"]
-        largest = f"{one[f'largest_{key}']:.1%}"
-        said = f"{len(missed)}: {'; '.join(missed)}" if missed else "none"
-        rows.append((name, one["predicted_cells"], f"{one[f'median_{key}']:.1%}", largest, said))
-    return table(head, rows) + f"\n\n{one['timed_cells']} cells were timed; backend {one['backend']}, {one['amp']}."
+    for shape, title in SHAPES.items():
+        report = reports.get(f"formats-{shape}", {"ms": {}, "ratios": {}})
+        for form, times in report["ms"].items():
+            ratios = report["ratios"].get(form, {})
+            calls = (times.get(call) for call in ("decode1", "verify5", "verify9", "prefill"))
+            over = (ratios.get(name) for name in ("decode1_over_read", "verify5_over_decode1", "decode1_over_bf16"))
+            rows.append((title, form, *map(number, calls), *map(number, over)))
+    head = "model | format | `decode[1]` | `verify[5]` | `verify[9]` | prefill, 256 | `decode[1]` over reading"
+    return table(head + " | `verify[5]` over `decode[1]` | over bf16", rows)
+
+
+def latency(reports: Reports) -> str:
+    """Seconds to the whole text by length of the prompt, and the speed-up over plain decoding."""
+    measured = reports["latency"]["modes"]
+    lengths = list(next(iter(measured.values())))
+    rows = [(label(mode), *(_latency(row[length]) for length in lengths)) for mode, row in measured.items()]
+    return table(" | ".join(["mode", *(f"from {length} tokens" for length in lengths)]), rows)
+
+
+def _latency(row: Mapping[str, Any]) -> str:
+    return f"{row['seconds']:.2f} s ({row['speed_up']:.2f} x)" + ("" if row["same_tokens"] else ", other tokens")
+
+
+def perplexity(reports: Reports) -> str:
+    """Perplexity of every format."""
+    rows = [
+        (row["format"], number(row["perplexity"]), number(row["weights_mb"], 0, " MB"))
+        if "perplexity" in row
+        else (row["format"], row["refused"], None)
+        for row in reports["perplexity"]["perplexity"]
+    ]
+    return table("format | perplexity | weights", rows)
+
+
+def long(reports: Reports) -> str:
+    """Time and memory against the length of a prompt, and llama.cpp's time."""
+    rows = []
+    for row in reports["long"]["long"]:
+        theirs = row.get("llama_cpp_s")
+        times = number(row["prefill_s"], 2, " s"), number(row["prefill_tokens_per_s"], 0), number(theirs, 2, " s")
+        sizes = (number(row[name], 0, " MB") for name in ("prompt_mb", "cache_mb"))
+        rows.append((f"{row['positions']:.0f}", *times, number(row["prefill_s"] / theirs if theirs else None), *sizes))
+    head = "positions | prompt | tokens/s | llama.cpp | ours over it | memory besides weights and cache"
+    return table(head + " | keys and values", rows)
+
+
+def load(reports: Reports) -> str:
+    """Peak memory and seconds of loads, from every kind of file into every format."""
+    rows = [
+        (
+            row["stored"],
+            row["held"],
+            number(row["weights_mb"], 0, " MB"),
+            number(row["peak"]),
+            f"{row['seconds']:.2f} s",
+        )
+        for row in reports["load"]["load"]
+    ]
+    return table("stored as | held as | weights | peak over the weights | time", rows)
+
+
+def serve(reports: Reports) -> str:
+    """Tokens a second of the server and of the engine alone by draft length and load, the first token, and processor
+    time; and how long running streams wait while long prompts are read.
+    """
+    rows: list[Sequence[object]] = []
+    by_length = "k" in reports["serve"]["rows"][0]
+    for row in reports["serve"]["rows"]:
+        median, worst = row["first_token_s"]
+        spent = ", ".join(f"{kind} {micros:.0f}" for kind, micros in row["cpu_us_per_token"].items())
+        alone = (f"{row['offline']:.0f}", number(row["ratio"])) if row["offline"] else ("-", "-")
+        speeds = (f"{row['tokens_per_s']:.0f}", *alone)
+        length = ("no drafter" if row["k"] == "plain" else f"k = {row['k']}",) if by_length else ()
+        rows.append((*length, row["load"], *speeds, f"{median:.2f} s, {worst:.2f} s", spent, row["failed"]))
+    head = "draft length | " if by_length else ""
+    head += (
+        "load | tokens/s | engine alone | ratio | first token: median, 99th of 100 | us of processor a token | failed"
+    )
+    gaps = reports["serve"].get("gaps")
+    return table(head, rows) + ("" if gaps is None else "\n\n" + _gaps(gaps))
+
+
+def _gaps(gaps: Mapping[str, Any]) -> str:
+    """The longest pauses of streams that get a message for every round."""
+    seconds = (f"{1000 * gaps[name]:.0f} ms" for name in ("alone_s", "quiet_s", "beside_s"))
+    head = "long prompts | read | first token, alone | longest pause of a stream | beside long prompts"
+    return table(head, [(f"{gaps['prompt_tokens']} tokens", gaps["prompts"], *seconds)])
 
 
 # Name in the page: the measurements that the table shows (those there are), and what makes it.
@@ -233,7 +250,11 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "categories": (("chat",), categories),
     "rules": (("rules", "rules-t1"), rules),
     "sampling": (("sampling",), sampling),
-    "targets": (("pair", "30m", "110m"), targets),
-    "plan_speed": (("plan-speed",), plan_speed),
-    "equality": (("modes", "modes-t1", "disagreements"), equality),
+    "equality": (("modes", "modes-t1"), equality),
+    "latency": (("latency",), latency),
+    "formats": (tuple(f"formats-{shape}" for shape in SHAPES), formats),
+    "perplexity": (("perplexity",), perplexity),
+    "long": (("long",), long),
+    "load": (("load",), load),
+    "serve": (("serve",), serve),
 }

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import AsJson, TargetFolder, checked, command, load, read_prompts
+from paceline.cli.options import AsJson, TargetFolder, checked, command, load, numbers, read_prompts
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.registry import BACKENDS
@@ -160,7 +160,7 @@ def verify(
     Says what was tried, and which deviation each test would have found. Lossy acceptance rules are reported as such.
     """
     with console.refusals():
-        sizes = _sizes(tests.batch_sizes)
+        sizes = numbers(tests.batch_sizes, "--batch-sizes", least=1)
         targets = [checked(target, replace(loader, batch_size=size), config) for size in sizes]
         from paceline.auto_drafter import load_draft_models
         from paceline.checks.verify import VerifySettings
@@ -192,18 +192,3 @@ def verify(
         typer.echo("\n\n".join(map(str, reports)))
     if not passed:
         raise typer.Exit(1)
-
-
-def _sizes(text: str) -> list[int]:
-    """``1,4`` -> [1, 4].
-
-    Raises:
-        ConfigurationError: they are no numbers from 1 on.
-    """
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, such as 1,4, got {text!r}; correct it")
-    return sizes

@@ -5,12 +5,12 @@ Progress is a bar on a terminal, lines elsewhere. Decoders report their graphs (
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -188,12 +188,15 @@ def graphs_table(graphs: Sequence[GraphTime]) -> Table:
     return table
 
 
-def values_table(title: str, values: Mapping[str, object]) -> Table:
-    """Any nested mapping, one line for each leaf."""
+def values(title: str, found: Mapping[str, object], *, as_json: bool) -> None:
+    """Print a nested mapping as one JSON object, or as a table with one line for each leaf."""
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
     table = Table("what", "value", title=title)
-    for name, value in _leaves(values, ""):
+    for name, value in _leaves(found, ""):
         table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return table
+    out().print(table)
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
@@ -276,13 +279,6 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
         shown = Bar(console, progress, progress.add_task("", total=total, label=label), still=still)
         shown.step(label)
         yield shown
-
-
-@contextmanager
-def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar for `AutoDecoder.from_pretrained(progress=...)`."""
-    with bar(console, f"loading {folder}") as shown:
-        yield shown.reach
 
 
 @contextmanager

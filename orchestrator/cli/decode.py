@@ -20,6 +20,7 @@ from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import (
+    AsJson,
     MaxNewTokens,
     NumPrompts,
     OutputOptions,
@@ -31,7 +32,7 @@ from paceline.cli.options import (
     command,
     load,
     load_draft,
-    load_generator,
+    numbers,
     read_prompts,
 )
 from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig
@@ -87,7 +88,7 @@ def generate(
         ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
         params = replace(params, tokenizer=tokenizer)
         Request.batch([ids], params, request_limits(found, make_rule(config)))
-        generator, decoders = load_generator(found, config)
+        generator, decoders = load_draft(load(found), config)
         if BACKENDS[loader.backend].compiles:
             console.compiling(console.err(), decoders, [generator.compile])
         stream = generator.stream([ids], params=params)
@@ -444,22 +445,12 @@ class Session:
         return False
 
 
-def _depths(texts: list[str]) -> tuple[int, ...]:
-    """``["2,4", "6"]`` -> (2, 4, 6).
-
-    Raises:
-        ConfigurationError: they are no numbers from 0 on.
-    """
-    parts = ",".join(texts).split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ConfigurationError(f"--k: expected numbers from 0 on, such as 2,4, got {', '.join(texts)}; correct it")
-    return tuple(map(int, parts))
-
-
 @command(app)
 def bench(
     target: TargetFolder,
-    draft: Annotated[Path, typer.Option(help="Folder of the draft model.")],
+    draft: Annotated[
+        str, typer.Option(help="Drafter: a folder (draft model, Medusa or EAGLE heads), with options (DIR:amp=f32).")
+    ],
     prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
     *,
     loader: LoadOptions,
@@ -469,8 +460,9 @@ def bench(
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
     num_prompts: NumPrompts = 6,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
+    """Measure plain decoding, n-grams, a drafter at every length, and `generate` of transformers in one run."""
     with console.refusals():
         texts = read_prompts(prompts)[: max(0, num_prompts)]
         if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
@@ -480,9 +472,11 @@ def bench(
                 f"--prompts: expected at least one prompt to measure with in {prompts}, got none; give JSON lines "
                 "and a --num-prompts of 1 or more"
             )
-        lengths = _depths(k or ["2,4,6"])
+        lengths = numbers(",".join(k or ["2,4,6"]), "--k")
         for length in lengths:
-            checked(target, loader, SpeculativeConfig(draft={"path": str(draft)}, k=length))
+            checked(target, loader, config := SpeculativeConfig(draft=draft, k=length))
+        if len(config.draft) != 1:
+            raise ConfigurationError(f"--draft: expected one drafter, got {draft!r}; give a folder")
         from paceline.experiments.bench import bench_pair  # loads much that the other commands do not need
         from paceline.experiments.config import LOAD
 
@@ -490,5 +484,4 @@ def bench(
         figures = bench_pair(
             target, draft, texts, k=lengths, max_new_tokens=max_new_tokens, load=given, batch_size=loader.slots
         )
-    console.err().print(console.values_table("bench", figures))
-    typer.echo(json.dumps(figures))
+    console.values("bench", figures, as_json=as_json)

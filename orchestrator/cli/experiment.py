@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -23,7 +23,6 @@ from paceline.cli.options import (
     BATCH_SIZE,
     AsJson,
     ConfigFile,
-    DraftConfigFile,
     FixedK,
     InstanceName,
     MaxDepth,
@@ -32,7 +31,9 @@ from paceline.cli.options import (
     Trace,
     command,
     neuron_instance,
-)  # fmt: skip
+    numbers,
+    shares,
+)
 from paceline.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -174,14 +175,14 @@ class PolicyOptions:
 
 def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
     """Every drafter, depth and threshold that is asked about; without a drafter, all that were recorded."""
-    from paceline.experiments.questions import Policy, parse_depths, parse_shares
+    from paceline.experiments.questions import Policy
 
     k = asked.k
     adaptive = k is not None and k.startswith(("auto:", "["))
-    ladder = tuple(sorted(parse_depths(k.removeprefix("auto:").strip("[]")))) if k and adaptive else ()
-    depths = [None] if k is None or ladder else list(parse_depths(k))
-    nodes = None if asked.tree is None else parse_depths(asked.tree, "--tree")
-    thresholds = [None] if asked.confidence is None else list(parse_shares(asked.confidence, "--confidence"))
+    ladder = tuple(sorted(numbers(k.removeprefix("auto:").strip("[]"), "--k"))) if k and adaptive else ()
+    depths = [None] if k is None or ladder else list(numbers(k, "--k"))
+    nodes = None if asked.tree is None else numbers(asked.tree, "--tree")
+    thresholds = [None] if asked.confidence is None else list(shares(asked.confidence, "--confidence"))
     for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
         yield replace(Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold)
 
@@ -191,7 +192,7 @@ def whatif(
     trace: Trace,
     asked: PolicyOptions,
     *,
-    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help=BATCH_SIZE)] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
     target: Annotated[Path | None, typer.Option(help="Model folder that the trace must belong to.")] = None,
     as_json: AsJson = False,
@@ -207,8 +208,6 @@ def whatif(
         recorded = tuple(one.name for one in loaded.drafters)
         if target is not None:
             check_target(loaded, fingerprint(str(target)), str(target))
-        if batch_size < 1:
-            raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         measured = None if times is None else load_times(times).of(loaded)
         answers: list[dict[str, Any]] = []
         refused: list[tuple[str, ConfigurationError]] = []
@@ -268,7 +267,7 @@ def tune(
     trace: Trace,
     *,
     out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
-    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help=BATCH_SIZE)] = 1,
     max_depth: MaxDepth = 8,
     trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
     check: Annotated[bool, typer.Option(help="Run the best choice and compare it with plain decoding.")] = True,
@@ -283,8 +282,6 @@ def tune(
         from paceline.experiments import questions, round_times, runner, store, tuned
         from paceline.experiments.trace import load_trace
 
-        if batch_size < 1:
-            raise ConfigurationError(f"--batch-size: expected at least 1, got {batch_size}; raise it")
         config, loaded = store.read_config(folder), load_trace(trace)
         times = round_times.load_times(folder / "round_times.json").of(loaded)
         answers = questions.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
@@ -327,8 +324,8 @@ def compare(
     second: ResultFolder,
     *,
     figure: Annotated[
-        str,
-        typer.Option(help="Figure: tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds."),
+        Literal["tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds"],
+        typer.Option(help="Figure to compare."),
     ] = "mean_acceptance_length",
     as_json: AsJson = False,
 ) -> None:
@@ -337,9 +334,6 @@ def compare(
         from paceline.experiments.statistics import compare_rows
         from paceline.experiments.store import read_results
 
-        figures = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds")
-        if figure not in figures:
-            raise ConfigurationError(f"--figure: expected one of {', '.join(figures)}, got {figure!r}; use one of them")
         ours, theirs = (
             {json.dumps(dict(one.names), sort_keys=True): one for one in read_results(folder) if one.error is None}
             for folder in (first, second)
@@ -349,22 +343,7 @@ def compare(
             raise ConfigurationError("the two runs have no cell in common; compare runs of the same configuration")
         rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
     if as_json:
-        comparisons = [
-            {
-                **names,
-                "figure": figure,
-                "prompts": one.prompts,
-                "units": one.units,
-                "first": one.first,
-                "second": one.second,
-                "difference": one.difference.value,
-                "low": one.difference.low,
-                "high": one.difference.high,
-                "p_value": one.p_value,
-            }
-            for names, one in rows
-        ]
-        typer.echo(json.dumps(comparisons))
+        typer.echo(json.dumps([{**names, **one.to_dict()} for names, one in rows]))
         return
     table = Table("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
     for names, one in rows:
@@ -438,9 +417,6 @@ class MeasuredOptions:
         Path | None, typer.Option(help="Folder of `paceline experiment run`, for its measured round times.")
     ] = None
     trace: Annotated[Path | None, typer.Option(help="Trace in its traces/ folder, for exact acceptance.")] = None
-    drafter: Annotated[
-        str | None, typer.Option(help="With --acceptance: timed drafter that the acceptance rate belongs to.")
-    ] = None
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compare the best of each load with plain decoding. Needs --trace."),
@@ -453,7 +429,6 @@ class HardwareOptions:
     """A Neuron chip, by arithmetic."""
 
     target: Annotated[Path | None, ConfigFile] = None
-    draft: Annotated[Path | None, DraftConfigFile] = None
     instance: InstanceName = None
     tp_degree: Annotated[
         tuple[str, ...] | None,
@@ -467,8 +442,20 @@ def plan_speed(
     measured: MeasuredOptions,
     hardware: HardwareOptions,
     *,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--drafter",
+            help="Drafter that --acceptance is about: the name of a timed one, or with --target its config.json, or a "
+            "folder with one. Default: none.",
+        ),
+    ] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Acceptance rate of a draft token, or rates by position: 0.8 or 0.8,0.7,0.6.")
+        str | None,
+        typer.Option(
+            help="Acceptance rate of a draft token, or by position: 0.8 or 0.8,0.7,0.6. Default: that of --trace."
+        ),
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Numbers of requests decoded at the same time, such as 1,4.")] = "1",
     max_depth: MaxDepth = 8,
@@ -479,11 +466,7 @@ def plan_speed(
     From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance).
     """
     with console.refusals():
-        from paceline.experiments.questions import parse_depths
-
-        sizes = parse_depths(batch_sizes, "--batch-sizes")
-        if min(sizes) < 1:
-            raise ConfigurationError(f"--batch-sizes: expected numbers from 1 on, got {batch_sizes!r}; correct it")
+        sizes, asked = numbers(batch_sizes, "--batch-sizes", least=1), Asked(draft, acceptance, max_depth)
         if (measured.experiment is None) == (hardware.target is None):
             got = "neither" if hardware.target is None else "both"
             raise ConfigurationError(
@@ -493,9 +476,9 @@ def plan_speed(
         if measured.verify and measured.experiment is None:
             raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
         if measured.experiment is not None:
-            plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
+            plans = _measured(measured, measured.experiment, asked, sizes=sizes)
         else:
-            plans = _hardware(hardware, acceptance, sizes=sizes, max_depth=max_depth)
+            plans = _hardware(hardware, asked, sizes=sizes)
         checks = _verified(measured, plans) if measured.verify else []
     if as_json:
         source = "measured" if measured.experiment is not None else "arithmetic, not measured"
@@ -511,52 +494,52 @@ def plan_speed(
         )
 
 
-def _measured(
-    options: MeasuredOptions, folder: Path, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
-) -> list[LoadPlan]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A drafter whose acceptance is given, and the largest depth to try."""
+
+    draft: str | None
+    acceptance: str | None
+    max_depth: int
+
+
+def _measured(options: MeasuredOptions, folder: Path, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
     from paceline.experiments import questions
     from paceline.experiments.round_times import PLAIN, load_times
     from paceline.experiments.trace import load_trace
 
     timed = load_times(folder / "round_times.json")
-    error = options.time_error
-    if (options.trace is None) == (acceptance is None):
-        got = "neither" if acceptance is None else "both"
+    limits: dict[str, Any] = {"max_depth": asked.max_depth, "error": options.time_error}
+    if (options.trace is None) == (asked.acceptance is None):
+        got = "neither" if options.trace is None else "both"
         raise ConfigurationError(f"--acceptance: expected either --trace or --acceptance, got {got}; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
-        times = timed.of(trace)
-        return [questions.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes]
+        return [questions.from_trace(trace, timed.of(trace), batch_size=size, **limits) for size in sizes]
     if options.verify:
         raise ConfigurationError("--verify: expected --trace with it, whose prompts it runs; give --trace")
     times = timed.alone()
-    if options.drafter is None:
+    if asked.draft is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
-        raise ConfigurationError(f"--drafter: expected one of {names} with --acceptance, got none; name one")
-    rates = questions.parse_shares(acceptance or "", "--acceptance")
-    return [
-        questions.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
-        for size in sizes
-    ]
+        raise ConfigurationError(f"--draft: expected one of {names} with --acceptance, got none; name one")
+    rates = shares(asked.acceptance or "", "--acceptance")
+    return [questions.from_rates(times, asked.draft, rates, batch_size=size, **limits) for size in sizes]
 
 
-def _hardware(
-    options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
-) -> list[LoadPlan]:
-    from paceline.experiments.questions import parse_depths, parse_shares
+def _hardware(options: HardwareOptions, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
     from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
     from paceline.neuron.round_graphs import read_config
 
-    if options.target is None or options.draft is None or acceptance is None:
+    if options.target is None or asked.draft is None or asked.acceptance is None:
         raise ConfigurationError("--acceptance: expected --target, --draft and --acceptance; give all three")
     question = HardwareQuestion(
         read_config(options.target),
-        read_config(options.draft),
+        read_config(Path(asked.draft)),
         neuron_instance(options.instance),
-        parse_shares(acceptance, "--acceptance"),
+        shares(asked.acceptance, "--acceptance"),
         options.acceptance_error,
-        max_depth,
-        parse_depths(",".join(options.tp_degree), "--tp-degree") if options.tp_degree else (),
+        asked.max_depth,
+        numbers(",".join(options.tp_degree), "--tp-degree") if options.tp_degree else (),
     )
     return from_hardware(question, sizes)
 

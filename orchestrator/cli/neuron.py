@@ -22,7 +22,8 @@ from paceline.cli.options import (
     TpDegree,
     checked,
     command,
-    load_generator,
+    load,
+    load_draft,
     neuron_instance,
 )
 from paceline.config import SpeculativeConfig
@@ -70,7 +71,7 @@ def compile_graphs(
             return
         from paceline.generator import SpeculativeGenerator
 
-        generator, decoders = load_generator(found, config)
+        generator, decoders = load_draft(load(found), config)
         plain = SpeculativeGenerator(None, generator.target, k=0)
         graphs = console.compiling(
             console.err(), decoders, [partial(one.compile, kinds=kinds) for one in (generator, plain)]

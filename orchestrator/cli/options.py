@@ -31,7 +31,7 @@ from typer.models import ParameterInfo
 
 from paceline.cli import console
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import PlanError, PromptError, SamplingError
+from paceline.core.errors import ConfigurationError, PlanError, PromptError, SamplingError
 from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
@@ -100,7 +100,7 @@ class SamplingOptions:
     max_new_tokens: MaxNewTokens = 128
     stop: Annotated[
         tuple[str, ...] | None,
-        typer.Option(help="Stop string, taken literally; repeatable. A newline in bash: $'\\n'."),
+        typer.Option(help="Stop string, taken literally; repeatable. A newline in bash: $'\\n'. Default: none."),
     ] = None
     json_schema: Annotated[
         Path | None, typer.Option(help="File with a JSON schema that the output must match. Default: none.")
@@ -205,25 +205,17 @@ def load(found: Loadable) -> SamplingDecoder:
     """`paceline.auto.load` with a bar."""
     from paceline import auto
 
-    assert found.folder is not None, "of a file"
-    with console.loading(console.err(), found.folder) as report:
-        return auto.load(found, report)
-
-
-def load_generator(
-    target: Loadable, config: SpeculativeConfig
-) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """A generator, and its decoders by the names to show.
-
-    Without a draft and without ``k`` every plain step is a graph of its own.
-    """
-    return load_draft(load(target), config)
+    with console.bar(console.err(), f"loading {found.folder}") as shown:
+        return auto.load(found, shown.reach)
 
 
 def load_draft(
     decoder: SamplingDecoder, config: SpeculativeConfig
 ) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """The same of a target that is there."""
+    """A generator, and its decoders by the names to show.
+
+    Without a draft and without ``k`` every plain step is a graph of its own.
+    """
     from paceline.auto_drafter import load_draft_models
     from paceline.generator import SpeculativeGenerator
 
@@ -385,6 +377,37 @@ def _typer_type(kind: Any, default: Any) -> tuple[Any, Any, bool]:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
+
+
+def numbers(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
+    """Return the numbers of ``4``, ``1,2,4`` or ``1:8`` (both ends included).
+
+    Raises:
+        ConfigurationError: they are none of these, or one is below ``least``.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        found = tuple(range(int(first), int(last) + 1)) if colon else tuple(map(int, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least:
+        raise ConfigurationError(f"{option}: expected numbers from {least} on, got {text!r}; write 4, 1,2,4 or 1:8")
+    return found
+
+
+def shares(text: str, option: str) -> tuple[float, ...]:
+    """Return the numbers from 0 to 1 of ``0.4`` or ``0.4,0.3``.
+
+    Raises:
+        ConfigurationError: they are none.
+    """
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ConfigurationError(f"{option}: expected numbers from 0 to 1, got {text!r}; write 0.8, or 0.8,0.7")
+    return values
 
 
 def _file_text(file: Path) -> str:

@@ -5,7 +5,6 @@ The work is in the heads' folders.
 
 from __future__ import annotations
 
-import json
 import signal
 import statistics
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import console
-from paceline.cli.options import LAYOUT, MaxNewTokens, TargetFolder, checked, command, load, read_prompts
+from paceline.cli.options import LAYOUT, AsJson, MaxNewTokens, TargetFolder, checked, command, load, read_prompts
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
@@ -41,10 +40,22 @@ Data = Annotated[
     list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
 ]
 DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
-Out = Annotated[Path, typer.Option(help="Folder for the trained heads.")]
-WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")]
 
 app = typer.Typer()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFiles:
+    """Folders of a training, and the type of its data."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the trained heads.")]
+    work_dir: Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")] = None
+    data_dtype: DataDtype = None
+
+    def make_work(self) -> Path:
+        """Make the folders. -> that of intermediate files; errors as `_results`"""
+        _results(self.out)
+        return _results(self.work_dir or self.out / "work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +79,21 @@ class MedusaHeadOptions:
 def medusa(
     target: TargetFolder,
     data: Data,
-    out: Out,
+    files: TrainingFiles,
     *,
     heads: MedusaHeadOptions,
     texts: MedusaTexts,
     training: MedusaTraining,
-    work_dir: WorkDir = None,
-    data_dtype: DataDtype = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
+    """Train Medusa heads on a frozen target, and print how often each head is right."""
     with console.refusals():
         sizes = ModelConfig.from_pretrained(target)
         config = MedusaConfig(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream = token_stream(data, target, dtype=data_dtype)
-        _results(out)
-        work = _results(work_dir or out / "work")
+        stream, work = token_stream(data, target, dtype=files.data_dtype), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.medusa import train
 
@@ -98,16 +106,15 @@ def medusa(
                 training,
                 states=states,
                 work=work,
-                out=out,
+                out=files.out,
                 prompt=texts.prompt_length,
                 report=report,
             )
     if accuracy is None:
         console.say(console.err(), _STOPPED)
         raise typer.Exit(console.UNFINISHED)
-    table = accuracy.top()
-    console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
-    typer.echo(json.dumps({"heads": heads.heads, "places": accuracy.places, "top": table}))
+    found = {"heads": heads.heads, "places": accuracy.places, "top": accuracy.top()}
+    console.values("top-1 and top-10 by head", found, as_json=as_json)
 
 
 @contextmanager
@@ -210,22 +217,20 @@ def _files(path: Path) -> list[Path]:
 def eagle(
     target: TargetFolder,
     data: Data,
-    out: Out,
+    files: TrainingFiles,
     *,
     head: EagleHeadOptions,
     texts: CachedTextOptions,
     training: EagleTraining,
-    work_dir: WorkDir = None,
-    data_dtype: DataDtype = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance."""
+    """Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
         from paceline.eagle import train
 
-        stream = token_stream(data, target, dtype=data_dtype)
+        stream = token_stream(data, target, dtype=files.data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
-        _results(out)
-        work = _results(work_dir or out / "work")
+        work = files.make_work()
         with _reports(f"training an EAGLE-{head.version} head") as report, _until_terminated():
             shares = train.train(
                 target,
@@ -234,15 +239,13 @@ def eagle(
                 texts=texts,
                 options=training,
                 work=work,
-                out=out,
+                out=files.out,
                 report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
             )
     if shares is None:
         console.say(console.err(), _STOPPED)
         raise typer.Exit(console.UNFINISHED)
-    shown = " ".join(f"{share:.3f}" for share in shares)
-    console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")
-    typer.echo(json.dumps({"version": head.version, "greedy chains": shares}))
+    console.values("EAGLE head", {"version": head.version, "greedy chains": shares}, as_json=as_json)
 
 
 @app.command(name="convert-eagle")
@@ -278,9 +281,7 @@ class TreeOptions:
     data: tuple[Path, ...] | None = field(
         default=None, metadata={"help": "Data to cut prompts from instead: text or .bin; repeatable."}
     )
-    data_dtype: str | None = field(
-        default=None, metadata={"help": "Token id type of .bin files without a header: uint16 or uint32."}
-    )
+    data_dtype: DataDtype = None
     eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
     max_new_tokens: MaxNewTokens = 128
 
@@ -300,11 +301,12 @@ def medusa_tree(
     *,
     tree: TreeOptions,
     loader: LoadOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Build the best tree of a given size for the accuracy of heads, measured on the target's own greedy output.
 
     Half of the texts are for the search. The other half is decoded with the tree, to see whether the expectation
-    holds. The last line of stdout is a JSON object with both.
+    holds.
     """
     with console.refusals():
         if out.is_dir():
@@ -334,8 +336,7 @@ def medusa_tree(
         "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
         "texts": [len(searched), len(held_out)],
     }
-    console.err().print(console.values_table("tree", figures))
-    typer.echo(json.dumps(figures))
+    console.values("tree", figures, as_json=as_json)
 
 
 @app.command(name="convert-medusa")

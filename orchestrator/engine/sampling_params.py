@@ -173,7 +173,7 @@ class SamplingParams:
     repetition_penalty: float | None = _param(
         None,
         _Kind("a number", optional=True),
-        "Divide the logits of tokens in the prompt or output by this; 1 switches it off.",
+        "Divide the logits of tokens in the prompt or output by this; 1 switches it off. Default: 1.",
     )
     presence_penalty: float = _param(
         0.0, _Kind("a number", least=-2, most=2), "Subtract this from the logits of tokens already generated (-2 to 2)."
@@ -192,7 +192,8 @@ class SamplingParams:
     logprobs: int | None = _param(
         None,
         _Kind("an integer", optional=True, least=0, most=20),
-        "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20.",
+        "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20. "
+        "Default: none.",
     )
     prompt_logprobs: int | None = _param(None, _Kind("an integer", optional=True, least=0, most=20))
     output_scores: bool = _param(False, _Kind("True or False"))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from paceline.draft_checks import row_name
+from paceline.draft_spec import parse_draft
 from paceline.experiments.config import Cell, ExperimentConfig, cells
 from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompt, Prompts
@@ -85,7 +87,7 @@ def _sum(rows: Sequence[Row], name: str) -> float:
 
 def bench_pair(
     target: Path,
-    draft: Path,
+    draft: str,
     prompts: Sequence[str],
     *,
     k: Sequence[int] = (2, 4, 6),
@@ -96,7 +98,8 @@ def bench_pair(
 ) -> dict[str, object]:
     """Measure plain, n-gram, speculative (every k) and Hugging Face decoding, greedily.
 
-    load  keys of `LoadOptions`, for both models
+    draft  a folder, in the grammar of `paceline.draft_spec`; Hugging Face has draft models alone as assistants
+    load   keys of `LoadOptions`, for both models
 
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all Paceline modes gave the same
     tokens (``identical``).
@@ -106,7 +109,7 @@ def bench_pair(
         Prompt(str(n), "", tuple(prompt_ids(tokenizer, text, f"prompt {n}"))) for n, text in enumerate(prompts, start=1)
     ]
     asked = Prompts("prompts", tuple(rows), ())
-    pairs = [{"name": f"speculative k={n}", "draft": {"path": str(draft)}, "k": n} for n in k]
+    pairs = [{"name": f"speculative k={n}", "draft": draft, "k": n} for n in k]
     drafters = [{"name": PLAIN, "draft": "none"}, {"name": "ngram", "draft": "ngram", "k": max(k)}, *pairs]
     config = ExperimentConfig.model_validate(
         {
@@ -121,35 +124,39 @@ def bench_pair(
     )
     found = run_cells(config, asked)
     ours = list(found)
-    for name, engine in hugging_face(str(target), str(draft), max_new_tokens):
+    (spec,) = parse_draft(draft)
+    assistant = spec.path if row_name(spec) == "model" else None
+    for name, engine in hugging_face(str(target), assistant, max_new_tokens):
         found[name] = run_engine(engine, asked, found[PLAIN])
     modes = {name: figures(seen) for name, seen in found.items()}
     speeds = {name: one["tokens_per_second"] for name, one in modes.items()}
     best = max(k, key=lambda n: speeds[f"speculative k={n}"])
     assisted, generate = (
-        max(speed for name, speed in speeds.items() if name.startswith(f"transformers {kind}"))
+        max((speed for name, speed in speeds.items() if name.startswith(f"transformers {kind}")), default=None)
         for kind in ("assisted", "generate")
     )
+    assert generate is not None, "it always runs"
     return {
         "modes": modes,
         "best_k": best,
         "speculative_over_plain": modes[f"speculative k={best}"]["over_plain"],
-        "speculative_over_transformers_assisted": round(speeds[f"speculative k={best}"] / assisted, 3),
+        "speculative_over_transformers_assisted": assisted and round(speeds[f"speculative k={best}"] / assisted, 3),
         "plain_over_transformers_generate": round(speeds[PLAIN] / generate, 3),
         "identical": not any(modes[name]["texts_unlike_plain"] for name in ours),
         "prompts": len(rows),
     }
 
 
-def hugging_face(target: str, draft: str, max_new_tokens: int) -> Iterator[tuple[str, Engine]]:
+def hugging_face(target: str, draft: str | None, max_new_tokens: int) -> Iterator[tuple[str, Engine]]:
     """Time `generate` without and with an assistant, in both number formats: which is faster depends on the machine."""
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
-        big, small = (transformers_model(path, dtype) for path in (target, draft))
-        for model in (big, small):
+        big, *small = (transformers_model(path, dtype) for path in (target, draft) if path is not None)
+        for model in (big, *small):
             if not model.generation_config.eos_token_id:  # an empty list of ids, which `generate` cannot take
                 model.generation_config.eos_token_id = None
         yield f"transformers generate {name}", transformers_engine(big, None, max_new_tokens)
-        yield f"transformers assisted {name}", transformers_engine(big, small, max_new_tokens)
+        for model in small:
+            yield f"transformers assisted {name}", transformers_engine(big, model, max_new_tokens)
 
 
 def transformers_engine(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Engine:

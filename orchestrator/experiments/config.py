@@ -40,14 +40,13 @@ Layout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text",
 Depth = int | tuple[int, ...] | Literal["auto"] | None
 
 
-def _listed(value: object) -> object:
-    return value if isinstance(value, list | tuple) else [value]
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _depths(value: object) -> object:
     """One depth, or a list of them; a list in the list is a ladder to choose from in every round."""
-    entries = value if isinstance(value, list | tuple) else [value]
-    return tuple(parse_k(entry) for entry in entries)
+    return tuple(map(parse_k, _listed(value)))
 
 
 class _Strict(BaseModel):
@@ -194,26 +193,16 @@ class PromptSet(_Strict):
         return self.name or Path(self.path).stem
 
 
-def _target(value: object) -> object:
-    return [{"path": entry} if isinstance(entry, str) else entry for entry in _as_list(value)]
+def _paths(value: object) -> object:
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in _listed(value)]
 
 
 def _drafters(value: object) -> object:
-    return [entry if isinstance(entry, dict) and "draft" in entry else {"draft": entry} for entry in _as_list(value)]
-
-
-def _prompt_sets(value: object) -> object:
-    return [{"path": entry} if isinstance(entry, str) else entry for entry in _as_list(value)]
+    return [entry if isinstance(entry, dict) and "draft" in entry else {"draft": entry} for entry in _listed(value)]
 
 
 def _rules(value: object) -> object:
-    for entry in _as_list(value):
-        parse_rule(entry)
-    return tuple(str(parse_rule(entry)) for entry in _as_list(value))
-
-
-def _as_list(value: object) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return tuple(str(parse_rule(entry)) for entry in _listed(value))
 
 
 class ExperimentConfig(_Strict):
@@ -235,9 +224,9 @@ class ExperimentConfig(_Strict):
     """
 
     name: str = "experiment"
-    targets: Annotated[tuple[TargetEntry, ...], BeforeValidator(_target)] = Field(min_length=1)
+    targets: Annotated[tuple[TargetEntry, ...], BeforeValidator(_paths)] = Field(min_length=1)
     drafters: Annotated[tuple[DrafterEntry, ...], BeforeValidator(_drafters)] = Field(min_length=1)
-    prompt_sets: Annotated[tuple[PromptSet, ...], BeforeValidator(_prompt_sets)] = Field(min_length=1)
+    prompt_sets: Annotated[tuple[PromptSet, ...], BeforeValidator(_paths)] = Field(min_length=1)
     k: Annotated[tuple[Depth, ...], BeforeValidator(_depths)] = (4,)
     samplings: Annotated[tuple[SamplingEntry, ...], BeforeValidator(_listed)] = (SamplingEntry(),)
     acceptors: Annotated[tuple[str, ...], BeforeValidator(_rules)] = ("match",)

@@ -25,7 +25,7 @@ from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter, FallbackDrafter
 from paceline.draft_checks import check_options
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.definitions import Acceptance
-from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay
+from paceline.experiments.replay import ReplayDrafter, Replayed, replay
 from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, reads_text_alone
 from paceline.experiments.statistics import ratio_interval
 from paceline.experiments.trace import RecordedDrafter, Trace
@@ -199,7 +199,7 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
     }
     drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
-    replayed = replay(trace, drafter, batch_size=batch_size, ladder=Ladder(seconds))
+    replayed = replay(trace, drafter, batch_size=batch_size, ladder=seconds)
     taken = Counter(replayed.statistics.draft_lengths)
     total = sum(count * seconds[length] for length, count in taken.items())
     return PolicyResult(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
@@ -210,37 +210,6 @@ def best_per_text(answers: Sequence[PolicyResult]) -> tuple[list[int], Acceptanc
     texts = zip(*(answer.replayed.requests for answer in answers), strict=True)
     chosen = [int(np.argmin([one.num_rounds for one in row])) for row in texts]
     return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
-
-
-def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
-    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: its name in errors.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    first, colon, last = text.partition(":")
-    try:
-        depths = tuple(range(int(first), int(last) + 1)) if colon else tuple(map(int, text.split(",")))
-    except ValueError:
-        depths = ()
-    if not depths or min(depths) < 0:
-        raise ConfigurationError(f"{option}: expected numbers from 0 on, got {text!r}; write 4, 1,2,4 or 1:8")
-    return depths
-
-
-def parse_shares(text: str, option: str) -> tuple[float, ...]:
-    """``0.4`` or ``0.4,0.3``: numbers from 0 to 1. ``option``: its name in errors.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        values = ()
-    if not values or not all(0 <= value <= 1 for value in values):
-        raise ConfigurationError(f"{option}: expected numbers from 0 to 1, got {text!r}; write 0.8, or 0.8,0.7")
-    return values
 
 
 TEXT_DRAFTERS = ("suffix", "ngram")

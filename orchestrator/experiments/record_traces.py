@@ -1,10 +1,9 @@
 """The traces of an experiment: one for every target, sampling and prompt set, with all its drafters that need a model.
 
-The target decodes without speculation, one token per round, and every drafter proposes at every position. Each gets the
-limits of a separate round, so that it proposes up to its maximum, and none of its tokens is accepted. Once the
-sequences are known, a drafter that reads only tokens proposes along them without the target. Each drafter is recorded
-at the largest depth in the experiment. Cheap drafters that need only tokens (n-grams, suffixes) are not recorded,
-because what-if runs them again; nor are lists, which what-if combines. The file is in `trace.py`; `replay.py` reads it.
+The engine decodes with a drafter that asks another one at every position and proposes nothing. Once the sequences are
+known, a drafter that reads only tokens proposes along them without the target. Each drafter is recorded at the largest
+depth in the experiment. Cheap drafters that need only tokens (n-grams, suffixes) are not recorded, because what-if runs
+them again; nor are lists, which what-if combines. The file is in `trace.py`; `replay.py` reads it.
 """
 
 from __future__ import annotations
@@ -12,30 +11,35 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, PacelineError, TraceError
-from paceline.core.protocols import Drafter, Reading, Verifier, finish
-from paceline.core.sampling import sampling_tensors
-from paceline.core.types import PAD, Commit, PrefillResult, Proposal, RoundLimits, SamplingTensors
+from paceline.core.protocols import Drafter, Verifier
+from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft_spec import parse_draft
-from paceline.engine.request import Request, SamplingParams, TargetLimits
-from paceline.engine.stopping import StopChecker
+from paceline.engine.batch import RoundShape, Slot
+from paceline.engine.engine import Engine, ListQueue
+from paceline.engine.request import Request
+from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.experiments.config import Cell, DrafterEntry, cell_key, model_paths
 from paceline.experiments.measure import Bench
+from paceline.experiments.prompts import Prompt
+from paceline.experiments.replay import RecordedTarget
 from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report, provenance
 from paceline.experiments.store import Store
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText, load_trace, save_trace
-from paceline.outputs import FinishReason
+from paceline.outputs import RequestOutput, Statistics
 from paceline.registry import DRAFTERS
 from paceline.target.verifier import CompiledVerifier
 
@@ -132,7 +136,7 @@ class _Group:
         """
         kept = self._kept()
         known = {one.key: one for one in kept.drafters} if kept is not None else {}
-        texts: Sequence[TraceText] = kept.texts if kept is not None else ()
+        texts: tuple[TraceText, ...] = kept.texts if kept is not None else ()
         left = [one for one in self._chosen if one.key not in known]
         for one in (*left, self._plain):
             if texts and one.cell.drafter.plain:
@@ -141,18 +145,28 @@ class _Group:
                 return False
             report(f"recording {one.cell.title()}")
             try:
-                rows = self._recorded(one, texts)
+                own, drafter = self._recorded(one, texts)
             except PacelineError as error:
                 log.warning("%s cannot be recorded: %s", one.cell.title(), error)
                 continue
-            if texts and [row.text for row in rows] != list(texts):
+            if texts and own != texts:
                 log.warning("%s is not in the trace: its output differs from the first drafter's", one.cell.title())
                 continue
-            texts = texts or [row.text for row in rows]
+            texts = texts or own
             if not one.cell.drafter.plain:
-                known[one.key] = self._drafter(one, rows)
-            about = self._about(one, fingerprint)
-            save_trace(self.path, joined(about, texts, self._wanted(known), source=provenance()))
+                known[one.key] = drafter
+            target = self._bench.target(one.cell, one.prompts)
+            trace = Trace(
+                one.cell.target.label,
+                fingerprint,
+                one.cell.sampling.model_dump(),
+                tuple(target.kv_buckets),
+                target.config.vocab_size,
+                texts,
+                tuple(self._wanted(known)),
+                provenance(),
+            )
+            save_trace(self.path, trace)
         if not texts:
             raise ConfigurationError(
                 f"no sequence of {self._members[0].cell.target.label} could be recorded; see the errors of its cells"
@@ -172,257 +186,124 @@ class _Group:
         except TraceError:
             return None
 
-    def _recorded(self, one: PlannedCell, texts: Sequence[TraceText]) -> list[_Recorded]:
-        cell, prompts = one.cell, one.prompts
-        generator = self._bench.generator(cell, prompts)
-        params = self._bench.params(cell, 0, len(prompts.rows))
-        rows = prompted([(row.key, row.category, row.ids) for row in prompts.rows], params, generator.limits)
-        drafter, target = generator.drafter, generator.target
-        with target.held_by(self._bench):
-            if texts and drafter.reads is None:
-                return record_along(drafter, target, rows, texts=texts)
-            verifier = CompiledVerifier(target, drafter.draft_shape, rule=Match(), wide=False, reads=drafter.reads)
-            return record_drafter(drafter, verifier, rows)
-
-    def _drafter(self, one: PlannedCell, rows: Sequence[_Recorded]) -> RecordedDrafter:
-        entry, drafter = one.cell.drafter, self._bench.generator(one.cell, one.prompts).drafter
-        prefixes, draft = entry.vocabulary != "retokenize", json.dumps(entry.draft)
-        return recorded_drafter(entry.label, drafter, rows, draft=draft, prefixes=prefixes, key=one.key)
-
-    def _about(self, one: PlannedCell, fingerprint: str) -> dict[str, Any]:
-        target = self._bench.target(one.cell, one.prompts)
-        return {
-            "target": one.cell.target.label,
-            "fingerprint": fingerprint,
-            "sampling": one.cell.sampling.model_dump(),
-            "kv_buckets": target.kv_buckets,
-            "vocab_size": target.config.vocab_size,
-        }
+    def _recorded(self, one: PlannedCell, texts: Sequence[TraceText]) -> tuple[tuple[TraceText, ...], RecordedDrafter]:
+        cell, prompts = one.cell, one.prompts.rows
+        generator, params = self._bench.generator(cell, one.prompts), self._bench.params(cell, 0, len(prompts))
+        requests = Request.batch([list(row.ids) for row in prompts], params, generator.limits)
+        with generator.target.held_by(self._bench):
+            found, drafter = record(generator.drafter, generator.target, prompts, requests=requests, texts=texts)
+        entry = cell.drafter
+        prefixes, draft = drafter.prefixes and entry.vocabulary != "retokenize", json.dumps(entry.draft)
+        return found, replace(drafter, name=entry.label, draft=draft, prefixes=prefixes, key=one.key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """Recorded data of a sequence: its tokens and the proposals of its drafter at every position.
+def record(
+    drafter: Drafter,
+    target: CompiledDecoder,
+    prompts: Sequence[Prompt],
+    *,
+    requests: Sequence[Request],
+    texts: Sequence[TraceText] = (),
+) -> tuple[tuple[TraceText, ...], RecordedDrafter]:
+    """Decode prompts without speculation and record what a drafter proposes at every position.
 
-    confidences  as in `RecordedDrafter`, empty for drafters without any
-    """
+    requests  of the prompts
+    texts     of the prompts, if they are known: then the target runs only if the drafter reads its hidden states
 
-    text: TraceText
-    proposals: tuple[tuple[int, ...], ...]
-    confidences: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompted:
-    """A prompt to record: its name, and its request, which has its own seed and limits."""
-
-    key: str
-    category: str
-    request: Request
-
-
-def prompted(
-    rows: Sequence[tuple[str, str, Sequence[int]]], params: SamplingParams, limits: TargetLimits
-) -> list[Prompted]:
-    """Check prompts, as (key, category, ids).
+    -> the texts, and the drafter without a name
 
     Raises:
-        PromptError, SamplingError: one is invalid.
+        ConfigurationError: its proposals were sampled from probabilities, so the texts depend on them.
     """
-    requests = Request.batch([list(ids) for _, _, ids in rows], params, limits)
-    return [Prompted(key, category, one) for (key, category, _), one in zip(rows, requests, strict=True)]
+    shape, seats = drafter.draft_shape, list[Slot | None]([None] * target.batch_size)
+    width, last = shape.depth + 1, target.kv_buckets[-1:]
+    verifier: Verifier
+    if texts and drafter.reads is None:
+        verifier = RecordedTarget(texts)
+    else:
+        verifier = CompiledVerifier(target, shape, rule=Match(), wide=False, reads=drafter.reads)
+    recorder = _Recorder(drafter, seats, rows=last[0])
+    rounds = Rounds(recorder, {shape.depth: RoundPlan(recorder, verifier, width)}, seats)
+    # Without the ends of smaller buckets: with a longer text in the batch they do not apply either.
+    engine = Engine(seats, rounds, RoundShape(shape.depth, width, None, last))
+    outputs: list[list[RequestOutput]] = [[] for _ in requests]
+    for output in chain.from_iterable(engine.run(ListQueue(requests), Statistics())):
+        outputs[output.index].append(output)
+    found = tuple(map(_text, prompts, requests, outputs))
+    asked = [recorder.proposals[index] for index in range(len(found))]
+    for text, row in zip(found, asked, strict=True):  # no drafter is asked where no token of it could be accepted
+        row += [((), ())] * (len(text.tokens) - 1 - len(row))
+    model = drafter if isinstance(drafter, ModelDrafter) else None
+    return found, RecordedDrafter(
+        name="",
+        draft="",
+        k=shape.depth,
+        parents=shape.parents,
+        dynamic=shape.dynamic,
+        max_positions=drafter.max_positions,
+        prefixes=not shape.dynamic,
+        proposals=tuple(tuple(nodes for nodes, _ in row) for row in asked),
+        confidence_threshold=0.0 if model is None else model.confidence_threshold,
+        confidences=None if model is None else tuple(tuple(sure for _, sure in row) for row in asked),
+    )
 
 
-def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[_Recorded]:
-    """Record the sequences of some prompts, and a drafter's proposals along them, in batches of the target's slots.
+def _text(prompt: Prompt, request: Request, outputs: Sequence[RequestOutput]) -> TraceText:
+    reason = outputs[-1].finish_reason
+    assert reason is not None, "it has ended"
+    return TraceText(
+        prompt.key,
+        prompt.category,
+        request.prompt,
+        tuple(token for output in outputs for token in output.tokens),
+        request.sampling.seed,
+        request.stopping.max_length,
+        reason,
+    )
 
-    verifier  for the drafter's shape, with the rule ``match``
 
-    Raises:
-        ConfigurationError: its proposals were sampled from probabilities, so the sequences depend on them.
+class _Recorder(Drafter):
+    """Asks a drafter at every position up to its maximum and proposes nothing, so that every commit is one token.
+
+    proposals  of each request by its index, in order: nodes, and the confidences of a draft model
     """
-    slots = verifier.decoder.batch_size
-    groups = [prompts[first : first + slots] for first in range(0, len(prompts), slots)]
-    return [one for group in groups for one in _Recording(drafter, verifier, group, decoder=verifier.decoder).run()]
 
+    def __init__(self, drafter: Drafter, seats: Sequence[Slot | None], *, rows: int) -> None:
+        self.draft_shape, self.reads = drafter.draft_shape, drafter.reads
+        self._drafter, self._seats, self._rows = drafter, seats, rows
+        self.proposals: dict[int, list[tuple[tuple[int, ...], tuple[float, ...]]]] = defaultdict(list)
 
-def record_along(
-    drafter: Drafter, decoder: CompiledDecoder, prompts: Sequence[Prompted], *, texts: Sequence[TraceText]
-) -> list[_Recorded]:
-    """Record the proposals of a drafter that reads only tokens along known sequences: the target does not run.
+    def read_request(
+        self, slot: int, prompt: Sequence[int], features: Tensor | None = None
+    ) -> Generator[None, None, None]:
+        return self._drafter.read_request(slot, prompt, features)
 
-    decoder  the target, for its number of slots and its cache lengths
-    texts    of the prompts
-
-    Raises:
-        ConfigurationError: it reads the target's features; or as in `record_drafter`.
-    """
-    if drafter.reads is not None:
-        raise ConfigurationError(
-            "drafters: expected none that reads the target's hidden states in this pass, got one; record it "
-            "together with the target"
-        )
-    found: list[_Recorded] = []
-    for first in range(0, len(prompts), decoder.batch_size):
-        some = slice(first, first + decoder.batch_size)
-        found += _Recording(drafter, _KnownTexts(texts[some]), prompts[some], decoder=decoder).run()
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownTexts(Verifier):
-    """Commits the texts that are known, each in the slot of its place."""
-
-    texts: Sequence[TraceText]
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        yield from ()  # no prefill
-        return PrefillResult(self.texts[slot].tokens[0])
-
-    def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
-    ) -> Commit:
-        first_row = commit.first_row + commit.count
-        tokens = torch.full_like(commit.tokens, PAD)
-        tokens[:, 0] = 0
-        for slot, text in enumerate(self.texts):
-            place = int(first_row[slot]) - len(text.prompt)
-            if 0 <= place < len(text.tokens):  # finished sequences are still computed, like idle slots
-                tokens[slot, 0] = text.tokens[place]
-        return Commit(tokens, torch.ones_like(commit.count), first_row)
-
-
-@dataclass(slots=True)
-class _Text:
-    """One text while it is recorded. ``reason``: why it ended; None: it goes on."""
-
-    prompted: Prompted
-    checker: StopChecker
-    reason: FinishReason | None = None
-    proposals: list[tuple[int, ...]] = field(default_factory=list)
-    confidences: list[tuple[float, ...]] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.checker.text)
-
-    def recorded(self) -> _Recorded:
-        request, reason = self.prompted.request, self.reason
-        assert reason is not None, "it has ended"
-        text = TraceText(
-            self.prompted.key,
-            self.prompted.category,
-            request.prompt,
-            tuple(self.checker.text[len(request.prompt) :]),
-            request.sampling.seed,
-            request.stopping.max_length,
-            reason,
-        )
-        return _Recorded(text, tuple(self.proposals), tuple(self.confidences))
-
-
-class _Recording:
-    """Record a batch, one sequence per slot, until the last one has ended; nothing is accepted."""
-
-    def __init__(
-        self, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompted], *, decoder: CompiledDecoder
-    ) -> None:
-        self._drafter, self._verifier, self._kv_buckets = drafter, verifier, decoder.kv_buckets
-        self._texts = [_Text(one, StopChecker(one.request.stopping, one.request.prompt)) for one in prompts]
-        self._slots, self._width = decoder.batch_size, drafter.draft_shape.depth + 1
-        last = [prompts[-1].request.sampling] * (self._slots - len(prompts))
-        self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
-
-    def run(self) -> list[_Recorded]:
-        """Decode, and ask at every position."""
-        try:
-            commit = self._begin()
-            while any(one.reason is None for one in self._texts):
-                self._drafter.update(commit)
-                self._ask(commit)
-                limits = RoundLimits([0] * self._slots, max(text.length for _, text in self._open()))
-                commit = self._verifier(commit, None, self._sampling, limits)
-                for slot, text in self._open():
-                    self._extend(slot, text, int(commit.tokens[slot, 0]))
-                self._idle(commit)
-        finally:
-            for slot, _ in self._open():
-                self._finish(slot)
-        return [one.recorded() for one in self._texts]
-
-    def _open(self) -> list[tuple[int, _Text]]:
-        return [(slot, text) for slot, text in enumerate(self._texts) if text.reason is None]
-
-    def _begin(self) -> Commit:
-        """Read the prompts. -> the first token of every text, and what predicted it"""
-        tokens = torch.full((self._slots, self._width), PAD, dtype=torch.int32)
-        tokens[:, 0] = 0
-        rows = torch.zeros(self._slots, dtype=torch.int32)
-        features: torch.Tensor | None = None
-        for slot, text in enumerate(self._texts):
-            request = text.prompted.request
-            first = finish(self._verifier.prefill(slot, request.prompt, sampling_tensors([request.sampling])))
-            self._drafter.add_request(slot, request.prompt, first.features)
-            tokens[slot, 0], rows[slot] = first.token, len(request.prompt)
-            if first.features is not None:
-                if features is None:
-                    features = first.features.new_zeros(self._slots, self._width, first.features.shape[-1])
-                features[slot, 0] = first.features[-1]
-            self._extend(slot, text, first.token)
-        commit = Commit(tokens, torch.ones(self._slots, dtype=torch.int32), rows, features)
-        self._idle(commit)
-        return commit
-
-    def _extend(self, slot: int, text: _Text, token: int) -> None:
-        _, text.reason = text.checker.extend([token])
-        if text.reason is not None:
-            self._finish(slot)
-
-    def _finish(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._drafter.finish_request(slot)
-        self._verifier.finish_request(slot)
 
-    def _idle(self, commit: Commit) -> None:
-        """Slots without a text, and those whose text has ended, stay at row 0."""
-        idle = [slot for slot in range(self._slots) if slot >= len(self._texts) or self._texts[slot].reason is not None]
-        commit.first_row[idle] = 0
+    def update(self, commit: Commit) -> None:
+        self._drafter.update(commit)
 
-    def _ask(self, commit: Commit) -> None:
-        """Record the proposals after every sequence."""
-        limits = [0] * self._slots
-        for slot, text in self._open():
-            limits[slot] = _room(self._drafter, text.length, self._kv_buckets)
-        longest = max(text.length for _, text in self._open())
-        asked = None
-        if any(limits):
-            asked = _proposed(self._drafter, commit, self._sampling, limits=RoundLimits(limits, longest))
-        for slot, text in self._open():
-            nodes, sure = asked(slot) if asked is not None and limits[slot] else ((), ())
-            text.proposals.append(nodes)
-            text.confidences.append(sure)
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        asked = [None if not most else seat for seat, most in zip(self._seats, limits.max_accept, strict=True)]
+        room = [0 if seat is None else self._room(len(seat.text)) for seat in asked]
+        proposal, confidence, own = None, None, RoundLimits(room, limits.max_rows)
+        if any(room) and isinstance(self._drafter, ModelDrafter):
+            proposal, confidence = self._drafter.propose_with_confidence(commit, sampling, own)
+        elif any(room):
+            proposal = self._drafter.propose(commit, sampling, own)
+        for slot, seat in enumerate(asked):
+            if seat is not None:
+                nodes = () if proposal is None or not room[slot] else _nodes(proposal, slot)
+                sure = () if confidence is None or not nodes else tuple(confidence[slot].tolist())
+                self.proposals[seat.request.index].append((nodes, sure))
+        return Proposal(torch.full((len(room), 1), PAD, dtype=torch.int32))
 
-
-def _proposed(
-    drafter: Drafter, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits
-) -> Callable[[int], tuple[tuple[int, ...], tuple[float, ...]]]:
-    """-> from a slot to its nodes, and how sure the drafter is of each, if it says so"""
-    if not isinstance(drafter, ModelDrafter):
-        proposal = drafter.propose(commit, sampling, limits)
-        return lambda slot: (_nodes(proposal, slot), ())
-    proposal, confidence = drafter.propose_with_confidence(commit, sampling, limits)
-    return lambda slot: (_nodes(proposal, slot), tuple(confidence[slot].tolist()))
-
-
-def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
-    """Return the largest depth that can be proposed after a sequence of this length, regardless of its limit of new
-    tokens.
-
-    Ends of smaller cache buckets are ignored: with a longer sequence in the batch they do not apply either.
-    """
-    deep = min(drafter.draft_shape.depth, kv_buckets[-1] - length)
-    if drafter.max_positions is not None:
-        deep = min(deep, drafter.max_positions - length + 1)
-    return max(0, deep)
+    def _room(self, length: int) -> int:
+        """Return the largest depth that can be proposed after a text of this length, whatever its limit."""
+        positions = self._drafter.max_positions
+        deep = min(self.draft_shape.depth, self._rows - length)
+        return max(0, deep if positions is None else min(deep, positions - length + 1))
 
 
 def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
@@ -435,35 +316,3 @@ def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
     tokens = tuple(proposal.tokens[slot].tolist())
     own = proposal.parents
     return tokens if not isinstance(own, torch.Tensor) else (*tokens, *own[slot].tolist())
-
-
-def recorded_drafter(
-    name: str, drafter: Drafter, rows: Sequence[_Recorded], *, draft: str, prefixes: bool, key: str = ""
-) -> RecordedDrafter:
-    """Return the part of a drafter that a trace stores. ``key``: as in `RecordedDrafter`."""
-    shape = drafter.draft_shape
-    reports = isinstance(drafter, ModelDrafter)
-    return RecordedDrafter(
-        name,
-        draft,
-        shape.depth,
-        shape.parents,
-        shape.dynamic,
-        drafter.max_positions,
-        prefixes and not shape.dynamic,
-        tuple(row.proposals for row in rows),
-        drafter.confidence_threshold if isinstance(drafter, ModelDrafter) else 0.0,
-        tuple(row.confidences for row in rows) if reports else None,
-        key,
-    )
-
-
-def joined(
-    target: Mapping[str, Any],
-    texts: Sequence[TraceText],
-    drafters: Sequence[RecordedDrafter],
-    *,
-    source: Mapping[str, object],
-) -> Trace:
-    """A trace of texts and drafters. ``target``: the fields of `Trace` before its texts."""
-    return Trace(**target, texts=tuple(texts), drafters=tuple(drafters), provenance=source)

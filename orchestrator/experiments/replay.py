@@ -60,37 +60,27 @@ class Replayed:
         return Acceptance.pooled(self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class Ladder:
-    """Depths that the engine's controller chooses among, and the seconds of a round of each."""
-
-    seconds: Mapping[int, float]
-
-
 def replay(
     trace: Trace,
     drafter: Drafter,
     *,
     batch_size: int = 1,
-    max_new_tokens: int | None = None,
-    ladder: Ladder | None = None,
+    ladder: Mapping[int, float] | None = None,
     grouped: bool = False,
 ) -> Replayed:
     """Decode the sequences of a trace with a drafter that needs no model.
 
-    max_new_tokens  maximum length of every output; not more than was recorded
-    ladder          choose the depth in every round, as with ``k="auto"``; but while drafting pauses, each plain step is
-                    a round
-    grouped         start a group of ``batch_size`` sequences only when the one before it has ended, as ``experiment
-                    run`` does; else a sequence starts as soon as a slot is free, as in one call with all of them and in
-                    ``serve``
+    ladder   depths with the seconds of a round, to choose from in every round as with ``k="auto"``; but while drafting
+             pauses, each plain step is a round
+    grouped  start a group of ``batch_size`` sequences only when the one before it has ended, as ``experiment run``
+             does; else a sequence starts as soon as a slot is free, as in one call with all of them and in ``serve``
 
     Raises:
         ConfigurationError: the drafter does not support one of the depths.
     """
-    texts = [_shortened(text, max_new_tokens) for text in trace.texts]
+    texts = trace.texts
     end = trace.vocab_size  # an id that no model has: marks the end of a sequence, for any reason
-    target = _RecordedTarget(texts, end)
+    target = RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
     width = drafter.draft_shape.depth + 1
     if ladder is None:
@@ -98,9 +88,9 @@ def replay(
     else:
         plans = {
             depth: RoundPlan(shortened_of(drafter, depth) if depth else drafter, target, width, drafts=depth > 0)
-            for depth in sorted(ladder.seconds)
+            for depth in sorted(ladder)
         }
-        rounds = _CountedRounds(drafter, plans, seen, pace=_AssumedPace(ladder.seconds))
+        rounds = _CountedRounds(drafter, plans, seen, pace=_AssumedPace(ladder))
     shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
     engine = Engine([None] * batch_size, rounds, shape)
     requests = [
@@ -116,15 +106,6 @@ def replay(
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
     return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen))
-
-
-def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
-    if max_new_tokens is None or max_new_tokens >= text.max_length - len(text.prompt):
-        return text
-    kept = text.tokens[:max_new_tokens]
-    reason = "length" if len(kept) == max_new_tokens < len(text.tokens) else text.finish_reason
-    longest = len(text.prompt) + max_new_tokens
-    return TraceText(text.key, text.category, text.prompt, kept, text.seed, longest, reason)
 
 
 class _CountedRounds(Rounds):
@@ -157,11 +138,11 @@ class _AssumedPace(Pace):
 
 
 @dataclass(slots=True)
-class _RecordedTarget(Verifier):
-    """The target's side of rounds, from its texts."""
+class RecordedTarget(Verifier):
+    """The target's side of rounds, from its texts. ``end``: id that replaces the token that stops a text, if any."""
 
     texts: Sequence[TraceText]
-    end: int
+    end: int | None = None
     slots: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     _waiting: dict[_Key, list[int]] = field(default_factory=dict)
 
@@ -174,7 +155,7 @@ class _RecordedTarget(Verifier):
         index = self._waiting[tuple(prompt), tuple(sampling.seeds[0].tolist())].pop(0)
         text = self.texts[index]
         whole = [*text.prompt, *text.tokens]
-        if text.finish_reason != "length":
+        if self.end is not None and text.finish_reason != "length":
             whole[-1] = self.end
         self.slots[slot] = (whole, text.tokens[-1])
         return PrefillResult(whole[len(prompt)])
@@ -234,7 +215,7 @@ class ReplayDrafter(Drafter):
 
     Raises:
         ConfigurationError: this was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
-            one, nodes without their parents, or a threshold for a drafter without recorded confidences.
+            one, or nodes without their parents.
     """
 
     def __init__(
@@ -246,11 +227,6 @@ class ReplayDrafter(Drafter):
         nodes: Sequence[int] | None = None,
         confidence: float | None = None,
     ) -> None:
-        if confidence is not None and recorded.confidences is None:
-            raise ConfigurationError(
-                f"confidence: expected a draft model, whose confidences are recorded, got {recorded.name}; omit the "
-                "threshold"
-            )
         threshold = recorded.confidence_threshold if confidence is None else confidence
         self._threshold = float(np.float32(threshold))  # compared as in a graph
         self._recorded = recorded

@@ -10,11 +10,11 @@ import html
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigurationError, StorageError
+from paceline.core.errors import StorageError
 from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.experiments.definitions import Acceptance, Draft
 from paceline.experiments.statistics import length_interval, speedup_interval
@@ -32,9 +32,12 @@ Table = tuple[str, list[str], list[list[str]]]
 
 def html_report(name: str, results: Sequence[CellResult]) -> str:
     """The page. Pictures are inline where matplotlib is installed, which is said where it is not."""
-    drawn, missing = _drawn(results)
-    parts = [f"<h1>{html.escape(name)}</h1>"]
-    parts += [f"<p>{html.escape(line)}</p>" for line in (*_facts(results), *missing)]
+    drawn, facts = list[tuple[str, str, str]](), list(_facts(results))
+    if find_spec("matplotlib") is None:
+        facts.append("There are no pictures, because matplotlib is not installed: pip install 'paceline[experiments]'.")
+    else:
+        drawn += _pictures(results)
+    parts = [f"<h1>{html.escape(name)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in facts)]
     if warnings := _warnings(results):
         parts.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in warnings) + "</ul>")
     for heading, columns, rows in _tables(results):
@@ -42,8 +45,8 @@ def html_report(name: str, results: Sequence[CellResult]) -> str:
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
         parts.append(f"<h2>{html.escape(heading)}</h2><table><tr>{head}</tr>{body}</table>")
     parts += [
-        f"<figure><h2>{html.escape(p.heading)}</h2>{p.svg}<figcaption>{html.escape(p.caption)}</figcaption></figure>"
-        for p in drawn
+        f"<figure><h2>{html.escape(heading)}</h2>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
+        for heading, caption, svg in drawn
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(name)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
@@ -59,14 +62,6 @@ def markdown_report(name: str, results: Sequence[CellResult]) -> str:
         lines += ["", f"## {heading}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def _drawn(results: Sequence[CellResult]) -> tuple[list[_Picture], list[str]]:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return [], ["There are no pictures, because matplotlib is not installed: pip install 'paceline[experiments]'."]
-    return _pictures(results), []
 
 
 def _facts(results: Sequence[CellResult]) -> Iterator[str]:
@@ -140,55 +135,42 @@ def write_reports(store: Store, name: str, results: Sequence[CellResult]) -> lis
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Picture:
-    """One picture of a report: a heading, what it shows in a sentence, and the SVG."""
-
-    heading: str
-    caption: str
-    svg: str
-
-
 Draw = Callable[[Any], None]
 
 
-def _pictures(results: Sequence[CellResult]) -> list[_Picture]:
-    """Return all charts that these cells have figures for.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
+def _pictures(results: Sequence[CellResult]) -> Iterator[tuple[str, str, str]]:
+    """Yield heading, caption and SVG of all charts that these cells have figures for."""
     good = [result for result in results if result.error is None]
     drafted = [result for result in good if any(row["num_drafts"] for row in result.rows)]
     if not drafted:
-        return []
-    pictures = [
-        _picture(
+        return
+    charts: list[tuple[str, str, Draw]] = [
+        (
             "Acceptance by position, unconditional",
             "Drafts whose token at this position was accepted, over all drafts.",
             lambda axes: _positions(axes, drafted, lambda place: place.unconditional),
         ),
-        _picture(
+        (
             "Acceptance by position, conditional",
             "Of the drafts that were right up to here, those whose token at this position was accepted.",
             lambda axes: _positions(axes, drafted, lambda place: place.conditional),
         ),
-        _picture(
+        (
             "Accepted tokens of a draft",
             "Share of drafts of which so many tokens were accepted.",
             lambda axes: _histogram(axes, drafted),
         ),
-        _picture(
+        (
             "Mean acceptance length by category",
             "The target's own token included; bars: 95 % bootstrap intervals over prompts.",
             lambda axes: _by_category(axes, drafted),
         ),
-        _picture(
+        (
             "Cost of a round",
             "Seconds of a cell by where they went. Draft and target in one graph count as verifying.",
             lambda axes: _costs(axes, good),
         ),
-        _picture(
+        (
             "Throughput against interactivity",
             "Tokens per second of the whole batch against those of one user; every point is a cell.",
             lambda axes: _throughput(axes, good),
@@ -201,19 +183,15 @@ def _pictures(results: Sequence[CellResult]) -> list[_Picture]:
     ):
         lines = _lines(drafted, name)
         if any(len(points) > 1 for points in lines.values()):
-            pictures.append(_picture(heading, caption, _line_plot(lines, name)))
-    return pictures
+            charts.append((heading, caption, _line_plot(lines, name)))
+    yield from ((heading, caption, _svg(draw)) for heading, caption, draw in charts)
 
 
-def _picture(heading: str, caption: str, draw: Draw) -> _Picture:
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "pictures need matplotlib, which is not installed; run pip install 'paceline[experiments]'"
-        ) from error
+def _svg(draw: Draw) -> str:
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "path", "font.size": 9}):
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasSVG(figure)
@@ -225,7 +203,7 @@ def _picture(heading: str, caption: str, draw: Draw) -> _Picture:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
-    return _Picture(heading, caption, svg[svg.index("<svg") :])
+    return svg[svg.index("<svg") :]
 
 
 def _label(result: CellResult, *, without: str = "") -> str:
@@ -347,9 +325,7 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:
         return False
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
-    columns["k"] = [
-        None if value is None else str(value) for value in columns["k"]
-    ]  # a number, a list of lengths or "auto"
+    columns["k"] = [None if k is None else str(k) for k in columns["k"]]  # a number, several or "auto"
     buffer = pyarrow.BufferOutputStream()
     try:
         parquet.write_table(pyarrow.table(columns), buffer)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
@@ -34,10 +35,13 @@ class RoundTimes:
 
     rounds   (drafter by its `policy_name`, depth, batch size) -> seconds of a round, with drafting and the host's time
     prefill  seconds per prompt
+    target, sampling  labels of the cells, where all are of one
     """
 
     rounds: Mapping[_Key, float]
     prefill: float = 0.0
+    target: str = ""
+    sampling: str = ""
 
     def seconds(self, drafter: str, k: int, batch_size: int) -> float:
         """Return the seconds of a round. Between measured depths or batch sizes, interpolate; beyond them, extrapolate
@@ -98,19 +102,10 @@ def _line(points: Mapping[int, float], x: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedRounds:
-    """Times of the cells of one target and one sampling, by their labels."""
-
-    target: str
-    sampling: str
-    times: RoundTimes
-
-
-@dataclass(frozen=True, slots=True)
 class ExperimentTimes:
-    """All times of an experiment."""
+    """All times of an experiment, by target and sampling."""
 
-    parts: tuple[TimedRounds, ...]
+    parts: tuple[RoundTimes, ...]
 
     def of(self, trace: Trace) -> RoundTimes:
         """Return the times of a trace's target and sampling; if those were not timed, of all samplings of the target
@@ -119,7 +114,12 @@ class ExperimentTimes:
         Raises:
             ConfigurationError: the target was not timed.
         """
-        own = self._of_target(trace.target)
+        own = [one for one in self.parts if one.target == trace.target]
+        if not own:
+            names = ", ".join(dict.fromkeys(one.target for one in self.parts)) or "none"
+            raise ConfigurationError(
+                f"target: expected one of {names}, whose rounds were timed, got {trace.target}; use one of them"
+            )
         sampling = SamplingEntry(**trace.sampling).label
         return _mean([one for one in own if one.sampling == sampling] or own)
 
@@ -137,36 +137,29 @@ class ExperimentTimes:
             )
         return _mean(self.parts)
 
-    def _of_target(self, name: str) -> list[TimedRounds]:
-        own = [one for one in self.parts if one.target == name]
-        if not own:
-            names = ", ".join(dict.fromkeys(one.target for one in self.parts)) or "none"
-            raise ConfigurationError(
-                f"target: expected one of {names}, whose rounds were timed, got {name}; use one of them"
-            )
-        return own
 
-
-def _mean(parts: Sequence[TimedRounds]) -> RoundTimes:
+def _mean(parts: Sequence[RoundTimes]) -> RoundTimes:
     rounds: dict[_Key, list[float]] = {}
     for one in parts:
-        for key, seconds in one.times.rounds.items():
+        for key, seconds in one.rounds.items():
             rounds.setdefault(key, []).append(seconds)
-    prefill = [one.times.prefill for one in parts]
+    prefill = [one.prefill for one in parts]
     return RoundTimes({key: fmean(values) for key, values in rounds.items()}, fmean(prefill) if prefill else 0.0)
 
 
 def measured(config: ExperimentConfig, results: Sequence[CellResult]) -> ExperimentTimes:
     """From finished cells with the rule ``match``; those of several prompt sets are means."""
     names = {one.label: policy_name(one, config) for one in config.drafters}
-    parts: dict[tuple[str, str], list[TimedRounds]] = {}
-    for target, sampling, times in _cells(results, names):
-        parts.setdefault((target, sampling), []).append(TimedRounds(target, sampling, times))
-    return ExperimentTimes(tuple(replace(members[0], times=_mean(members)) for members in parts.values()))
+    parts: dict[tuple[str, str], list[RoundTimes]] = {}
+    for one in _cells(results, names):
+        parts.setdefault((one.target, one.sampling), []).append(one)
+    return ExperimentTimes(
+        tuple(replace(_mean(members), target=key[0], sampling=key[1]) for key, members in parts.items())
+    )
 
 
-def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterator[tuple[str, str, RoundTimes]]:
-    """Return for every cell its target, its sampling, and its own times."""
+def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterator[RoundTimes]:
+    """Yield the times of every cell."""
     for result in results:
         names = result.names
         if result.error is not None or names["acceptor"] != "match" or result.totals["draft_lengths"]:
@@ -182,7 +175,8 @@ def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterat
         if sum(groups.values()) and seconds > 0:
             name = policies.get(str(names["drafter"]), str(names["drafter"]))
             rounds[name, int(k), int(str(names["batch_size"]))] = seconds / sum(groups.values())
-        yield str(names["target"]), str(names["sampling"]), RoundTimes(rounds, prefill / max(1, len(result.rows)))
+        each = prefill / max(1, len(result.rows))
+        yield RoundTimes(rounds, each, str(names["target"]), str(names["sampling"]))
 
 
 def policy_name(entry: DrafterEntry, config: ExperimentConfig) -> str:
@@ -218,15 +212,7 @@ def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str
 
 def save_times(times: ExperimentTimes) -> str:
     """Return the times as JSON."""
-    parts = [
-        {
-            "target": one.target,
-            "sampling": one.sampling,
-            "rounds": [[*key, seconds] for key, seconds in one.times.rounds.items()],
-            "prefill": one.times.prefill,
-        }
-        for one in times.parts
-    ]
+    parts = [asdict(one) | {"rounds": [[*key, value] for key, value in one.rounds.items()]} for one in times.parts]
     return json.dumps({"version": VERSION, "times": parts})
 
 
@@ -243,7 +229,7 @@ def load_times(path: Path) -> ExperimentTimes:
                 f"{path}: expected a file of this version, got another; run `paceline experiment run` again, which "
                 "writes it and keeps finished cells"
             )
-        return ExperimentTimes(tuple(_timed(part) for part in values["times"]))
+        return ExperimentTimes(tuple(map(_timed, values["times"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(
             f"{path}: expected the times of rounds, got {error}; run `paceline experiment run`, which writes "
@@ -251,9 +237,6 @@ def load_times(path: Path) -> ExperimentTimes:
         ) from error
 
 
-def _timed(part: Mapping[str, object]) -> TimedRounds:
-    listed = part["rounds"]
-    if not isinstance(listed, list):
-        raise TypeError("rounds must be a list")
-    rounds = {(str(name), int(k), int(size)): float(seconds) for name, k, size, seconds in listed}
-    return TimedRounds(str(part["target"]), str(part["sampling"]), RoundTimes(rounds, float(str(part["prefill"]))))
+def _timed(part: Mapping[str, Any]) -> RoundTimes:
+    rounds = {(str(name), int(k), int(size)): float(seconds) for name, k, size, seconds in part["rounds"]}
+    return RoundTimes(rounds, float(part["prefill"]), str(part["target"]), str(part["sampling"]))

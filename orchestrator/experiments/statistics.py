@@ -6,7 +6,8 @@ Prompts are the unit of resampling, because rounds of one sequence are not indep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,11 @@ class Comparison:
     second: float
     difference: Interval
     p_value: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        interval = asdict(self.difference)
+        return {**asdict(self), "difference": interval.pop("value"), **interval}
 
 
 def compare_rows(first: Sequence[Row], second: Sequence[Row], figure: str, *, seed: int = 0) -> Comparison:

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -33,7 +31,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.options import MAX_WIDTH
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
-from paceline.generator import SpeculativeGenerator, Streamer
+from paceline.generator import SpeculativeGenerator
 from paceline.huggingface import engine_call
 from paceline.huggingface.cache import SlotCache
 from paceline.outputs import Statistics
@@ -226,66 +224,35 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_FIELD] = SlotCache(self.decoder)
 
-    def _sample(
-        self,
-        input_ids: Tensor,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Streamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    def _sample(self, input_ids: Tensor, **given: Any) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode greedily or by sampling: on the engine if the adapter has a generator, else in the loop of
         `transformers`.
         """
         if self.generator is not None:
-            call = engine_call.PreparedCall(
-                input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria, generation_config,
-                streamer,
-            )  # fmt: skip
+            call = engine_call.PreparedCall.of(input_ids, given)
             reason = call.why_not()
             if reason is None:
                 return self._on_engine(self.generator, call)
             log.warning("generate runs without speculation: %s", reason)
-        result: Tensor | GenerateDecoderOnlyOutput = super()._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        result: Tensor | GenerateDecoderOnlyOutput = super()._sample(input_ids, **given)
         return result
 
-    def _assisted_decoding(
-        self,
-        input_ids: Tensor,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Streamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    def _assisted_decoding(self, input_ids: Tensor, **given: Any) -> Tensor | GenerateDecoderOnlyOutput:
         """Assisted generation is our speculation."""
-        call = engine_call.PreparedCall(
-            input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria, generation_config,
-            streamer,
-        )  # fmt: skip
+        call = engine_call.PreparedCall.of(input_ids, given)
         reason = call.why_not()
         if reason is not None:
             raise ConfigurationError(
                 f"assistant_model: not possible here, since {reason}; give one prompt at a time, and all of it"
             )
         pair = None
-        if (draft := model_kwargs.get("assistant_tokenizer")) is not None:
-            if model_kwargs.get("tokenizer") is None:
+        if (draft := given.get("assistant_tokenizer")) is not None:
+            if given.get("tokenizer") is None:
                 raise ConfigurationError(
                     "assistant_tokenizer: expected the target's tokenizer with it, got none; give tokenizer too"
                 )
-            pair = TokenizerPair(target=model_kwargs["tokenizer"], draft=draft)
-        return self._on_engine(self._assistant(model_kwargs.get("assistant_model"), generation_config, pair), call)
+            pair = TokenizerPair(target=given["tokenizer"], draft=draft)
+        return self._on_engine(self._assistant(given.get("assistant_model"), call.config, pair), call)
 
     def _assistant(
         self, assistant: object | None, config: GenerationConfig, tokenizers: TokenizerPair | None

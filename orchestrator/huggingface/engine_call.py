@@ -7,7 +7,7 @@ The adapter uses it for calls with speculation. All others run in the loops of `
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,18 @@ class PreparedCall:
     criteria: Sequence[StoppingCriteria]
     config: GenerationConfig
     streamer: Streamer | None = None
+
+    @classmethod
+    def of(cls, input_ids: Tensor, given: Mapping[str, Any]) -> PreparedCall:
+        """Return the call of what `transformers` gives a decoding method besides the ids."""
+        return cls(
+            input_ids,
+            given.get("attention_mask"),
+            given["logits_processor"],
+            given["stopping_criteria"],
+            given["generation_config"],
+            given.get("streamer"),
+        )
 
     @property
     def real(self) -> Tensor:

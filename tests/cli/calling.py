@@ -1,4 +1,4 @@
-"""Calling a command, and reading the JSON object it ends with."""
+"""Calling a command, and reading its JSON object."""
 
 from __future__ import annotations
 

@@ -138,51 +138,6 @@ def test_stop_strings(home: Path) -> None:
     assert answer(home, "--stop", text[2:4])["text"] == text[: text.index(text[2:4])], "as an answer over HTTP"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--temperature", -1], "temperature"),
-        (["--temperature", "nan"], "temperature: expected a finite number of at least 0, got"),
-        (["--draft", "ngram", "--k", -1], "k: expected"),
-        (["--draft", "medusa"], "medusa:path=DIR"),
-        (["--draft", "ngram:size=3"], "'size' is not an option; use one of"),
-        (["--draft", "ngram", "--k", "2,1"], "ascending"),
-        (["--draft", "ngram", "--k", "many"], "auto"),
-        (["--draft", "ngram", "--fused"], "cannot share a graph"),
-        (
-            ["--draft", "ngram", "--confidence-threshold", 0.5],
-            "expected a draft model with it, got none in draft; omit it",
-        ),
-        (
-            ["--draft", "ngram", "--vocabulary", "intersection"],
-            "expected a draft model with it, got none in draft; omit it",
-        ),
-        (["--synthetic-acceptance", 0.5], "expected a drafter with it, got draft=None; give a draft"),
-        (
-            ["--draft", "ngram", "--synthetic-acceptance", 2],
-            "synthetic_acceptance: expected less than or equal to 1, got 2.0",
-        ),
-        (["--draft", "ngram", "--synthetic-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
-        (["--draft", "no such folder"], "no such folder"),
-        (["--prompt-file", "no such file"], "--prompt"),
-        (["--amp", "f8"], "amp"),
-        (["--backend", "magic"], "backend"),
-        (["--backend", "native", "--tp-degree", 2], "got 2; for tensor parallelism use one of eager, neuron"),
-        (["--tp-degree", 0], "tp_degree: expected a number of ranks of at least 1, got"),
-        (["--tp-degree", 2, "--group-query-attention", "thrifty"], "got 'thrifty'"),
-        (["--top-p", 2, "--temperature", 1], "top_p"),
-        (["--max-new-tokens", 0], "max_new_tokens"),
-        (["--n-positions", 1], "prompt"),
-        (["--prompt", ""], "the prompt: expected text"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_a_line(home: Path, arguments: list[object], says: str) -> None:
-    done = generate(home, *arguments)
-    last = done.stderr.splitlines()[-1]
-    assert done.exit_code == 2 and not done.stdout
-    assert last.startswith("error: ") and says in last and "Traceback" not in done.stderr
-
-
 def test_folders_without_a_model_or_a_tokenizer(home: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         done = call("generate", "--target", tmp_path, "--prompt", PROMPT, *EAGER)
@@ -251,12 +206,16 @@ def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2 and "half a surrogate pair" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
+def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2)
+    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
+    assert json.loads(done.stdout)["identical"] is True
+    shown = call("bench", *given, "--draft", "suffix", "--k", "2", "--max-new-tokens", 4, *EAGER[:4])
+    assert shown.exit_code == 0 and "speculative_over_plain" in shown.stdout and "{" not in shown.stdout
+    several = call("bench", *given, "--draft", '["ngram", "suffix"]')
+    assert several.exit_code == 2 and "--draft: expected one drafter, got" in several.stderr
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command: list[object] = [
         "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out",
         "--eagle-version", 3, "--aux-layers", 0, "--aux-layers", 1, "--aux-layers", 2, "--draft-vocab-size", 60,
-        "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24, "--eval-samples", 32,
+        "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24, "--eval-samples", 32, "--json",
     ]  # fmt: skip
     stopped = call(*command, "--max-minutes", 0)
     assert stopped.exit_code == 75, stopped.stderr

@@ -28,7 +28,7 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("heads")
     command: list[object] = [
         "train", "medusa", "--target", target, "--data", data, "--out", out, "--num-heads", 2, "--tokens", 64 * 4,
-        "--length", 64, "--eval-samples", 2, "--epochs", 4, "--batch-size", 2,
+        "--length", 64, "--eval-samples", 2, "--epochs", 4, "--batch-size", 2, "--json",
     ]  # fmt: skip
     stopped = call(*command, "--max-minutes", 0)
     assert stopped.exit_code == 75
@@ -80,24 +80,8 @@ def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
 def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "tree.json"
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{i} w{2 * i}"}) for i in range(3, 9)))
-    found = last(
-        call(
-            "medusa-tree",
-            "--target",
-            target,
-            "--heads",
-            heads,
-            "--out",
-            out,
-            "--nodes",
-            6,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            24,
-            *EAGER,
-        )
-    )
+    given = ("--target", target, "--heads", heads, "--out", out, "--nodes", 6, "--prompts", prompts)
+    found = last(call("medusa-tree", *given, "--max-new-tokens", 24, *EAGER, "--json"))
     assert len(json.loads(out.read_text())) == found["nodes"] <= 6
     assert 1 <= float(str(found["expected_tau"])) <= 3
     assert 1 <= float(str(found["measured_tau"])) <= 3

@@ -10,6 +10,7 @@ import pytest
 from typer.main import get_group
 
 from paceline.cli import main
+from paceline.cli.options import numbers
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.placement.planning.instances import INSTANCES
@@ -23,8 +24,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif", "experiment tune"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
-    "--draft": [{"bench"}, {"cost", "plan-speed"}, {"export-hlo"}, {"experiment whatif"}, {"experiment regret"}],
-    "--drafter": [],
+    "--draft": [{"bench"}, {"cost"}, {"plan-speed"}, {"export-hlo"}, {"experiment whatif"}, {"experiment regret"}],
     "--k": [{"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, and fixed ones
     "--layout": [{"convert-eagle"}],
     "--learning-rate": [{"train eagle"}],
@@ -85,9 +85,25 @@ def test_old_names_stay() -> None:
         ("--tp-degree", "cost", "--tp"),
         ("--num-prompts", "bench", "--count"),
         ("--draft", "experiment whatif", "--drafter"),
+        ("--draft", "plan-speed", "--drafter"),
         ("--batch-sizes", "verify", "--batch-size"),
     ):
         assert old in OPTIONS[name][command].opts
+
+
+def test_options_of_sampling_and_models_tell_their_defaults() -> None:
+    """In the text, where the help shows none."""
+    told = {name: one["generate"] for name, one in OPTIONS.items() if "generate" in one}
+    panels = ("Sampling", "Model", "Drafting")
+    shown = {name: one for name, one in told.items() if one.rich_help_panel in panels and one.default is None}
+    assert len(shown) > 10 and [name for name, one in shown.items() if "Default: " not in one.help] == []
+
+
+def test_lists_of_numbers_are_written_alike() -> None:
+    assert numbers("1:4", "--k") == (1, 2, 3, 4) and numbers("2,8", "--k") == (2, 8) == numbers("2,8", "--k", least=2)
+    for text in ("1,2", "x", "", "4:2"):
+        with pytest.raises(ConfigurationError, match="--k: expected numbers from 2 on, got"):
+            numbers(text, "--k", least=2)
 
 
 def test_k_to_choose_among_is_written_auto() -> None:

@@ -1,4 +1,4 @@
-"""docs/results.md and its charts show what benchmarks/results holds, and the site builds."""
+"""docs/results.md, docs/study.md and their charts show what benchmarks/results holds, and the site builds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,28 +20,28 @@ def report() -> ModuleType:
         import report
 
         yield report
-    for name in ("report", "report_tables", "report_formats", "report_charts"):
+    for name in ("report", "report_tables", "report_charts", "study_tables"):
         sys.modules.pop(name, None)
 
 
 def test_the_page_shows_the_measurements(report: ModuleType) -> None:
-    reports = report.load()
+    reports, study = report.load(), json.loads(report.STUDY.read_text())
     for page in report.PAGES:
-        assert report.page(page.read_text(), reports) == page.read_text()
-    assert report.report_charts.stale(reports, report.IMAGES) == []
+        assert report.page(page.read_text(), reports, study) == page.read_text(), "make it again: make charts"
+    assert report.report_charts.stale(report.report_charts.due(reports, study), report.IMAGES) == []
 
 
 def test_a_mixture_of_machines_or_commits_is_refused(report: ModuleType, tmp_path: Path) -> None:
-    for name, commit in (("modes", "a"), ("pair", "b")):
+    for name, commit in (("modes", "a"), ("chat", "b")):
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": {}, "commit": commit, "modes": {}}))
-    with pytest.raises(SystemExit, match=r"differ in commit .*modes\.json.*pair\.json"):
+    with pytest.raises(SystemExit, match=r"differ in commit .*modes\.json.*chat\.json"):
         report.load(tmp_path)
 
 
 def test_a_missing_measurement_is_named_with_its_command(report: ModuleType) -> None:
-    page = report.page("<!-- report:targets -->\nold\n<!-- /report -->", {})
+    page = report.page("<!-- report:long -->\nold\n<!-- /report -->", {}, {})
     assert "old" not in page
-    assert "benchmarks/fused.py --part pair" in page
+    assert "benchmarks/long.py" in page
 
 
 def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) -> None:
@@ -75,13 +76,26 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
 
 
 def test_every_measurement_has_a_table(report: ModuleType) -> None:
-    shown = {name for needs, _ in report.ALL_TABLES.values() for name in needs}
+    shown = {name for needs, _ in report.TABLES.values() for name in needs}
     assert shown == set(report.COMMANDS)
     page, measured = "".join(page.read_text() for page in report.PAGES), report.load()
-    for name, (needs, _) in report.ALL_TABLES.items():
+    assert all(f"<!-- study:{name} -->" in page for name in report.BLOCKS)
+    for name, (needs, _) in report.TABLES.items():
         if f"<!-- report:{name} -->" not in page:  # then nothing was measured, and the page has the commands
             assert not any(need in measured for need in needs), name
             assert all(f"python {report.COMMANDS[need].split()[0]}" in page for need in needs), name
+
+
+def test_times_of_a_busy_machine_are_said_to_be_so(report: ModuleType) -> None:
+    speed, predictions = report.BLOCKS["speed"], report.BLOCKS["predictions"]
+    names = {"target": "a", "drafter": "b", "k": 2, "sampling": "greedy", "batch_size": 1, "speedup": 1.25}
+    cells: list[dict[str, Any]] = [{**names, "provenance": {"load": load, "cores": 2}} for load in (0.1, 5.0)]
+    assert "busy" not in speed({"cells": cells[:1]}) and "| 1.25 |" in speed({"cells": cells})
+    assert "1 of these 2 cells began on a busy machine" in speed({"cells": cells})
+    assert "Not measured" in speed({"cells": []})
+    check = {"label": "b, k 2", "predicted": 110.0, "measured": 100.0, "error": 0.1}
+    load = {"trace": "a, greedy, p 1", "batch_size": 1, "verdict": "speculate: b", "verified": [check]}
+    assert "| 110.0 | 100.0 | +10% |" in predictions({"predictions": [load]})
 
 
 @pytest.mark.full

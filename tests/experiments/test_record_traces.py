@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from paceline.core.errors import ConfigurationError, TraceError
+from paceline.core.errors import TraceError
 from paceline.experiments import record_traces, runner, trace
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.questions import Policy, ask, chain_policies, regret
-from paceline.experiments.record_traces import record_along
 from paceline.experiments.store import Store
 from paceline.experiments.trace import load_trace
 from paceline.experiments.tuned import verifying
@@ -135,11 +133,6 @@ def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
     assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0
 
 
-def test_who_reads_features_is_not_asked_without_the_target() -> None:
-    with pytest.raises(ConfigurationError, match="drafters: expected none that reads the target's hidden"):
-        record_along(SimpleNamespace(reads=object()), None, [], texts=[])  # type: ignore[arg-type]
-
-
 def test_regret_of_a_choice(home: Path) -> None:
     perturb(home / "other")
     (path,), _ = record(traced(home), home / "out")
@@ -164,7 +157,7 @@ def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.Mon
     """From a folder as scripts/study leaves it to every table of docs/study.md."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import study_figures
-    import study_page
+    import study_tables
 
     perturb(home / "other")
     (path,), _ = record(traced(home), home / "build" / "study-counts")
@@ -178,7 +171,6 @@ def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.Mon
     assert one["depths"]["draft"].keys() == {"1", "2"} and one["depths"]["ngram"].keys() == {"1", "2", "4", "6"}
     assert one["batches"]["draft"]["1"] == pytest.approx(one["drafters"]["draft"]["tokens_per_round"], rel=0.2)
     assert [rule["drafter"] for rule in figures["rules"]] == ["draft"] and figures["cells"] != []
-    blocks = "".join(f"<!-- study:{name} -->\n<!-- /study -->\n" for name in study_page.BLOCKS)
-    page = study_page.page(blocks, figures)
+    page = "\n".join(block(figures) for block in study_tables.BLOCKS.values())
     for said in ("| ngram | ", "| target | T = 1 | draft | ", "| target | draft | 3 | ", "recorded on"):
         assert said in page

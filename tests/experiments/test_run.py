@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from paceline.experiments.config import ExperimentConfig, PromptSet, load_config
 from paceline.experiments.prompts import load_prompts, read_prompts
 from paceline.experiments.questions import Policy, ask
 from paceline.experiments.record_traces import record_traces
-from paceline.experiments.runner import provenance
-from paceline.experiments.store import CellResult, Store, read_results
+from paceline.experiments.store import Store, read_results
 from paceline.experiments.trace import load_trace
 from paceline.text.tokenizer import load_tokenizer
 from tests.cli.calling import call
@@ -279,21 +276,3 @@ def test_cells_of_another_commit_are_kept_and_said(home: Path, tmp_path: Path) -
     assert "finished cells were made by another version: 1 by paceline" in said and "commit 0123abc" in said
     assert "to run all anew, name another folder or remove" in said
     assert json.loads(cell.read_text()) == values
-
-
-def test_the_calibration_refuses_cells_of_another_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    benchmarks = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(benchmarks))
-    calibration: Any = importlib.import_module("plan_speed")
-    arguments = [str(benchmarks / "plan_speed.py"), "--out", str(tmp_path), "--backend", "eager", "--minutes", "0"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    planned = runner.plan(calibration.experiment("eager", "bf16", tokens=64, repeats=2), None)
-    ours = CellResult(planned.cells[0].key, planned.cells[0].cell.names(), provenance=provenance())
-    Store(tmp_path).save(ours)
-    calibration.main()
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["finished"] == 1
-    Store(tmp_path).save(replace(ours, provenance={**ours.provenance, "git_commit": "0123abc"}))
-    with pytest.raises(SystemExit, match=r"1 by paceline .* commit 0123abc.*name another folder"):
-        calibration.main()

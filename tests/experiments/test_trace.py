@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,25 +12,23 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
-from paceline.engine.request import SamplingParams
+from paceline.engine.request import Request, SamplingParams
+from paceline.experiments.prompts import Prompt
 from paceline.experiments.questions import (
     Policy,
     ask,
     best_per_text,
     drafter_of,
-    parse_depths,
     search,
     search_thresholds,
 )
-from paceline.experiments.record_traces import joined, prompted, record_drafter, recorded_drafter
+from paceline.experiments.record_traces import record
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.trace import Trace, check_target, load_trace, save_trace
 from paceline.outputs import GenerationResult, Statistics
-from paceline.target.verifier import CompiledVerifier
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
 
@@ -51,20 +50,11 @@ def one_thread() -> None:
 
 def recorded(generator: SpeculativeGenerator, params: SamplingParams, *, prefixes: bool = True) -> Trace:
     """A trace of the drafter of a generator."""
-    drafter, target = generator.drafter, generator.target
-    rows = [(str(i), "any", ids) for i, ids in enumerate(PROMPTS[: len(params.seed)])]  # type: ignore[arg-type]
-    prompts = prompted(rows, params, generator.limits)
-    verifier = CompiledVerifier(target, drafter.draft_shape, rule=Match(), wide=False, reads=drafter.reads)
-    texts = record_drafter(drafter, verifier, prompts)
-    one = recorded_drafter("it", drafter, texts, draft="it", prefixes=prefixes)
-    about = {
-        "target": "tiny",
-        "fingerprint": "0",
-        "sampling": {},
-        "kv_buckets": target.kv_buckets,
-        "vocab_size": target.config.vocab_size,
-    }
-    return joined(about, [row.text for row in texts], [one], source={})
+    target, ids = generator.target, PROMPTS[: len(params.seed)]  # type: ignore[arg-type]
+    prompts = [Prompt(str(i), "any", tuple(row)) for i, row in enumerate(ids)]
+    texts, one = record(generator.drafter, target, prompts, requests=Request.batch(ids, params, generator.limits))
+    one = replace(one, name="it", prefixes=one.prefixes and prefixes)
+    return Trace("tiny", "0", {}, tuple(target.kv_buckets), target.config.vocab_size, texts, (one,), {})
 
 
 def real(generator: SpeculativeGenerator, params: SamplingParams) -> tuple[Statistics, list[list[int]]]:
@@ -195,7 +185,8 @@ def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Works
         (b"something else", "expected a trace"),
         (whole[:-9], "checksum"),
         (whole[:90] + bytes([whole[90] ^ 1]) + whole[91:], "checksum"),
-        (whole[:15] + b"\x09" + whole[16:], "a trace of version 3, got 9"),
+        (gzip.compress(b'{"version": 9}'), "a trace of version 4, got 9"),
+        (gzip.compress(b'{"version": 4, "trace": {}}'), "expected a trace, got another file"),
     ):
         path.write_bytes(data)
         with pytest.raises(TraceError, match=message):
@@ -217,7 +208,6 @@ def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
     chosen, best = best_per_text(answers)
     fewest = [min(answer.replayed.requests[i].num_rounds for answer in answers) for i in range(len(trace.texts))]
     assert best.num_rounds == sum(fewest) and len(chosen) == len(trace.texts)
-    assert parse_depths("1:4") == (1, 2, 3, 4) and parse_depths("2,8") == (2, 8)
 
 
 @pytest.mark.parametrize(("slope", "best"), [(0.01, 4), (3.0, 0)])

@@ -17,15 +17,14 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.checks import selftest
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
-from paceline.core.types import Commit
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.options import LoadOptions, decoder_options
 from paceline.eagle.tree import Chain
 from paceline.neuron import backend as neuron
-from paceline.target.verifier import CompiledVerifier
 from paceline.neuron import round_cost
+from paceline.target.verifier import CompiledVerifier
 from tests.decoder import batched
 from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL

@@ -238,7 +238,7 @@ def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
     assert load["verdict"].startswith("uncertain: shared cores: draft model, k 1, 8 cores is 1.")
     unread = call(*asked, "--acceptance", "0.9", "--batch-sizes", "many")
     assert unread.exit_code == 2
-    assert "--batch-sizes: expected numbers from 0 on, got 'many'" in " ".join(unread.stderr.split())
+    assert "--batch-sizes: expected numbers from 1 on, got 'many'" in " ".join(unread.stderr.split())
     refused = call(*asked, "--acceptance", "0.9", "--verify")
     assert refused.exit_code == 2 and "--verify: expected --experiment and" in " ".join(refused.stderr.split())
     assert "--acceptance: expected --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())

@@ -1,29 +1,15 @@
-"""The tables of docs/study.md and benchmarks/results/study.md, and their charts, from benchmarks/results/study.json.
+"""The tables of docs/study.md and benchmarks/results/study.md, from the figures in benchmarks/results/study.json.
 
-A block stands between `<!-- study:NAME -->` and `<!-- /study -->`; the text around it is written by hand. The page is
-made again without the traces; what the figures are asked of them is in `study_figures.py`.
-
-    python scripts/study_page.py --collect build/study    from the folders of scripts/study
-    python scripts/study_page.py [--check]                the page alone
+They are made again without the traces; what the figures are asked of them is in `study_figures.py`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import study_charts
-from report_tables import table
+from report_tables import number, table
 
-ROOT = Path(__file__).resolve().parents[1]
-FIGURES = ROOT / "benchmarks" / "results" / "study.json"
-PAGES = (ROOT / "docs" / "study.md", ROOT / "benchmarks" / "results" / "study.md")
-IMAGES = ROOT / "docs" / "images"
 BUSY = 1.0
 """Load of the machine, for each of its cores, above which a measured time is said to be of a busy machine."""
 
@@ -33,6 +19,12 @@ Figures = Mapping[str, Any]
 def _by_target(figures: Figures) -> Iterator[tuple[str, list[Figures]]]:
     for target in dict.fromkeys(one["target"] for one in figures["traces"]):
         yield target, [one for one in figures["traces"] if one["target"] == target]
+
+
+def _traces(figures: Figures) -> Iterator[tuple[str, str, Figures]]:
+    """Every trace with its target and its sampling."""
+    for target, traces in _by_target(figures):
+        yield from ((target, _sampling(one), one) for one in traces)
 
 
 def _sampling(trace: Figures) -> str:
@@ -52,42 +44,31 @@ def drafters(figures: Figures) -> str:
         columns = [_bold([one["drafters"].get(name, {}).get("tokens_per_round") for name in names]) for one in traces]
         rows = [(name, *(column[i] for column in columns)) for i, name in enumerate(names)]
         size = f"{traces[0]['texts']} texts, {', '.join(str(one['new_tokens']) for one in traces)} tokens"
-        parts.append(f"{target} ({size}):\n\n" + table(("drafter", *map(_sampling, traces)), rows))
+        parts.append(f"{target} ({size}):\n\n" + table(" | ".join(["drafter", *map(_sampling, traces)]), rows))
     return "\n\n".join(parts)
 
 
 def depths(figures: Figures) -> str:
     """Tokens a round against the number of drafted tokens."""
     rows = []
-    for target, traces in _by_target(figures):
-        for one in traces:
-            for name, known in one["depths"].items():
-                known = {int(k): value for k, value in known.items()}
-                rows.append((target, _sampling(one), name, *_plain(known.get(k) for k in _depths(figures))))
-    return table(("target", "sampling", "drafter", *(f"k = {k}" for k in _depths(figures))), rows)
-
-
-def _depths(figures: Figures) -> list[int]:
-    return sorted({int(k) for one in figures["traces"] for known in one["depths"].values() for k in known})
-
-
-def _plain(values: Iterator[float | None]) -> list[str]:
-    return ["" if value is None else f"{value:.2f}" for value in values]
+    every = sorted({k for one in figures["traces"] for known in one["depths"].values() for k in known}, key=int)
+    for target, sampling, one in _traces(figures):
+        for name, known in one["depths"].items():
+            rows.append((target, sampling, name, *(number(known.get(k)) for k in every)))
+    return table(" | ".join(["target | sampling | drafter", *(f"k = {k}" for k in every)]), rows)
 
 
 def categories(figures: Figures) -> str:
     """By kind of prompt, where a trace has more than one."""
     parts = []
-    for target, traces in _by_target(figures):
-        for one in traces:
-            if len(one["categories"]) < 2:
-                continue
+    for target, sampling, one in _traces(figures):
+        if len(one["categories"]) > 1:
             names = list(one["drafters"])
             rows = [
                 (kind, *_bold([one["drafters"][name]["by_category"][kind] for name in names]))
                 for kind in one["categories"]
             ]
-            parts.append(f"{target}, {_sampling(one)}, tokens a round:\n\n" + table(("prompts", *names), rows))
+            parts.append(f"{target}, {sampling}, tokens a round:\n\n" + table(" | ".join(["prompts", *names]), rows))
     return "\n\n".join(parts) or "Not recorded yet: `make study-counts`."
 
 
@@ -95,24 +76,20 @@ def batches(figures: Figures) -> str:
     """Rounds of plain decoding for one of speculative decoding, in batches."""
     rows = []
     sizes = sorted({int(size) for one in figures["traces"] for row in one["batches"].values() for size in row})
-    for target, traces in _by_target(figures):
-        for one in traces:
-            for name, row in one["batches"].items():
-                rows.append((target, _sampling(one), name, *_plain(row.get(str(size)) for size in sizes)))
-    return table(("target", "sampling", "drafter", *(f"batch {size}" for size in sizes)), rows)
+    for target, sampling, one in _traces(figures):
+        for name, row in one["batches"].items():
+            rows.append((target, sampling, name, *(number(row.get(str(size))) for size in sizes)))
+    return table(" | ".join(["target | sampling | drafter", *(f"batch {size}" for size in sizes)]), rows)
 
 
 def choice(figures: Figures) -> str:
     """What a choice at run time loses against the best fixed drafter, and wins against the worst."""
     rows = []
-    for target, traces in _by_target(figures):
-        for one in traces:
-            asked = one["choice"]
-            regrets = (f"{asked[f'regret_against_{who}']:+.0%}" for who in ("best_fixed", "worst_fixed"))
-            perfect = f"{asked['regret_against_a_perfect_choice']:+.0%}"
-            found = (asked["rounds"]["choice"], asked["best_fixed"], *regrets, perfect)
-            rows.append((target, _sampling(one), *found))
-    return table(("target", "sampling", "rounds", "best fixed", "against it", "the worst", "a perfect choice"), rows)
+    for target, sampling, one in _traces(figures):
+        asked, against = one["choice"], ("best_fixed", "worst_fixed", "a_perfect_choice")
+        regrets = (f"{asked[f'regret_against_{who}']:+.0%}" for who in against)
+        rows.append((target, sampling, asked["rounds"]["choice"], asked["best_fixed"], *regrets))
+    return table("target | sampling | rounds | best fixed | against it | the worst | a perfect choice", rows)
 
 
 def rules(figures: Figures) -> str:
@@ -122,7 +99,7 @@ def rules(figures: Figures) -> str:
         match, reject = one["match"], one["reject"]
         said = (f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in (match, reject))
         rows.append((one["target"], one["drafter"], one["k"], *said, f"{1 - match[0] / reject[0]:.0%}"))
-    head = ("target", "drafter", "k", "`match`", "`reject`", "given up by `match`")
+    head = "target | drafter | k | `match` | `reject` | given up by `match`"
     return table(head, rows) if rows else "Not run yet: `make study-counts`."
 
 
@@ -136,10 +113,8 @@ def speed(figures: Figures) -> str:
         return "Not measured yet: `make study`, on a quiet machine."
     loads = [one["provenance"]["load"] / one["provenance"]["cores"] for one in figures["cells"]]
     busy = sum(load > BUSY for load in loads)
-    said = (
-        f"\n\n{busy} of these {len(rows)} cells began on a busy machine (load above {BUSY:g} a core)." if busy else ""
-    )
-    return table(("target", "drafter", "k", "sampling", "batch", "times plain decoding"), rows) + said
+    said = f"\n\n{busy} of these {len(rows)} cells began on a busy machine (load above {BUSY:g} a core)."
+    return table("target | drafter | k | sampling | batch | times plain decoding", rows) + (said if busy else "")
 
 
 def predictions(figures: Figures) -> str:
@@ -154,7 +129,7 @@ def predictions(figures: Figures) -> str:
         for load in figures["predictions"]
         for one in load["verified"]
     ]
-    head = ("target", "load", "verdict", "what was run", "tokens/s predicted", "measured", "error")
+    head = "target | load | verdict | what was run | tokens/s predicted | measured | error"
     return table(head, rows) if rows else "Not measured yet: `make study`, on a quiet machine."
 
 
@@ -179,39 +154,3 @@ BLOCKS: dict[str, Callable[[Figures], str]] = {
     "predictions": predictions,
     "source": source,
 }
-
-
-def page(text: str, figures: Figures) -> str:
-    """The page with its blocks made anew; a marker with an unknown name is a KeyError."""
-    return re.sub(
-        r"(<!-- study:(\w+) -->\n).*?(<!-- /study -->)",
-        lambda match: f"{match[1]}\n{BLOCKS[match[2]](figures)}\n\n{match[3]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
-def main() -> int:
-    """Write or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", type=Path, help="folder of scripts/study, whose figures are kept")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is out of date")
-    options = parser.parse_args()
-    if options.collect is not None:
-        from study_figures import collect
-
-        FIGURES.write_text(json.dumps(collect(options.collect), indent=1) + "\n")
-    figures = json.loads(FIGURES.read_text())
-    texts = {path: page(path.read_text(), figures) for path in PAGES}
-    if options.check:
-        stale = [path for path, text in texts.items() if text != path.read_text()]
-        return int(bool(stale or study_charts.stale(figures, IMAGES)))
-    for path, text in texts.items():
-        path.write_text(text)
-    if study_charts.stale(figures, IMAGES):
-        study_charts.draw(figures, IMAGES)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
