@@ -118,7 +118,8 @@ class ModelServer:
                     if all(answer.ended) or (update.ended and update.error is None):
                         yield StreamChunk(data + answer.end(), answer.sent, last=True)
                         return
-                    self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
+                    if ended := [index for index, is_over in enumerate(answer.ended) if is_over]:
+                        self._engine.leave(call.ticket, ended)
                     if data:
                         yield StreamChunk(data, answer.sent)
                     update = await updates.next()
