@@ -260,7 +260,7 @@ def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> Non
     @app.post(f"{_MODELS}/pin", openapi_extra=_post_schema(PinAction))
     async def pin(request: Request) -> Response:
         """Pin a model in memory, or unpin it."""
-        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
+        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, action.pinned))
 
 
 @asynccontextmanager
@@ -365,7 +365,7 @@ async def answer(
     try:
         first = await source.next()
         if isinstance(first, Failed):
-            raise first.error()
+            raise first.error
         assert isinstance(first, StreamStart)
         about["prompt_tokens"] = first.prompt_tokens
         if generation.stream:
@@ -387,7 +387,7 @@ async def _body(source: Items, about: dict[str, Any]) -> Response:
     while True:
         item = await source.next()
         if isinstance(item, Failed):
-            raise item.error()
+            raise item.error
         if isinstance(item, StreamChunk):
             about["completion_tokens"] = sum(item.sent)
             if item.last:
@@ -412,7 +412,7 @@ class EventStream(Response):
                 if item is None:
                     await send(_part(PING))
                 elif isinstance(item, Failed):
-                    raise item.error()
+                    raise item.error
                 elif isinstance(item, StreamChunk):
                     self._about["completion_tokens"] = sum(item.sent)
                     if item.data or item.last:  # the end goes with the last piece: each is a message between processes
@@ -433,7 +433,7 @@ class EventStream(Response):
         try:
             return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
         except RefusedError as error:
-            return Failed.of(error)
+            return Failed(error)
 
 
 def _part(data: bytes, *, more: bool = True) -> Message:

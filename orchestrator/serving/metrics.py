@@ -198,7 +198,7 @@ class RequestTimes:
         if isinstance(item, StreamStart) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)
         elif isinstance(item, Failed):
-            metrics.add("paceline:requests_failed", 1, status=str(item.status))
+            metrics.add("paceline:requests_failed", 1, status=str(item.error.status))
         elif isinstance(item, StreamChunk):
             now, total = monotonic(), sum(item.sent)
             if self._first is None:

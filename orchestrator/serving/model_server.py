@@ -128,7 +128,7 @@ class ModelServer:
             lost, cause = isinstance(error, BackendError | PlacementError), None
             if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
                 cause = error
-            yield Failed.of(refusal(error, request.prompt_field), lost=lost, cause=cause)
+            yield Failed(refusal(error, request.prompt_field), lost, cause)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """Tokenize a request; see `ModelRouter`."""
@@ -280,7 +280,7 @@ class LocalRouter:
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
         server = self._servers.get(request.model)
         if server is None:
-            yield Failed.of(model_not_found(request.model, list(self._servers)))
+            yield Failed(model_not_found(request.model, list(self._servers)))
             return
         async for item in server.stream(request, context):
             yield item
@@ -531,14 +531,10 @@ def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | 
 def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
     if constraint.json_object is not None:
         return StructuredOutput("json_object") if constraint.json_object else None
-    if constraint.json_schema is not None:
-        schema = constraint.json_schema
-        return StructuredOutput("json_schema", str(schema).lower() if isinstance(schema, bool) else schema)
-    if constraint.regex is not None:
-        return StructuredOutput("regex", constraint.regex)
-    if constraint.choice is not None:
-        return StructuredOutput("choice", constraint.choice)
-    return StructuredOutput("grammar", constraint.grammar)
+    for kind in ("json_schema", "regex", "choice", "grammar"):
+        if (value := getattr(constraint, kind)) is not None:
+            break
+    return StructuredOutput(kind, str(value).lower() if isinstance(value, bool) else value)
 
 
 def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ from paceline.serving.replica import (
     model_deployment,
 )
 from paceline.serving.serve_lifecycle import ServeLifecycle, Service, actor_name
-from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
+from paceline.serving.serve_router import RECOVERY_S, ServeRouter
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
@@ -177,7 +177,7 @@ class Ingress:
             service, needed=comes_and_goes, keys=None if settings.max_requests_per_key is None else self._keys
         )
         self._router = ServeRouter(
-            {name: ModelRoute(handles[name]) if name in handles else service.route(name) for name in service.groups},
+            {name: handles[name] if name in handles else service.handle(name) for name in service.groups},
             lifecycle=self._lifecycle,
             resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s),
             reader=own_name(),

@@ -115,28 +115,14 @@ class StreamChunk:
 class Failed:
     """Last item of a response that cannot be completed.
 
+    error  returned to the client
     lost   not caused by the request; another server may succeed
     cause  exception to raise in the program, for a `TokenRequest`
     """
 
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after_s: float | None = None
+    error: RefusedError
     lost: bool = False
     cause: Exception | None = None
-
-    @classmethod
-    def of(cls, error: RefusedError, *, lost: bool = False, cause: Exception | None = None) -> Failed:
-        """Convert an error to an item."""
-        return cls(error.status, error.message, error.param, error.code, error.retry_after_s, lost, cause)
-
-    def error(self) -> RefusedError:
-        """Convert the item to an error."""
-        return RefusedError(
-            self.status, self.message, param=self.param, code=self.code, retry_after_s=self.retry_after_s
-        )
 
 
 Item = StreamStart | StreamChunk | Failed

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.outputs import Statistics
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
+from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.shared_engine import EngineFigures
@@ -30,7 +31,7 @@ def filled(engine: str = "a") -> MetricSet:
         [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
         metrics,
     )
-    consume([Failed(400, "no")], metrics)
+    consume([Failed(RefusedError(400, "no"))], metrics)
     metrics.finished([RequestTiming(0.5, 0.25, 2.0), RequestTiming(1.5, 0.25, 4.0)])
     return metrics
 
