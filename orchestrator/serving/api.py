@@ -37,11 +37,10 @@ from paceline.serving.middleware import (
     api_key,
     refused_response,
 )
-from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import ModelField, Strict, read_body
 from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.serving.page.files import add_page
 from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import DONE, event

@@ -15,11 +15,10 @@ import pytest
 from paceline.core.errors import ConfigurationError
 from paceline.serving.api import create_app
 from paceline.serving.model_server import LocalRouter, sampling_params
-from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import ApiSettings
 from tests.serving.edge import chat_tokenizer, running, scripted

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from pydantic import Field, model_validator
 
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
-    CountField,
-    IgnoredFields,
+    GenerationFields,
     ModelField,
-    ResponseFormat,
-    SamplingFields,
-    StopField,
-    StreamFields,
     Strict,
-    StructuredOutputs,
-    StructureFields,
-    one_structure,
+    TokenId,
     refuse_media,
     refuse_strict_by_choice,
 )
@@ -125,27 +118,53 @@ class Prediction(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
+class TemplateFields(Strict):
+    """Input of a chat template beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=128, description="a list of functions")] = []
+    add_generation_prompt: Annotated[
+        bool, Field(description="true or false; whether the template begins the assistant's turn")
+    ] = True
+    continue_final_message: Annotated[
+        bool, Field(description="true or false; whether the output continues the last message")
+    ] = False
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="an object with further arguments of the chat template")
+    ] = {}
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the template begins the assistant's turn."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def tools_offered(self) -> list[Tool]:
+        """Tools that the template shows to the model."""
+        return self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Further variables of the template."""
+        return self.chat_template_kwargs
+
+
+class ChatRequest(GenerationFields, TemplateFields):
     """Request for a response to a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and
     overrides it.
     """
 
     prompt_field: ClassVar[str] = "messages"
 
-    model: ModelField
     messages: Annotated[
         list[Message],
         Field(min_length=1, max_length=4096, description="a list of messages that have a role and a content"),
     ]
     max_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
-    stop: StopField = []
-    n: CountField = 1
     logprobs: Annotated[bool, Field(description="true or false")] = False
     top_logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
     ] = None
-    tools: Annotated[list[Tool], Field(max_length=128, description="a list of functions")] = []
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
@@ -157,9 +176,6 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     function_call: Annotated[Literal["none", "auto"], Field(description="null (give tool_choice, the newer name)")] = (
         "none"
     )
-    response_format: Annotated[
-        ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
-    ] = ResponseFormat(type="text")
     prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a string')] = (
         None
     )
@@ -169,15 +185,6 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     audio: Annotated[None, Field(description="null (audio is not supported)")] = None
     web_search_options: Annotated[None, Field(description="null (web search is not supported)")] = None
     reasoning_effort: Annotated[str | None, Field(description="a string, which the chat template may read")] = None
-    add_generation_prompt: Annotated[
-        bool, Field(description="true or false; whether the template begins the assistant's turn")
-    ] = True
-    continue_final_message: Annotated[
-        bool, Field(description="true or false; whether the output continues the last message")
-    ] = False
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Field(description="an object with further arguments of the chat template")
-    ] = {}
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -205,11 +212,6 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
             )
         refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
-
-    @property
-    def opens_turn(self) -> bool:
-        """Whether the template begins the assistant's turn."""
-        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -242,6 +244,57 @@ class ChatRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
         return {tool.function.name: tool.function.parameters for tool in self.tools_offered}
 
     @property
-    def structured(self) -> StructuredOutputs | None:
-        """Structure that the output must have."""
-        return one_structure(self.response_format, self.structured_outputs)
+    def template_kwargs(self) -> dict[str, Any]:
+        """Further variables of the template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
+
+class TokenizeRequest(TemplateFields):
+    """POST /tokenize, as vLLM has it: the ids of a text (``prompt``) or of a conversation; one of them is given."""
+
+    model: ModelField
+    prompt: Annotated[str | None, Field(description="a string")] = None
+    messages: Annotated[
+        list[Message] | None, Field(min_length=1, max_length=4096, description="a list of messages")
+    ] = None
+    add_special_tokens: Annotated[bool, Field(description="true or false")] = True
+    return_token_strs: Annotated[bool, Field(description="true or false")] = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages, got both or neither; give one")
+        other = (
+            {"add_special_tokens"}
+            if self.prompt is None
+            else {"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+        )
+        if given := sorted(
+            other & self.model_fields_set - ({"add_special_tokens"} if not self.add_special_tokens else set())
+        ):
+            of = "messages, whose template has them" if self.prompt is None else "a prompt, which no template reads"
+            raise ValueError(f"{given[0]}: has no effect on {of}; omit it")
+        return self
+
+
+class TokenizeResponse(Strict):
+    """The ids, how many there are, and how many the model can read."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize: the text of ids, special tokens included."""
+
+    model: ModelField
+    tokens: Annotated[list[TokenId], Field(description="a list of ids")]
+
+
+class DetokenizeResponse(Strict):
+    """The text."""
+
+    prompt: str

@@ -6,20 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from paceline.serving.openai.fields import (
-    MAX_LOGPROBS,
-    CountField,
-    IgnoredFields,
-    ModelField,
-    ResponseFormat,
-    SamplingFields,
-    StopField,
-    StreamFields,
-    StructuredOutputs,
-    StructureFields,
-    TokenId,
-    one_structure,
-)
+from paceline.serving.openai.fields import MAX_LOGPROBS, GenerationFields, TokenId
 from paceline.serving.refused import RefusedError
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
@@ -36,22 +23,19 @@ def _not_empty(value: Prompt) -> Prompt:
     return value
 
 
-class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFields):
+class CompletionRequest(GenerationFields):
     """Request to continue prompts. Without a seed it gets one when it is parsed, so that its response can be
     resumed.
     """
 
     prompt_field: ClassVar[str] = "prompt"
 
-    model: ModelField
     prompt: Annotated[
         str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(max_length=MAX_PROMPTS)],
         AfterValidator(_not_empty),
         Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
-    stop: StopField = []
-    n: CountField = 1
     echo: Annotated[bool, Field(description="true or false")] = False
     suffix: Annotated[
         Literal[""], Field(description="an empty string (insertion before a suffix is not supported)")
@@ -60,9 +44,6 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
     ] = None
     prediction: Annotated[None, Field(description="null (it is a field of chat completions)")] = None
-    response_format: Annotated[
-        ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
-    ] = ResponseFormat(type="text")
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
@@ -100,8 +81,3 @@ class CompletionRequest(SamplingFields, StreamFields, StructureFields, IgnoredFi
     def prompt_logprobs_wanted(self) -> int | None:
         """The same for the tokens of a prompt that is repeated."""
         return self.logprobs if self.echo else None
-
-    @property
-    def structured(self) -> StructuredOutputs | None:
-        """Structure that the output must have."""
-        return one_structure(self.response_format, self.structured_outputs)

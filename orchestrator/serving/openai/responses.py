@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.fields import (
+    IgnoredFields,
     ModelField,
     SamplingFields,
     Strict,
@@ -132,7 +133,7 @@ class ResponsesStreamOptions(Strict):
     include_usage: bool = True
 
 
-class ResponsesRequest(SamplingFields, StructureFields):
+class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
     """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
 
     prompt_field: ClassVar[str] = "input"
@@ -158,7 +159,7 @@ class ResponsesRequest(SamplingFields, StructureFields):
     top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
     stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
-    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
+    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False  # type: ignore[assignment]
     previous_response_id: Annotated[
         None, Field(description="null (responses are not stored; send the whole conversation as input)")
     ] = None
@@ -170,11 +171,6 @@ class ResponsesRequest(SamplingFields, StructureFields):
     )
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     max_tool_calls: Annotated[None, Field(description="null (OpenAI's own tools are not supported)")] = None
-    metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
-    user: Annotated[str, Field(description="a text")] = ""
-    service_tier: Annotated[str, Field(description="a text")] = ""
-    safety_identifier: Annotated[str, Field(description="a text")] = ""
-    prompt_cache_key: Annotated[str, Field(description="a string")] = ""
 
     @model_validator(mode="after")
     def _check_stream(self) -> ResponsesRequest:
