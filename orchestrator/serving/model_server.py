@@ -33,9 +33,17 @@ from paceline.serving.openai.chat import (
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import FURTHER, StructuredOutputs
 from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.parsers.base import Parser, PlainText
-from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
-from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
+from paceline.serving.parsers import (
+    JsonListParser,
+    NamedCallParser,
+    OneCallParser,
+    Parser,
+    ReasoningParser,
+    ReasoningRow,
+    ToolFormat,
+    reasoning_of,
+    tool_format,
+)
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.render.answer import (
     AcceptanceMetrics,
@@ -232,7 +240,7 @@ class ModelServer:
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
         """Return the parser of reasoning and tool calls in the text of one choice."""
-        parser: Parser = PlainText()
+        parser: Parser = Parser()
         if not isinstance(request, ChatRequest):
             return parser
         if isinstance(request.tool_choice, NamedTool):

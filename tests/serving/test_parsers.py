@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.serving.parsers.base import Delta, Parser, PlainText
-from paceline.serving.parsers.reasoning import REASONING, ReasoningParser
-from paceline.serving.parsers.tools import (
+from paceline.serving.parsers import (
+    REASONING,
+    Delta,
     HermesParser,
     JsonListParser,
     LlamaJsonParser,
     MistralParser,
     NamedCallParser,
+    Parser,
     PythonicParser,
     Qwen3CoderParser,
+    ReasoningParser,
     tool_format,
 )
 from paceline.serving.render.answer import ChoiceText, Step
@@ -118,7 +120,7 @@ def test_reasoning_cut_anywhere(row: object) -> None:
         (start[:-1], False, "", start[:-1]),
     ):
         for pieces in cuts(text):
-            found = read(ReasoningParser(row, PlainText(), started=started), pieces)  # type: ignore[arg-type]
+            found = read(ReasoningParser(row, Parser(), started=started), pieces)  # type: ignore[arg-type]
             assert (found.reasoning, found.content) == (thought, answer), pieces
 
 

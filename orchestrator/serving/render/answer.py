@@ -13,7 +13,7 @@ from paceline.core.types import TokenLogprobs
 from paceline.outputs import RequestOutput
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta
+from paceline.serving.parsers import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
 

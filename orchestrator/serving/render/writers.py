@@ -8,7 +8,7 @@ from itertools import count
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import NamedFunction, ResponsesRequest
-from paceline.serving.parsers.base import ToolCallDelta
+from paceline.serving.parsers import ToolCallDelta
 from paceline.serving.render.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
 
 BytesOf = Callable[[int], bytes]
