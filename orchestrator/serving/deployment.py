@@ -39,9 +39,9 @@ from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
+from paceline.serving.answer import read_outputs
 from paceline.serving.ray_guard import running_address
 from paceline.serving.refused import QUEUE_FULL, RefusedError
-from paceline.serving.render.answer import read_outputs
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, TokenRequest
 from paceline.serving.serve_router import ServeRouter, handle_to
@@ -280,7 +280,7 @@ class Stream:
         except CancelledError:
             if self._over:
                 return
-            item = Failed(RefusedError(503, "the models were stopped"), lost=True)
+            item = Failed(RefusedError(503, "the models were stopped; launch them again"), lost=True)
         if item is None or isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last):
             self._over = True
         if isinstance(item, Failed):

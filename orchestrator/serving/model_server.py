@@ -19,20 +19,26 @@ from typing import Any
 from paceline.core.detokenizer import Decodes, Tokenizer
 from paceline.core.errors import BackendError, CheckpointError, PacelineError, PlacementError
 from paceline.engine.request import Request, SamplingParams, TargetLimits
-from paceline.serving.openai.chat import (
+from paceline.serving.answer import (
+    AcceptanceMetrics,
+    Answer,
+    AnswerWriter,
+    ChoiceRenderer,
+    TokenAnswer,
+)
+from paceline.serving.openai.fields import FURTHER, StructuredOutputs
+from paceline.serving.openai.requests import (
     ChatRequest,
+    CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     Message,
     NamedTool,
-    TemplateFields,
+    ResponsesRequest,
     TokenizeRequest,
     TokenizeResponse,
     Tool,
 )
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.fields import FURTHER, StructuredOutputs
-from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.parsers import (
     JsonListParser,
     NamedCallParser,
@@ -45,14 +51,6 @@ from paceline.serving.parsers import (
     tool_format,
 )
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
-from paceline.serving.render.answer import (
-    AcceptanceMetrics,
-    Answer,
-    AnswerWriter,
-    ChoiceRenderer,
-    TokenAnswer,
-)
-from paceline.serving.render.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -65,6 +63,7 @@ from paceline.serving.router import (
     TextRequest,
     TokenRequest,
 )
+from paceline.serving.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
@@ -166,7 +165,7 @@ class ModelServer:
         if request.messages is None:
             ids = self._tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
         else:
-            text = _chat_text(self._tokenizer, request, request.messages, self._format)
+            text = _chat_text(self._tokenizer, request, self._format)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         texts = [token_text(self._token_bytes(token)) for token in ids] if request.return_token_strs else None
         return TokenizeResponse(
@@ -394,7 +393,7 @@ def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Req
 
 def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> RequestPrompts:
     """Render and tokenize the prompt of a chat."""
-    text = _chat_text(tokenizer, request, request.messages, form)
+    text = _chat_text(tokenizer, request, form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
     if row is None:
         return RequestPrompts(ids)
@@ -406,7 +405,7 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
     return RequestPrompts(ids, in_reasoning=opened, reasoning=markers)
 
 
-def _chat_text(tokenizer: Tokenizer, request: TemplateFields, messages: Sequence[Message], form: ChatFormat) -> str:
+def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, form: ChatFormat) -> str:
     """Render a conversation as the text that the model reads.
 
     Raises:
@@ -426,7 +425,7 @@ def _chat_text(tokenizer: Tokenizer, request: TemplateFields, messages: Sequence
                 param="chat_template_kwargs",
             )
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in request.tools_offered] or None
-    turns = for_template([_as_dict(message) for message in messages], form.in_parts)
+    turns = for_template([_as_dict(message) for message in request.messages or ()], form.in_parts)
     opened = {"add_generation_prompt": request.opens_turn, "continue_final_message": request.continue_final_message}
     kwargs = {**request.template_kwargs, **opened}
     try:

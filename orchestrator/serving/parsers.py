@@ -96,7 +96,7 @@ class StateParser(Parser):
         return Delta(self._take())
 
     def _around(self, text: str) -> Delta:
-        """Return text outside of calls; spaces behind one are left out."""
+        """Return text outside of calls; spaces after one are left out."""
         return Delta(text if text.strip() or not self.calls else "")
 
 
@@ -301,7 +301,7 @@ class HermesParser(_JsonCallsParser):
 
 
 class LlamaJsonParser(_JsonCallsParser):
-    """Llama 3's format: {"name": ..., "parameters": {...}} without text, several after each other or with ";" between."""
+    """Llama 3's format: {"name": ..., "parameters": {...}} alone, or several with ";" or nothing between."""
 
     def __init__(self) -> None:
         super().__init__(self._before)

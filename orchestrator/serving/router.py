@@ -14,15 +14,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from paceline.serving.openai.chat import (
+from paceline.serving.openai.requests import (
     ChatRequest,
+    CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
+    ResponsesRequest,
     TokenizeRequest,
     TokenizeResponse,
 )
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
 
@@ -106,7 +106,7 @@ class StreamChunk:
     """Part of a response that can be sent as it is.
 
     data  with ``stream``: finished server-sent events, zero or more. Else empty, until the last chunk has the body.
-          For a `TokenRequest`: outputs, as `paceline.serving.render.answer.read_outputs` reads them
+          For a `TokenRequest`: outputs, as `paceline.serving.answer.read_outputs` reads them
     sent  total tokens of each choice up to this chunk: the number that another server skips if this one is lost
     last  whether the response is complete
     """

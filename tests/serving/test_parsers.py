@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.serving.answer import ChoiceText, Step
 from paceline.serving.parsers import (
     REASONING,
     Delta,
@@ -21,7 +22,6 @@ from paceline.serving.parsers import (
     ReasoningParser,
     tool_format,
 )
-from paceline.serving.render.answer import ChoiceText, Step
 
 Calls = list[tuple[str, object]]
 

@@ -15,8 +15,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from paceline.core.errors import WorkerError
 from paceline.serving import serve_router
-from paceline.serving.openai.chat import TokenizeRequest
-from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.requests import CompletionRequest, TokenizeRequest
 from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
 from paceline.serving.serve_router import ServeRouter

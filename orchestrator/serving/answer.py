@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 from paceline.core.types import TokenLogprobs
 from paceline.outputs import RequestOutput
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.requests import ChatRequest, CompletionRequest
 from paceline.serving.parsers import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
