@@ -46,9 +46,7 @@ from paceline.serving.parsers import (
     Parser,
     ReasoningParser,
     ReasoningRow,
-    ToolFormat,
     reasoning_of,
-    tool_format,
 )
 from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.router import (
@@ -63,6 +61,7 @@ from paceline.serving.router import (
     TextRequest,
     TokenRequest,
 )
+from paceline.serving.tool_formats import ToolFormat, tool_format
 from paceline.serving.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +169,12 @@ class ReasoningParser(StateParser):
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*\{\s*(?:"(?:type|tool_call_id)"\s*:\s*"[^"]*"\s*,\s*)?"(?:tool_)?name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
 
-class _JsonValue:
+class JsonValue:
     """Extent of one JSON object or array in a growing text."""
 
     def __init__(self) -> None:
@@ -203,11 +202,12 @@ class _JsonValue:
 class _JsonCall:
     """One call in a growing text. Its arguments are returned as they are generated if they come after the name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keyed: bool = False) -> None:
         self.text = ""
-        self._value = _JsonValue()
+        self._keyed = keyed  # {name: arguments}
+        self._value = JsonValue()
         self._name: str | None = None
-        self._arguments: _JsonValue | None = None
+        self._arguments: JsonValue | None = None
         self._done = False
 
     def end(self, text: str) -> int | None:
@@ -221,14 +221,14 @@ class _JsonCall:
             return Delta()
         name = None
         if self._arguments is None:
-            head = _HEAD.match(self.text)
+            head = None if self._keyed else _HEAD.match(self.text)
             if head is None:
                 return Delta()
             try:
                 self._name = name = json.loads(head[1])
             except ValueError:
                 return Delta()
-            self._arguments = _JsonValue()
+            self._arguments = JsonValue()
             text = self.text[head.end() :]
         end = self._arguments.end(text)
         self._done = end is not None
@@ -242,19 +242,26 @@ class _JsonCall:
             call = json.loads(self.text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        if self._keyed and isinstance(call, dict) and len(call) == 1:
+            ((name, arguments),) = call.items()
+            call = {"name": name, "arguments": arguments}
+        name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
+        if not isinstance(name, str):
             return None
         arguments = call.get("arguments", call.get("parameters", {}))
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return Delta(tool_calls=(ToolCallDelta(index, call["name"], written),))
+        return Delta(tool_calls=(ToolCallDelta(index, name, written),))
 
 
 class _JsonCallsParser(StateParser):
     """Base of parsers of calls as JSON. ``between``: the state outside of them."""
 
+    keyed = False
+    """Whether a call is {name: arguments}."""
+
     def __init__(self, between: State) -> None:
         super().__init__(between)
-        self._between, self._call = between, _JsonCall()
+        self._between, self._call = between, _JsonCall(keyed=self.keyed)
 
     def flush(self) -> Delta:
         if self._state == self._object:
@@ -269,7 +276,7 @@ class _JsonCallsParser(StateParser):
 
     def _finish(self) -> Delta:
         """End the call; return its rest, or its text if it is none."""
-        call, self._call, self._state = self._call, _JsonCall(), self._between
+        call, self._call, self._state = self._call, _JsonCall(keyed=self.keyed), self._between
         if (delta := call.finish(self.calls)) is None:
             return self._no_call(call.text)
         self.calls += 1
@@ -341,7 +348,40 @@ _HEAD_END = ("[CALL_ID]", "[ARGS]")
 _NAME = re.compile(r"[\w.\-]+")
 
 
-class MistralParser(_JsonCallsParser):
+class MarkedListParser(_JsonCallsParser):
+    """A marker and calls as JSON, in a list or not, with text around: Command R7B, Granite 3, Nemotron Nano.
+
+    start, end  the markers; without an end the list's bracket ends it
+    """
+
+    def __init__(self, start: str, end: str = "") -> None:
+        super().__init__(self._list)
+        self._start, self._end = start, end
+        self._state = self._text
+
+    def flush(self) -> Delta:
+        if self._state == self._object:
+            return self._finish()
+        held = self._take()
+        return Delta(held if self._state == self._text else "")
+
+    def _text(self) -> Delta:
+        """Outside of calls."""
+        return self._around(self._take_until(self._start, self._list))
+
+    def _list(self) -> Delta:
+        """Inside a list, between calls."""
+        begun = self._held.lstrip(" \n\t,")
+        if begun.startswith("{"):
+            self._held, self._state = begun, self._object
+        elif begun.startswith(self._end or "]"):
+            self._held, self._state = begun[len(self._end or "]") :], self._text
+        elif not self._end.startswith(begun):
+            self._held = begun[1:]  # a bracket, or unexpected text
+        return Delta()
+
+
+class MistralParser(MarkedListParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}, any number of the latter.
 
     The first form is that of tokenizers up to version 7, the second that of version 11 and later, where version 11 has
@@ -349,17 +389,13 @@ class MistralParser(_JsonCallsParser):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._list)
-        self._state = self._text
-        self._value = _JsonValue()
+        super().__init__(_TOOL_CALLS)
+        self._value = JsonValue()
 
     def flush(self) -> Delta:
-        if self._state == self._object:
-            return self._finish()
-        held = self._take()
         if self._state == self._head:
-            return Delta(_TOOL_CALLS + held)
-        return Delta(held if self._state == self._text else "")
+            return Delta(_TOOL_CALLS + self._take())
+        return super().flush()
 
     def _text(self) -> Delta:
         """Outside of calls."""
@@ -383,7 +419,7 @@ class MistralParser(_JsonCallsParser):
         if not _NAME.fullmatch(name):  # not a call
             self._state = self._text
             return Delta(_TOOL_CALLS + before)
-        self._state, self._value = self._arguments, _JsonValue()
+        self._state, self._value = self._arguments, JsonValue()
         return Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
 
     def _arguments(self) -> Delta:
@@ -395,111 +431,6 @@ class MistralParser(_JsonCallsParser):
             self.calls, self._state = self.calls + 1, self._text
         return delta
 
-    def _list(self) -> Delta:
-        """Inside a list, between calls."""
-        begun = self._held.lstrip(" \n\t,")
-        if begun.startswith("]"):
-            self._held, self._state = begun[1:], self._text
-        elif begun.startswith("{"):
-            self._held, self._state = begun, self._object
-        else:
-            self._held = begun[1:]
-        return Delta()
-
-
-_FUNCTION, _PARAMETER = "<function=", "<parameter="
-_PARAMETER_END, _FUNCTION_END = "</parameter>", "</function>"
-
-_Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of the parameters of each function, by the function's name."""
-
-
-class Qwen3CoderParser(StateParser):
-    """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>, any number, with text around.
-
-    A value has no quotes: the function's schema says whether it is text. Models sometimes omit the outer tags.
-    """
-
-    def __init__(self, schemas: _Schemas) -> None:
-        super().__init__(self._text)
-        self._schemas = schemas
-        self._properties: Mapping[str, Any] = {}
-        self._parameters = 0
-
-    def flush(self) -> Delta:
-        return Delta(self._take() if self._state == self._text else "")
-
-    def _text(self) -> Delta:
-        """Outside of calls."""
-        places = [(place, tag) for tag in (_OPEN, _FUNCTION) if (place := self._held.find(tag)) >= 0]
-        uncertain = max(overlap(self._held, tag) for tag in (_OPEN, _FUNCTION))
-        place, tag = min(places, default=(len(self._held) - uncertain, ""))
-        delta = self._around(self._take(place))
-        inner = self._held[len(_OPEN) :].lstrip() if tag == _OPEN else self._held
-        if tag and not inner.startswith(_FUNCTION):
-            if _FUNCTION.startswith(inner):
-                return delta  # it may become a call
-            self._held = self._held[len(_OPEN) :]
-            return delta + Delta(_OPEN)
-        if not tag or (end := inner.find(">")) < 0:
-            return delta
-        name = inner[len(_FUNCTION) : end].strip()
-        self._properties = self._schemas.get(name, {}).get("properties", {})
-        self._held, self._state, self._parameters = inner[end + 1 :], self._function, 0
-        return delta + Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
-
-    def _function(self) -> Delta:
-        """Inside a call, between its parameters."""
-        begun = self._held.lstrip()
-        if begun.startswith(_FUNCTION_END):
-            self._held, self._state, self.calls = begun[len(_FUNCTION_END) :], self._after, self.calls + 1
-            return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
-        if not begun.startswith(_PARAMETER):
-            if begun and not _PARAMETER.startswith(begun) and not _FUNCTION_END.startswith(begun):
-                self._held = begun[1:]  # unexpected text
-            return Delta()
-        name, closed, value = begun[len(_PARAMETER) :].partition(">")
-        value, ended, rest = value.partition(_PARAMETER_END)
-        if not closed or not ended:
-            return Delta()
-        name, self._held, self._parameters = name.strip(), rest, self._parameters + 1
-        written = _json(value.removeprefix("\n").removesuffix("\n"), self._properties.get(name, {}))
-        text = f"{', ' if self._parameters > 1 else ''}{json.dumps(name, ensure_ascii=False)}: {written}"
-        return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
-
-    def _after(self) -> Delta:
-        """Parse the text after a call, where its outer tag may be closed."""
-        begun = self._held.lstrip()
-        if begun.startswith(_CLOSE):
-            self._held, self._state = begun[len(_CLOSE) :], self._text
-        elif not _CLOSE.startswith(begun):
-            self._state = self._text
-        return Delta()
-
-
-def _json(value: str, schema: Mapping[str, Any]) -> str:
-    """Return a value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
-    kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "$ref"} else ())
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        kinds |= {other["type"]} if isinstance(other.get("type"), str) else set()
-    text = json.dumps(value, ensure_ascii=False)
-    if value.strip().lower() in ("null", "none") and "null" in kinds:
-        return "null"
-    if "string" in kinds:
-        return text
-    if "boolean" in kinds and value.strip().lower() in ("true", "false"):
-        return value.strip().lower()
-    try:
-        json.loads(value, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return text
-    return value.strip()
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"expected JSON, got {constant}; write null or a string")
-
 
 class PythonicParser(StateParser):
     """Llama 3.2's and 4's format: a Python list of calls, [f(a=1), g(b="x")]. They are returned when it is complete."""
@@ -509,7 +440,7 @@ class PythonicParser(StateParser):
 
     def flush(self) -> Delta:
         text = self._take()
-        calls = _python_calls(text.strip())
+        calls = python_calls(text.strip())
         return Delta(text) if calls is None else Delta(tool_calls=calls)
 
     def _before(self) -> Delta:
@@ -549,40 +480,7 @@ class OneCallParser(Parser):
         return replace(delta, tool_calls=tuple(call for call in delta.tool_calls if not call.index))
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """A format of tool calls.
-
-    name     vLLM's
-    make     makes the parser of one response from the schemas of the offered functions
-    markers  a template with all of these uses it
-    tokens   strings that the parser searches for, which may be special tokens of the vocabulary
-    """
-
-    name: str
-    make: Callable[[_Schemas], Parser]
-    markers: tuple[str, ...]
-    tokens: tuple[str, ...] = ()
-
-
-TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    ToolFormat("qwen3_coder", Qwen3CoderParser, (_OPEN, _FUNCTION), (_OPEN, _CLOSE)),
-    ToolFormat("hermes", lambda _: HermesParser(), (_OPEN,), (_OPEN, _CLOSE)),
-    ToolFormat("mistral", lambda _: MistralParser(), (_TOOL_CALLS,), (_TOOL_CALLS, "[CALL_ID]", "[ARGS]")),
-    ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
-    ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
-)
-"""Formats in the order in which templates are searched."""
-
-
-def tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a chat template teaches, if it has a place for tools at all and the format is known."""
-    if "tools" not in template:
-        return None
-    return next((row for row in TOOL_FORMATS if all(marker in template for marker in row.markers)), None)
-
-
-def _python_calls(text: str) -> tuple[ToolCallDelta, ...] | None:
+def python_calls(text: str) -> tuple[ToolCallDelta, ...] | None:
     """Calls with literal keyword arguments; None: the text is something else. Nothing is executed."""
     try:
         tree = ast.parse(text, mode="eval").body

@@ -18,10 +18,9 @@ from paceline.serving.parsers import (
     NamedCallParser,
     Parser,
     PythonicParser,
-    Qwen3CoderParser,
     ReasoningParser,
-    tool_format,
 )
+from paceline.serving.tool_formats import TOOL_FORMATS, tool_format
 
 Calls = list[tuple[str, object]]
 
@@ -37,7 +36,7 @@ SCHEMAS = {
 
 
 def qwen3_coder() -> Parser:
-    return Qwen3CoderParser(SCHEMAS)
+    return next(row for row in TOOL_FORMATS if row.name == "qwen3_coder").make(SCHEMAS)
 
 
 def tagged(name: str, **values: str) -> str:
