@@ -108,7 +108,8 @@ $(GGUF_VENV)/.stamp:
 test-gguf: setup $(GGUF_VENV)/.stamp
 	LLAMA_CPP_PYTHON="$(abspath $(GGUF_BIN))/python" LLAMA_CPP_LIB_PATH="$(abspath $(GGUF_VENV))/build/bin" \
 	  LLAMA_CPP_SOURCES="$(GGUF_SOURCES)/vendor/llama.cpp" \
-	  $(BIN)/python -m pytest -m gguf tests/decoder/test_llama_cpp.py tests/orchestrator/test_gguf_vectors.py
+	  $(BIN)/python -m pytest -m gguf tests/decoder/test_llama_cpp.py tests/orchestrator/test_gguf_vectors.py \
+	  tests/serving/test_tool_formats.py
 
 # Heads that the speculators library writes, against its own forward pass. It wants another transformers than ours, and
 # its training packages are left out, so it gets an environment of its own.

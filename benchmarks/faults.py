@@ -49,8 +49,7 @@ from paceline.placement.host.core_locks import held
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.instances import host_cpus
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving.listener import ListeningSocket
-from paceline.serving.ray_app import application
+from paceline.serving.ray_app import ListeningSocket, application
 from paceline.serving.settings import ApiSettings
 
 

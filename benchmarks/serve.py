@@ -45,8 +45,7 @@ from paceline.placement.host import environment
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.instances import host_cpus
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving.listener import ListeningSocket
-from paceline.serving.ray_app import application
+from paceline.serving.ray_app import ListeningSocket, application
 from paceline.serving.settings import DEFAULT_STREAM_INTERVAL_MS, ApiSettings
 from paceline.text.tokenizer import load_tokenizer
 

@@ -2,7 +2,7 @@
 
 Runs under any ASGI server, and under Ray Serve by `serve.ingress`. Bodies are read directly, so that the size limit
 applies before they are in memory and their JSON is parsed in C, off the event loop if it is long. See also: requests
-(`paceline.serving.openai`), and how responses are written (`paceline.serving.render`).
+(`paceline.serving.openai`), and how responses are written (`paceline.serving.writers`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
-from paceline.serving.docs_page import docs_page
+from paceline.serving.answer import DONE, event
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.middleware import (
     CLIENT_CLOSED,
@@ -37,14 +37,16 @@ from paceline.serving.middleware import (
     api_key,
     refused_response,
 )
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import ModelField, Strict, read_body
-from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
-from paceline.serving.page.files import add_page
+from paceline.serving.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from paceline.serving.page import add_docs, add_page
 from paceline.serving.refused import RefusedError, model_not_found, refusal
-from paceline.serving.render.answer import DONE, event
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -80,7 +82,7 @@ def create_app(
         title="Paceline",
         description="OpenAI's API over speculative decoding. A null is a missing field. Bodies may be sent with "
         "Content-Encoding: gzip.",
-        docs_url=None,  # its page loads external scripts; _add_operation has another
+        docs_url=None,  # its page loads external scripts; `add_docs` has another
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
@@ -180,15 +182,9 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
         """Return metrics in Prometheus' text format."""
         return Response(await router.metrics(), media_type=_PROMETHEUS)
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()), headers={"content-security-policy": _DOCS_POLICY})
-
+    add_docs(app)
     if settings.page:
         add_page(app)
-
-
-_DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
@@ -260,7 +256,7 @@ def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> Non
     @app.post(f"{_MODELS}/pin", openapi_extra=_post_schema(PinAction))
     async def pin(request: Request) -> Response:
         """Pin a model in memory, or unpin it."""
-        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
+        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, action.pinned))
 
 
 @asynccontextmanager
@@ -365,7 +361,7 @@ async def answer(
     try:
         first = await source.next()
         if isinstance(first, Failed):
-            raise first.error()
+            raise first.error
         assert isinstance(first, StreamStart)
         about["prompt_tokens"] = first.prompt_tokens
         if generation.stream:
@@ -387,7 +383,7 @@ async def _body(source: Items, about: dict[str, Any]) -> Response:
     while True:
         item = await source.next()
         if isinstance(item, Failed):
-            raise item.error()
+            raise item.error
         if isinstance(item, StreamChunk):
             about["completion_tokens"] = sum(item.sent)
             if item.last:
@@ -412,7 +408,7 @@ class EventStream(Response):
                 if item is None:
                     await send(_part(PING))
                 elif isinstance(item, Failed):
-                    raise item.error()
+                    raise item.error
                 elif isinstance(item, StreamChunk):
                     self._about["completion_tokens"] = sum(item.sent)
                     if item.data or item.last:  # the end goes with the last piece: each is a message between processes
@@ -433,7 +429,7 @@ class EventStream(Response):
         try:
             return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
         except RefusedError as error:
-            return Failed.of(error)
+            return Failed(error)
 
 
 def _part(data: bytes, *, more: bool = True) -> Message:

@@ -39,12 +39,12 @@ from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
+from paceline.serving.answer import read_outputs
 from paceline.serving.ray_guard import running_address
-from paceline.serving.refused import QUEUE_FULL
-from paceline.serving.render.answer import read_outputs
+from paceline.serving.refused import QUEUE_FULL, RefusedError
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, TokenRequest
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import ServeRouter, handle_to
 
 if TYPE_CHECKING:
     from paceline.engine.request import SamplingParams
@@ -135,7 +135,7 @@ class Deployment:
         """End one target and its draft."""
         launched = self._known(model)
         del self._launched[model]
-        self._do(self._forget(model))
+        self._loop.call_soon_threadsafe(self._router.remove, model)
         serve.delete(launched.application)
 
     def add(self, plan: Plan) -> None:
@@ -212,7 +212,8 @@ class Deployment:
                 f"{', '.join(one.group.name for one in started)} did not start ({error}); see the logs of its workers"
             ) from error
         for one in started:
-            self._do(self._put(one.group.name, ModelRoute.to(one.group.name, one.application)))
+            handle = handle_to(one.group.name, one.application)
+            self._loop.call_soon_threadsafe(self._router.put, one.group.name, handle)
 
     def _wait(self, started: Sequence[_Launched]) -> None:
         end = monotonic() + self._policy.startup_timeout_s
@@ -236,12 +237,6 @@ class Deployment:
     def _do(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run a coroutine in the router's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    async def _put(self, model: str, route: ModelRoute) -> None:
-        self._router.put(model, route)
-
-    async def _forget(self, model: str) -> None:
-        self._router.remove(model)
 
 
 class Stream:
@@ -285,7 +280,7 @@ class Stream:
         except CancelledError:
             if self._over:
                 return
-            item = Failed(503, "the models were stopped", lost=True)
+            item = Failed(RefusedError(503, "the models were stopped; launch them again"), lost=True)
         if item is None or isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last):
             self._over = True
         if isinstance(item, Failed):
@@ -302,13 +297,13 @@ class Stream:
 
     def _error(self, failed: Failed) -> Exception:
         """Return the exception to raise in the caller."""
-        if failed.code == QUEUE_FULL:
-            return failed.cause or QueueFullError(failed.message)
+        if failed.error.code == QUEUE_FULL:
+            return failed.cause or QueueFullError(failed.error.message)
         if failed.cause is not None and not failed.lost:
             return failed.cause
         return TargetLostError(
-            f"{failed.message}; `tokens` has what was generated, and the same request with the same seed gives the "
-            "same tokens again",
+            f"{failed.error.message}; `tokens` has what was generated, and the same request with the same seed gives "
+            "the same tokens again",
             tuple(map(tuple, self._tokens)),
         )
 

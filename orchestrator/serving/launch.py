@@ -21,8 +21,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import RAY_ERRORS, connect, summary
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
-from paceline.serving.listener import ListeningSocket
-from paceline.serving.ray_app import application
+from paceline.serving.ray_app import ListeningSocket, application
 from paceline.serving.ray_guard import running_address
 from paceline.serving.serve_lifecycle import forget_decisions
 from paceline.serving.settings import ApiSettings

@@ -110,7 +110,7 @@ class Lifecycle(Protocol):
             RefusedError: 404; 409, it is pinned, or Ray Serve manages it.
         """
 
-    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+    async def pin(self, name: str, pinned: bool) -> ModelState:
         """Pin or unpin a model. Does not load it.
 
         Raises:
@@ -254,7 +254,7 @@ class ModelLifecycle:
             await self._unload(name, unless_used=False)
         return self._state(name, model)
 
-    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+    async def pin(self, name: str, pinned: bool) -> ModelState:
         model = self._managed(name)
         await self._decide(model, pinned=pinned, stopped=model.stopped)
         return self._state(name, model)

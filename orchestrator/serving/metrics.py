@@ -2,7 +2,7 @@
 
 `/metrics` has names with a colon, as vLLM does. Ray allows none, so in Ray `vllm:num_requests_running` is
 `ray_vllm_num_requests_running`. Requests are timed in this module, at the replica's edge; counts of drafting are the
-engine's (`paceline.workers.engine_figures`). See also: the dashboard (`docs/grafana.json`).
+engine's (`paceline.workers.shared_engine`). See also: the dashboard (`docs/grafana.json`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.drafter_statistics import DrafterHealth
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
-from paceline.workers.calls import RequestTiming
-from paceline.workers.engine_figures import EngineFigures
+
+if TYPE_CHECKING:
+    from paceline.workers.calls import RequestTiming
+    from paceline.workers.shared_engine import EngineFigures
 
 _LABELS = ("model_name", "engine")  # of every metric; an engine is a replica
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2.0, 10.0)
@@ -196,7 +198,7 @@ class RequestTimes:
         if isinstance(item, StreamStart) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)
         elif isinstance(item, Failed):
-            metrics.add("paceline:requests_failed", 1, status=str(item.status))
+            metrics.add("paceline:requests_failed", 1, status=str(item.error.status))
         elif isinstance(item, StreamChunk):
             now, total = monotonic(), sum(item.sent)
             if self._first is None:

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.serving.page.files import PATHS
+from paceline.serving.page import PATHS
 from paceline.serving.refused import QUEUE_FULL, RefusedError
 
 LOGGER = "paceline"
@@ -32,7 +32,7 @@ REQUEST_ID = "x-request-id"
 CLIENT_CLOSED = 499  # of a request whose client did not wait for the response; nginx's number
 
 _GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
-_OPEN_PATHS = frozenset({"/docs", "/openapi.json", "/health", "/health/live", "/health/ready", *PATHS})
+_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", *PATHS})
 
 
 def identify(scope: Scope) -> str:

@@ -13,30 +13,42 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.detokenizer import Decodes, Tokenizer
 from paceline.core.errors import BackendError, CheckpointError, PacelineError, PlacementError
 from paceline.engine.request import Request, SamplingParams, TargetLimits
-from paceline.serving.openai.chat import ChatRequest, Message, NamedTool, Tool
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.fields import FURTHER, StructuredOutputs
-from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.parsers.base import Parser, PlainText
-from paceline.serving.parsers.reasoning import ReasoningParser, ReasoningRow, reasoning_of
-from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser, ToolFormat, tool_format
-from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
-from paceline.serving.render.answer import (
+from paceline.serving.answer import (
     AcceptanceMetrics,
     Answer,
-    AnswerPlan,
     AnswerWriter,
     ChoiceRenderer,
     TokenAnswer,
 )
-from paceline.serving.render.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
+from paceline.serving.openai.fields import FURTHER, StructuredOutputs
+from paceline.serving.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Message,
+    NamedTool,
+    ResponsesRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+    Tool,
+)
+from paceline.serving.parsers import (
+    JsonListParser,
+    NamedCallParser,
+    OneCallParser,
+    Parser,
+    ReasoningParser,
+    ReasoningRow,
+    reasoning_of,
+)
+from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -49,6 +61,8 @@ from paceline.serving.router import (
     TextRequest,
     TokenRequest,
 )
+from paceline.serving.tool_formats import ToolFormat, tool_format
+from paceline.serving.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
@@ -118,7 +132,8 @@ class ModelServer:
                     if all(answer.ended) or (update.ended and update.error is None):
                         yield StreamChunk(data + answer.end(), answer.sent, last=True)
                         return
-                    self._calls.leave(call.ticket, *(index for index, ended in enumerate(answer.ended) if ended))
+                    if ended := [index for index, is_over in enumerate(answer.ended) if is_over]:
+                        self._engine.leave(call.ticket, ended)
                     if data:
                         yield StreamChunk(data, answer.sent)
                     update = await updates.next()
@@ -127,7 +142,7 @@ class ModelServer:
             lost, cause = isinstance(error, BackendError | PlacementError), None
             if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
                 cause = error
-            yield Failed.of(refusal(error, request.prompt_field), lost=lost, cause=cause)
+            yield Failed(refusal(error, request.prompt_field), lost, cause)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """Tokenize a request; see `ModelRouter`."""
@@ -149,10 +164,8 @@ class ModelServer:
         if request.messages is None:
             ids = self._tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
         else:
-            goes_on, open_ = request.continue_final_message, request.add_generation_prompt
-            kwargs = request.chat_template_kwargs
-            prompt = _ChatPrompt(request.messages, request.tools, kwargs, open_ and not goes_on, goes_on)
-            ids = self._tokenizer.encode(_chat_text(self._tokenizer, prompt, self._format), add_special_tokens=False)
+            text = _chat_text(self._tokenizer, request, self._format)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
         texts = [token_text(self._token_bytes(token)) for token in ids] if request.return_token_strs else None
         return TokenizeResponse(
             count=len(ids), max_model_len=self._limits.n_positions, tokens=list(ids), token_strs=texts
@@ -188,16 +201,13 @@ class ModelServer:
             )
             for index, ids in enumerate(rows)
         ]
-        level = chat_request.speculative.metrics or context.spec_metrics
-        plan = AnswerPlan(
-            prompts.num_tokens,
-            chat_request.n,
-            chat_request.stream,
-            level,
-            prompt_only=chat_request.tokens_asked == 0,
-        )
         spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
-        return prompts, requests, Answer(plan, writer, choices, acceptance=AcceptanceMetrics(spec_tokens))
+        answer = Answer(
+            chat_request, writer, choices,
+            prompt_tokens=prompts.num_tokens,
+            acceptance=AcceptanceMetrics(spec_tokens, chat_request.speculative.metrics or context.spec_metrics),
+        )  # fmt: skip
+        return prompts, requests, answer
 
     def _prepare_ids(
         self, request: TokenRequest, skip: Sequence[int]
@@ -228,7 +238,7 @@ class ModelServer:
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
         """Return the parser of reasoning and tool calls in the text of one choice."""
-        parser: Parser = PlainText()
+        parser: Parser = Parser()
         if not isinstance(request, ChatRequest):
             return parser
         if isinstance(request.tool_choice, NamedTool):
@@ -279,7 +289,7 @@ class LocalRouter:
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
         server = self._servers.get(request.model)
         if server is None:
-            yield Failed.of(model_not_found(request.model, list(self._servers)))
+            yield Failed(model_not_found(request.model, list(self._servers)))
             return
         async for item in server.stream(request, context):
             yield item
@@ -371,24 +381,6 @@ class RequestPrompts:
         return sum(map(len, self.ids))
 
 
-@dataclass(frozen=True, slots=True)
-class _ChatPrompt:
-    """Conversation for a template.
-
-    messages  as in the request
-    tools     tools that the model may call
-    kwargs    other variables of the template
-    open      whether the assistant's turn is begun at the end
-    goes_on   whether the last message stays open, to be continued
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Tool] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    open: bool = True
-    goes_on: bool = False
-
-
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> RequestPrompts:
     """Tokenize the prompts of a completion."""
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
@@ -400,16 +392,11 @@ def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Req
 
 def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> RequestPrompts:
     """Render and tokenize the prompt of a chat."""
-    kwargs = dict(request.chat_template_kwargs)
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    goes_on = request.continue_final_message
-    prompt = _ChatPrompt(request.messages, request.tools_offered, kwargs, request.opens_turn, goes_on)
-    text = _chat_text(tokenizer, prompt, form)
+    text = _chat_text(tokenizer, request, form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
     if row is None:
         return RequestPrompts(ids)
-    said = request.messages[-1].text if goes_on else ""
+    said = request.messages[-1].text if request.continue_final_message else ""
     opened = said.rfind(row.start) > said.rfind(row.end) if said else text.rstrip().endswith(row.start)
     if not opened and (said or text.rstrip().endswith(row.end)):  # no reasoning: it is finished, or switched off
         return RequestPrompts(ids)
@@ -417,7 +404,7 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
     return RequestPrompts(ids, in_reasoning=opened, reasoning=markers)
 
 
-def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> str:
+def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, form: ChatFormat) -> str:
     """Render a conversation as the text that the model reads.
 
     Raises:
@@ -426,21 +413,22 @@ def _chat_text(tokenizer: Tokenizer, prompt: _ChatPrompt, form: ChatFormat) -> s
     chat_tokenizer: Any = tokenizer
     if not form.template:
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-    if prompt.tools and form.tools is None:
+    if request.tools_offered and form.tools is None:
         raise RefusedError(400, "tools: this model's chat template does not support tools; omit tools", param="tools")
     parameters = inspect.signature(chat_tokenizer.apply_chat_template).parameters
-    for name in prompt.kwargs:
+    for name in request.template_kwargs:
         if name in parameters or name == "messages":
             raise RefusedError(
                 400,
                 f"chat_template_kwargs: {name!r} cannot be passed to the template; omit it",
                 param="chat_template_kwargs",
             )
-    tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
-    messages = for_template([_as_dict(message) for message in prompt.messages], form.in_parts)
-    kwargs = {**prompt.kwargs, "add_generation_prompt": prompt.open, "continue_final_message": prompt.goes_on}
+    tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in request.tools_offered] or None
+    turns = for_template([_as_dict(message) for message in request.messages or ()], form.in_parts)
+    opened = {"add_generation_prompt": request.opens_turn, "continue_final_message": request.continue_final_message}
+    kwargs = {**request.template_kwargs, **opened}
     try:
-        return str(chat_tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs))
+        return str(chat_tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **kwargs))
     except Exception as error:  # templates are programs that may raise any error
         raise RefusedError(
             400,
@@ -530,14 +518,10 @@ def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | 
 def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
     if constraint.json_object is not None:
         return StructuredOutput("json_object") if constraint.json_object else None
-    if constraint.json_schema is not None:
-        schema = constraint.json_schema
-        return StructuredOutput("json_schema", str(schema).lower() if isinstance(schema, bool) else schema)
-    if constraint.regex is not None:
-        return StructuredOutput("regex", constraint.regex)
-    if constraint.choice is not None:
-        return StructuredOutput("choice", constraint.choice)
-    return StructuredOutput("grammar", constraint.grammar)
+    for kind in ("json_schema", "regex", "choice", "grammar"):
+        if (value := getattr(constraint, kind)) is not None:
+            break
+    return StructuredOutput(kind, str(value).lower() if isinstance(value, bool) else value)
 
 
 def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:

@@ -26,11 +26,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
@@ -57,60 +57,11 @@ _ANSWER_S = 3.0  # timeout of a health check: with the pauses, 15 seconds until 
 _MISSES = 3  # consecutive, of one process
 
 
-class NamedActor(Protocol):
-    """Watched actor."""
+class WatchedActor:
+    """Actor of this cluster, and its missed health checks. While there is none of that name, it gets none."""
 
-    def process(self) -> int | None:
-        """Return its pid; None while the actor does not exist, or Ray is starting it."""
-
-    def answers(self) -> bool:
-        """Whether it responds in time. One that has just ended counts as responding: Ray handles it."""
-
-    def kill(self) -> None:
-        """Kill its process; Ray starts it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RayActor:
-    """Actor of this cluster. While there is none of that name, it gets no health check."""
-
-    name: str
-    namespace: str
-
-    def process(self) -> int | None:
-        try:
-            state = actors(self._handle()._actor_id.hex())
-        except (ValueError, RayError):
-            return None
-        return int(state["Pid"]) if state.get("State") == "ALIVE" else None
-
-    def answers(self) -> bool:
-        try:
-            ray.get(self._handle().__ray_ready__.options(max_task_retries=0).remote(), timeout=_ANSWER_S)
-        except GetTimeoutError:
-            return False
-        except (ValueError, RayError):
-            return True
-        return True
-
-    def kill(self) -> None:
-        """Kill the process; see `NamedActor`. If it does not end, as when it is suspended, Ray kills it some seconds
-        later.
-        """
-        try:
-            ray.kill(self._handle(), no_restart=False)
-        except (ValueError, RayError):
-            log.warning("cannot kill %s: it no longer exists", self.name)
-
-    def _handle(self) -> Any:
-        return ray.get_actor(self.name, namespace=self.namespace)
-
-
-class Watch:
-    """Counts missed health checks of one actor."""
-
-    def __init__(self, name: str, actor: NamedActor) -> None:
-        self._name, self._actor = name, actor
+    def __init__(self, name: str, namespace: str) -> None:
+        self._name, self._namespace = name, namespace
         self._process: int | None = None
         self._missed = 0
 
@@ -121,16 +72,44 @@ class Watch:
 
     def look(self) -> None:
         """Check once, and kill the actor after the last allowed miss."""
-        if self._actor.answers():
+        if self.answers():
             self._missed = 0
             return
-        process = self._actor.process()
+        process = self.process()
         self._missed = self._missed + 1 if process == self._process else 1
         self._process = process  # changed if another process has replaced it
         if process is not None and self._missed >= _MISSES:
             log.error("%s (process %s) failed %s health checks in a row; killing it", self._name, process, _MISSES)
-            self._actor.kill()
+            self.kill()
             self._missed = 0
+
+    def process(self) -> int | None:
+        """Return its pid; None while the actor does not exist, or Ray is starting it."""
+        try:
+            state = actors(self._handle()._actor_id.hex())
+        except (ValueError, RayError):
+            return None
+        return int(state["Pid"]) if state.get("State") == "ALIVE" else None
+
+    def answers(self) -> bool:
+        """Whether it responds in time. One that has just ended counts as responding: Ray handles it."""
+        try:
+            ray.get(self._handle().__ray_ready__.options(max_task_retries=0).remote(), timeout=_ANSWER_S)
+        except GetTimeoutError:
+            return False
+        except (ValueError, RayError):
+            return True
+        return True
+
+    def kill(self) -> None:
+        """Kill its process; Ray starts it again. A suspended one, which does not end, Ray kills some seconds later."""
+        try:
+            ray.kill(self._handle(), no_restart=False)
+        except (ValueError, RayError):
+            log.warning("cannot kill %s: it no longer exists", self._name)
+
+    def _handle(self) -> Any:
+        return ray.get_actor(self._name, namespace=self._namespace)
 
 
 def pause_s(living: int, *, suspects: bool = False) -> float:
@@ -148,11 +127,11 @@ def pause_s(living: int, *, suspects: bool = False) -> float:
 def watch_cluster(watched: Sequence[tuple[str, str]] = WATCHED) -> None:
     """Watch actors, each in a thread, until this process ends."""
     for name, namespace in watched:
-        arguments = (Watch(name, RayActor(name, namespace)),)
+        arguments = (WatchedActor(name, namespace),)
         threading.Thread(target=_go_on, args=arguments, daemon=True, name=f"watch-{name}").start()
 
 
-def _go_on(watch: Watch) -> None:
+def _go_on(watch: WatchedActor) -> None:
     pause = _PERIOD_S
     while True:
         time.sleep(pause)
@@ -161,9 +140,6 @@ def _go_on(watch: Watch) -> None:
             pause = pause_s(len(nodes.living()), suspects=watch.suspects)
         except Exception:  # for example of Ray's client while its store is unavailable: this thread must not end
             log.exception("the health check of a watched actor failed")
-
-
-Ask = Callable[[str], Awaitable[bool]]
 
 
 def own_name() -> str:
@@ -180,10 +156,11 @@ class _Line:
 
 
 class Readers:
-    """Processes that read the streams of this one. ``ask``: polls a reader; False: it is lost."""
+    """Processes that read the streams of this one."""
 
-    def __init__(self, ask: Ask | None = None) -> None:
-        self._ask, self._lines = ask or _Actors().answer, dict[str, _Line]()
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._actors: dict[str, Any] = {}  # each is looked up once
 
     async def taken(self, reader: str) -> None:
         """Return when a reader has everything sent to it before. One poll serves all streams that waited before it.
@@ -200,21 +177,14 @@ class Readers:
                 if not await self._ask(reader):
                     self._lines.pop(reader, None)
 
-
-class _Actors:
-    """Polls readers. Each is looked up once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-
-    async def answer(self, reader: str) -> bool:
+    async def _ask(self, reader: str) -> bool:
         """Poll a reader. One whose connection is lost counts as lost: Ray does not wait for it either."""
         try:
-            if reader not in self._known:
-                self._known[reader] = await asyncio.to_thread(ray.get_actor, reader, namespace=SERVE_NAMESPACE)
-            await self._known[reader].__ray_ready__.options(max_task_retries=0).remote()
+            if reader not in self._actors:
+                self._actors[reader] = await asyncio.to_thread(ray.get_actor, reader, namespace=SERVE_NAMESPACE)
+            await self._actors[reader].__ray_ready__.options(max_task_retries=0).remote()
         except (ValueError, RayError):
-            self._known.pop(reader, None)
+            self._actors.pop(reader, None)
             return False
         return True
 

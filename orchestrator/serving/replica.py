@@ -30,9 +30,9 @@ from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.lifecycle import ModelUsage
 from paceline.serving.metrics import MetricSet, RequestTimes
-from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.openai.requests import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import SERVE_LOGGING, Readers, watch_cluster, write_with_serve
-from paceline.serving.refused import UNAVAILABLE
+from paceline.serving.refused import UNAVAILABLE, RefusedError
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -117,13 +117,8 @@ class ModelReplica:
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
         if not self._requests.begin():
-            yield Failed(
-                503,
-                "this model is being unloaded; send the request again",
-                code=UNAVAILABLE,
-                retry_after_s=1.0,
-                lost=True,
-            )
+            message = "this model is being unloaded; send the request again"
+            yield Failed(RefusedError(503, message, code=UNAVAILABLE, retry_after_s=1.0), lost=True)
             return
         try:
             times, begun = RequestTimes(self._metrics, resumed=bool(skip)), tuple[Item, ...]()
@@ -162,7 +157,10 @@ class ModelReplica:
         """Reject new requests, since the model is to be unloaded. With ``unless_used``: return False and change nothing
         if it has requests, or may have one at once.
         """
-        return self._requests.leave(unless_used=unless_used)
+        if unless_used and self._requests.usage.running:
+            return False
+        self._requests.leaving = True
+        return True
 
     async def stay(self) -> None:
         """Accept requests again: the model is not unloaded after all."""
@@ -241,13 +239,6 @@ class _Requests:
         """Remove a request that has ended."""
         self._running -= 1
         self._since = time.monotonic()
-
-    def leave(self, *, unless_used: bool) -> bool:
-        """Stop accepting requests; see `ModelReplica.leave`."""
-        if unless_used and self.usage.running:
-            return False
-        self.leaving = True
-        return True
 
 
 class _Heartbeat:

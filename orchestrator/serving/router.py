@@ -14,10 +14,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ResponsesRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import SpecMetrics
 
@@ -101,7 +106,7 @@ class StreamChunk:
     """Part of a response that can be sent as it is.
 
     data  with ``stream``: finished server-sent events, zero or more. Else empty, until the last chunk has the body.
-          For a `TokenRequest`: outputs, as `paceline.serving.render.answer.read_outputs` reads them
+          For a `TokenRequest`: outputs, as `paceline.serving.answer.read_outputs` reads them
     sent  total tokens of each choice up to this chunk: the number that another server skips if this one is lost
     last  whether the response is complete
     """
@@ -115,28 +120,14 @@ class StreamChunk:
 class Failed:
     """Last item of a response that cannot be completed.
 
+    error  returned to the client
     lost   not caused by the request; another server may succeed
     cause  exception to raise in the program, for a `TokenRequest`
     """
 
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after_s: float | None = None
+    error: RefusedError
     lost: bool = False
     cause: Exception | None = None
-
-    @classmethod
-    def of(cls, error: RefusedError, *, lost: bool = False, cause: Exception | None = None) -> Failed:
-        """Convert an error to an item."""
-        return cls(error.status, error.message, error.param, error.code, error.retry_after_s, lost, cause)
-
-    def error(self) -> RefusedError:
-        """Convert the item to an error."""
-        return RefusedError(
-            self.status, self.message, param=self.param, code=self.code, retry_after_s=self.retry_after_s
-        )
 
 
 Item = StreamStart | StreamChunk | Failed

@@ -40,7 +40,7 @@ from paceline.serving.ray_guard import DeploymentState
 from paceline.serving.refused import UNAVAILABLE, RefusedError
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import ModelCard
-from paceline.serving.serve_router import ModelRoute, ServeRouter, deployment_name
+from paceline.serving.serve_router import ServeRouter, deployment_name, handle_to
 
 log = logging.getLogger("paceline")
 
@@ -76,9 +76,9 @@ class Service:
         """Return a model's application: a separate one on demand, since Serve deploys nothing without replicas."""
         return f"{self.application}-{name}" if self.groups[name].is_on_demand else self.application
 
-    def route(self, name: str) -> ModelRoute:
-        """Return the route to a model, which may not exist."""
-        return ModelRoute.to(name, self.application_of(name))
+    def handle(self, name: str) -> Any:
+        """Return the handle of a model's deployment, which may not exist."""
+        return handle_to(name, self.application_of(name))
 
 
 class LifecycleActor:
@@ -91,20 +91,13 @@ class LifecycleActor:
         self._watching: asyncio.Task[None] | None = None
         self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}  # of each process, with the time of its report
 
-    async def states(self) -> Sequence[ModelState]:
-        return await (await self._restored()).states()
-
-    async def demand(self, name: str) -> None:
-        await (await self._restored()).demand(name)
-
-    async def load(self, name: str) -> ModelState:
-        return await (await self._restored()).load(name)
-
-    async def unload(self, name: str) -> ModelState:
-        return await (await self._restored()).unload(name)
-
-    async def pin(self, name: str, pinned: bool) -> ModelState:
-        return await (await self._restored()).pin(name, pinned=pinned)
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of the lifecycle, which first reads what an earlier one left."""
+        async with self._starting:
+            if self._watching is None:
+                await self._lifecycle.restore()
+                self._watching = asyncio.ensure_future(self._lifecycle.watch())
+        return await getattr(self._lifecycle, method)(*arguments)
 
     async def count(self, process: str, counts: Mapping[str, int]) -> Mapping[str, int]:
         """Record a process's number of requests per key; return the sums of all other processes."""
@@ -116,13 +109,6 @@ class LifecycleActor:
             if name != process:
                 elsewhere.update(own)
         return elsewhere
-
-    async def _restored(self) -> ModelLifecycle:
-        async with self._starting:
-            if self._watching is None:
-                await self._lifecycle.restore()
-                self._watching = asyncio.ensure_future(self._lifecycle.watch())
-        return self._lifecycle
 
 
 class ServeLifecycle:
@@ -146,13 +132,13 @@ class ServeLifecycle:
     async def states(self) -> Sequence[ModelState]:
         """Return the states; the last known ones while the actor does not respond."""
         try:
-            self._states = await self._call("states", seconds=_ANSWER_S) or self._states
+            self._states = await self._call("ask", "states", seconds=_ANSWER_S) or self._states
         except WorkerError as error:
             log.warning("the list of loaded models is not available (%s)", error)
         return self._states
 
     async def demand(self, name: str) -> None:
-        await self._call("demand", name, seconds=None)
+        await self._call("ask", "demand", name, seconds=None)
 
     async def load(self, name: str) -> ModelState:
         return await self._ask("load", name)
@@ -160,7 +146,7 @@ class ServeLifecycle:
     async def unload(self, name: str) -> ModelState:
         return await self._ask("unload", name)
 
-    async def pin(self, name: str, *, pinned: bool) -> ModelState:
+    async def pin(self, name: str, pinned: bool) -> ModelState:
         return await self._ask("pin", name, pinned)
 
     async def restore(self) -> None:
@@ -179,7 +165,7 @@ class ServeLifecycle:
         """Call the actor for an operator. Raises RefusedError if it rejects the call or is not available."""
         self._needed = True
         try:
-            state: ModelState = await self._call(method, *arguments, seconds=None)
+            state: ModelState = await self._call("ask", method, *arguments, seconds=None)
         except WorkerError as error:
             raise RefusedError(
                 503, f"{error}; send the request again", code=UNAVAILABLE, retry_after_s=_RETRY_S
@@ -212,7 +198,7 @@ class ServeLifecycle:
                     raise error.cause from error
                 lost = error
                 break
-        log.warning("the lifecycle actor did not respond to %s", method, exc_info=lost)
+        log.warning("the lifecycle actor did not respond to %s", (method, *arguments)[:2], exc_info=lost)
         raise WorkerError("the process that loads and unloads models does not respond; see its log") from lost
 
     async def _find(self) -> Any:
@@ -252,7 +238,7 @@ class ServeLoader:
     def __init__(self, service: Service, router: ServeRouter | None = None) -> None:
         self._service, self._groups = service, service.groups
         self._startup_timeout_s = service.fault_policy.startup_timeout_s
-        self._router = router or ServeRouter({name: service.route(name) for name in service.groups})
+        self._router = router or ServeRouter({name: service.handle(name) for name in service.groups})
 
     async def load(self, name: str) -> None:
         try:

@@ -22,7 +22,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from paceline.core.errors import PacelineError
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.metrics import merged
-from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.openai.requests import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import handle_of
 from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
 from paceline.serving.router import (
@@ -55,16 +55,9 @@ def deployment_name(model: str) -> str:
     return f"model-{model}"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRoute:
-    """Route to a model. ``handle``: of its deployment."""
-
-    handle: Any
-
-    @classmethod
-    def to(cls, model: str, application: str) -> ModelRoute:
-        """Return the route to a model of an application of Ray Serve."""
-        return cls(handle_of(deployment_name(model), application))
+def handle_to(model: str, application: str) -> Any:
+    """Return the handle of a model's deployment in an application of Ray Serve."""
+    return handle_of(deployment_name(model), application)
 
 
 @dataclass(slots=True)
@@ -79,6 +72,7 @@ class _Seen:
 class ServeRouter:
     """Router over Ray Serve.
 
+    handles     model -> handle of its deployment
     lifecycle   loads models that are not loaded; None: all are
     recovery_s  how long a request without a response so far waits for a replica
     resume_s    how long a partial response waits for one: the maximum loading time of a model
@@ -87,24 +81,24 @@ class ServeRouter:
 
     def __init__(
         self,
-        routes: Mapping[str, ModelRoute],
+        handles: Mapping[str, Any],
         *,
         lifecycle: Lifecycle | None = None,
         recovery_s: float = RECOVERY_S,
         resume_s: float = RECOVERY_S,
         reader: str = "",
     ) -> None:
-        self._routes, self._lifecycle, self._reader = dict(routes), lifecycle, reader
+        self._handles, self._lifecycle, self._reader = dict(handles), lifecycle, reader
         self._recovery_s, self._resume_s = recovery_s, resume_s
-        self._seen = {model: _Seen() for model in routes}
+        self._seen = {model: _Seen() for model in handles}
 
-    def put(self, model: str, route: ModelRoute) -> None:
-        """Add or replace the route of a model."""
-        self._routes[model], self._seen[model] = route, _Seen()
+    def put(self, model: str, handle: Any) -> None:
+        """Add or replace a model."""
+        self._handles[model], self._seen[model] = handle, _Seen()
 
     def remove(self, model: str) -> None:
         """Remove a model that is no longer served."""
-        self._routes.pop(model, None)
+        self._handles.pop(model, None)
 
     async def models(self) -> Sequence[ModelCard]:
         """Return the models with a replica that responds."""
@@ -113,7 +107,7 @@ class ServeRouter:
 
     async def cards(self, model: str) -> Sequence[ModelCard]:
         """Poll the replicas of a model for their cards; () if there are none."""
-        return await self._cards(model, since=monotonic()) if model in self._routes else ()
+        return await self._cards(model, since=monotonic()) if model in self._handles else ()
 
     async def health(self) -> Health:
         """Poll the health of all models. Earlier polls do not count, and a model that is rightly not in memory does not
@@ -152,11 +146,11 @@ class ServeRouter:
             failed: Failed | None = None
             attempt: _Attempt | None = None
             try:
-                attempt = _Attempt(self._route(model).handle, request, context, sent=sent)
+                attempt = _Attempt(self._handle(model), request, context, sent=sent)
                 message = await self._awaited(model, attempt.next(), deadline)
                 while message and failed is None:
                     for item in message:
-                        if isinstance(item, Failed) and (item.lost or (accepted and item.code == QUEUE_FULL)):
+                        if isinstance(item, Failed) and (item.lost or (accepted and item.error.code == QUEUE_FULL)):
                             failed = item
                             break
                         deadline = None
@@ -179,14 +173,14 @@ class ServeRouter:
             except (*_ERRORS, RefusedError) as error:
                 if not isinstance(error, RefusedError):
                     log.warning("a request failed", exc_info=error)
-                yield Failed.of(error) if isinstance(error, RefusedError) else _unavailable(model, error)
+                yield Failed(error) if isinstance(error, RefusedError) else _unavailable(model, error)
                 return
             finally:
                 if attempt is not None:
                     attempt.close()
             if deadline is None:
                 deadline = monotonic() + (self._resume_s if accepted else self._recovery_s)
-            log.warning("%s: the replica was lost after %s tokens of a response: %s", model, sent, failed.message)
+            log.warning("%s: the replica was lost after %s tokens of a response: %s", model, sent, failed.error.message)
             if monotonic() > deadline:
                 yield failed
                 return
@@ -194,12 +188,12 @@ class ServeRouter:
             try:
                 deadline += await self._demand(model)
             except RefusedError as error:
-                yield Failed.of(error)
+                yield Failed(error)
                 return
 
     async def ask(self, model: str, method: str, *request: object) -> Any:
         """Call one of the replicas. Raises RefusedError if it rejects the call, or there is none."""
-        method_of = getattr(self._route(model).handle, method)
+        method_of = getattr(self._handle(model), method)
         try:
             try:
                 return await self._awaited(model, _answer(method_of, request), monotonic() + self._recovery_s)
@@ -211,12 +205,12 @@ class ServeRouter:
                 raise error.cause from error
             raise
         except _ERRORS as error:
-            raise _unavailable(model, error).error() from error
+            raise _unavailable(model, error).error from error
 
     async def ask_all(self, model: str, method: str, *request: object) -> list[Any]:
         """Return the results of all replicas that respond in time."""
         try:
-            broadcast = self._routes[model].handle.broadcast(method, *request)
+            broadcast = self._handles[model].broadcast(method, *request)
             answers = await broadcast.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
         except (*_ERRORS, RuntimeError, KeyError):  # or it was removed in between
             return []
@@ -224,10 +218,10 @@ class ServeRouter:
 
     # ---- models that are not loaded
 
-    def _route(self, model: str) -> ModelRoute:
-        if model not in self._routes:
-            raise model_not_found(model, list(self._routes))
-        return self._routes[model]
+    def _handle(self, model: str) -> Any:
+        if model not in self._handles:
+            raise model_not_found(model, list(self._handles))
+        return self._handles[model]
 
     async def _awaited(self, model: str, work: Coroutine[Any, Any, Value], deadline: float | None) -> Value:
         """Return a replica's first response; until then, call the lifecycle to load the model.
@@ -267,7 +261,7 @@ class ServeRouter:
     async def _in_memory(self, states: Sequence[ModelState] | None = None) -> list[str]:
         """Return the models of which a replica should respond; polling others would only wait."""
         if self._lifecycle is None:
-            return list(self._routes)
+            return list(self._handles)
         states = states or await self._lifecycle.states()
         return [one.name for one in states if one.state in ("loaded", "scaled")]
 
@@ -317,10 +311,10 @@ async def _answer(method: Any, request: Sequence[object]) -> Any:
 
 def _full(model: str) -> Failed:
     message = f"{model} has as many requests waiting as it may; ask again later"
-    return Failed(429, message, code=QUEUE_FULL, retry_after_s=1.0)
+    return Failed(RefusedError(429, message, code=QUEUE_FULL, retry_after_s=1.0))
 
 
 def _unavailable(model: str, error: Exception) -> Failed:
     """Convert an error of Ray, without its text, which has addresses and process ids."""
     message = f"{model} was lost ({type(error).__name__}) and did not come back in time; send the request again"
-    return Failed(503, message, code=UNAVAILABLE, retry_after_s=5.0, lost=True)
+    return Failed(RefusedError(503, message, code=UNAVAILABLE, retry_after_s=5.0), lost=True)

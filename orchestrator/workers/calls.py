@@ -40,13 +40,11 @@ class Call:
 class RequestTiming:
     """Time that each phase of a finished request took, in seconds.
 
-    index    position of the request in its call
     queue    from its arrival until it gets a slot
     prefill  from then until its first token
     decode   from then until its end
     """
 
-    index: int
     queue: float
     prefill: float
     decode: float
@@ -58,14 +56,12 @@ class CallUpdate:
 
     ticket    of the call
     outputs   new outputs of its requests
-    finished  timing of the requests that ended with these outputs
     ended     no other update follows
     error     why it ended before its requests were finished; None also if it was aborted
     """
 
     ticket: str
     outputs: tuple[RequestOutput, ...] = ()
-    finished: tuple[RequestTiming, ...] = ()
     ended: bool = False
     error: Exception | None = None
 
@@ -75,9 +71,8 @@ class CallUpdate:
         if len(updates) == 1:
             return updates[0]
         outputs = tuple(output for update in updates for output in update.outputs)
-        finished = tuple(timing for update in updates for timing in update.finished)
         last = updates[-1]
-        return cls(last.ticket, outputs, finished, last.ended, last.error)
+        return cls(last.ticket, outputs, last.ended, last.error)
 
 
 Sink = Callable[[list[CallUpdate]], None]
@@ -124,6 +119,7 @@ class CallState:
     waiting     requests without a slot, numbered as the engine knows them
     running     requests in slots, by that number
     unfinished  number of requests
+    held        updates that wait to be delivered with later ones, since `sent_s`
     """
 
     call: Call
@@ -134,6 +130,8 @@ class CallState:
     unfinished: int
     arrived: float = field(default_factory=monotonic)
     running: dict[int, SeatedTimes] = field(default_factory=dict)
+    held: list[CallUpdate] = field(default_factory=list)
+    sent_s: float = float("-inf")
 
     @classmethod
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
@@ -166,11 +164,11 @@ class CallState:
             self.unfinished -= 1
         return numbers
 
-    def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, bool]:
-        """Return the update for the caller after a step that gave its requests these outputs, and whether one of them
-        is the first or the last of its request.
+    def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, list[RequestTiming], bool]:
+        """Return the update for the caller after a step that gave its requests these outputs, the timings of those that
+        ended, and whether an output is the first or the last of its request.
         """
-        finished, now, urgent = [], monotonic(), False
+        finished, now, urgent = list[RequestTiming](), monotonic(), False
         for output in outputs:
             times = self.running[output.index]
             if times.first is None:
@@ -179,10 +177,10 @@ class CallState:
                 del self.running[output.index]
                 self.unfinished -= 1
                 queue, prefill = times.seated - self.arrived, times.first - times.seated
-                finished.append(RequestTiming(self.indices[output.index], queue, prefill, now - times.first))
+                finished.append(RequestTiming(queue, prefill, now - times.first))
         own_outputs = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
-        update = CallUpdate(self.call.ticket, own_outputs, tuple(finished), ended=not self.unfinished)
-        return update, urgent or bool(finished)
+        update = CallUpdate(self.call.ticket, own_outputs, ended=not self.unfinished)
+        return update, finished, urgent or bool(finished)
 
 
 def call_params(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:

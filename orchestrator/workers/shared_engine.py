@@ -10,37 +10,71 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from time import monotonic
 
 import torch
 
+from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import DeadlineError, EventLoopError, PacelineError, QueueFullError, RankError
 from paceline.core.sampling import Sampling
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
 from paceline.generator import SpeculativeGenerator
-from paceline.outputs import RequestOutput
+from paceline.outputs import RequestOutput, Statistics
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
-from paceline.workers.engine_figures import EngineFigures, Totals
 
 log = logging.getLogger("paceline")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits of a shared engine. ``max_waiting``: requests that may wait for a slot; None: no limit."""
+_RECENT = 1 << 16  # timings kept until they are taken; they may never be
 
-    max_waiting: int | None = None
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """Snapshot of the engine's metrics.
+
+    running, waiting  requests in slots, and requests without one
+    engine            counts and seconds of the engine, over all calls since it was built
+    draft_lengths     number of rounds for each draft length, if the length is chosen per round
+    drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
+    """
+
+    running: int
+    waiting: int
+    engine: Statistics
+    draft_lengths: Mapping[int, int]
+    drafters: Mapping[str, DrafterCounts]
+
+
+class _Totals:
+    """Sums over ended runs of the engine."""
+
+    def __init__(self) -> None:
+        self._sum, self._lengths = Statistics(), Counter[int]()
+        self._added: Statistics | None = None  # the last run, which is part of the sums
+
+    def plus(self, run: Statistics) -> tuple[Statistics, Counter[int]]:
+        """Return counts and draft lengths, with those of the engine's last run, which may be under way."""
+        if run is self._added:
+            return self._sum, self._lengths
+        return self._sum.plus(run), self._lengths + Counter(run.draft_lengths)
+
+    def add(self, run: Statistics) -> None:
+        """Add an ended run."""
+        self._sum, self._lengths = self.plus(run)
+        self._added = run
 
 
 class SharedEngine:
     """A `paceline.engine.engine.RequestQueue` of a generator that runs in a separate thread.
+
+    ``max_waiting``: requests that may wait for a slot; None: no limit.
 
     heartbeat  grows with every prompt, chunk of a prompt and call of the rounds; it is constant only without requests,
                or if something hangs
@@ -49,15 +83,16 @@ class SharedEngine:
 
     paced = True
 
-    def __init__(self, generator: SpeculativeGenerator, *, limits: EngineLimits | None = None) -> None:
-        self._generator, self._limits = generator, limits or EngineLimits()
+    def __init__(self, generator: SpeculativeGenerator, *, max_waiting: int | None = None) -> None:
+        self._generator, self._max_waiting = generator, max_waiting
         self._changed = threading.Condition()
         self._calls: dict[str, CallState] = {}  # by ticket, in order of arrival
         self._turns = FairQueue()
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._numbers = count()
-        self._totals, self._holding = Totals(), Holding()
+        self._totals, self._holding = _Totals(), Holding()
+        self._timings = deque[RequestTiming](maxlen=_RECENT)
         self.heartbeat = 0
         self.failure: Exception | None = None
         threading.Thread(
@@ -75,13 +110,16 @@ class SharedEngine:
         """Return the number of requests and the metrics of all calls so far."""
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
-            made = self._generator
-            return self._totals.figures(len(self._running), waiting, made.statistics, drafters=made.choice_counts)
+            total, lengths = self._totals.plus(self._generator.statistics)
+            drafters = self._generator.choice_counts
+            return EngineFigures(len(self._running), waiting, total, dict(sorted(lengths.items())), drafters)
 
     def take_timings(self) -> Sequence[RequestTiming]:
         """Return the timings of the requests that finished since the last call."""
         with self._changed:
-            return self._totals.take_timings()
+            taken = tuple(self._timings)
+            self._timings.clear()
+            return taken
 
     def submit(self, call: Call, sink: Sink) -> None:
         """Add a call; ``sink`` gets its updates, the last of which says that it ended.
@@ -90,7 +128,7 @@ class SharedEngine:
             QueueFullError: too many requests wait; this call has no effect.
         """
         with self._changed:
-            waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._limits.max_waiting
+            waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._max_waiting
             if most is not None and waiting + len(call.requests) > most:
                 raise QueueFullError(
                     f"the queue is full: {waiting} requests wait, {most} are allowed (max_waiting), and this call "
@@ -173,8 +211,8 @@ class SharedEngine:
                 if error is not None:
                     self._end(state, error)
                     continue
-                update, urgent = state.update(own)
-                self._totals.finished(update.finished)
+                update, finished, urgent = state.update(own)
+                self._timings += finished
                 if update.ended:
                     del self._calls[state.call.ticket]
                 self._holding.add(state, update, urgent=urgent)
@@ -193,8 +231,8 @@ class SharedEngine:
         self._aborted.update(state.running)
         for number in state.running:
             self._running.pop(number, None)
-        held = self._holding.end(state.call.ticket)
-        state.sink([CallUpdate.joined([*held, CallUpdate(state.call.ticket, ended=True, error=error)])])
+        self._holding.end(state)
+        state.sink([CallUpdate.joined([*state.held, CallUpdate(state.call.ticket, ended=True, error=error)])])
 
     def _end_late(self) -> None:
         """End the calls whose deadline has passed."""
@@ -280,11 +318,6 @@ class AsyncEngine:
         self._running.pop(ticket, None)
         self.engine.end(ticket)
 
-    def leave(self, ticket: str, *indices: int) -> None:
-        """End requests of a call; see `SharedEngine.leave`."""
-        if indices:
-            self.engine.leave(ticket, indices)
-
     def _from_engine(self, updates: list[CallUpdate]) -> None:
         """Receive the updates of all calls, in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: no consumer is left
@@ -341,15 +374,6 @@ number, so that the total messages per second stay the same.
 """
 
 
-@dataclass(slots=True)
-class _Line:
-    """Waiting updates of one call, and the time of its last delivery."""
-
-    state: CallState
-    sent_s: float = float("-inf")
-    updates: list[CallUpdate] = field(default_factory=list)
-
-
 class Holding:
     """Updates held back to be sent with those of the next rounds: several rounds, one delivery to the event loop. One
     object per engine, used under its lock. ``clock``: seconds.
@@ -361,15 +385,13 @@ class Holding:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._lines: dict[str, _Line] = {}  # by ticket
+        self._states: dict[str, CallState] = {}  # by ticket
         self._urgent: set[str] = set()
 
     def add(self, state: CallState, update: CallUpdate, *, urgent: bool) -> None:
         """Add an update. ``urgent``: the next `due` returns it with all waiting updates of its call."""
-        line = self._lines.get(update.ticket)
-        if line is None:
-            line = self._lines[update.ticket] = _Line(state)
-        line.updates.append(update)
+        self._states[update.ticket] = state
+        state.held.append(update)
         if urgent or not state.call.interval_s:
             self._urgent.add(update.ticket)
 
@@ -378,26 +400,26 @@ class Holding:
         included, so that their reader wakes once.
         """
         now = self._clock()
-        crowd = max(1.0, len(self._lines) / CROWD)
-        waiting = {ticket: line for ticket, line in self._lines.items() if line.updates}
-        urgent = {ticket: waiting.pop(ticket) for ticket in self._urgent}
-        is_time = any(now - line.sent_s >= crowd * line.state.call.interval_s for line in waiting.values())
-        chosen = [*urgent.values(), *(waiting.values() if is_time else ())]
-        self._urgent.clear()
+        crowd = max(1.0, len(self._states) / CROWD)
+        urgent, self._urgent = self._urgent, set()
+        waiting = [state for state in self._states.values() if state.held]
+        is_time = any(
+            now - state.sent_s >= crowd * state.call.interval_s for state in waiting if state.call.ticket not in urgent
+        )
         told: dict[Sink, list[CallUpdate]] = {}
-        for line in chosen:
-            update = CallUpdate.joined(line.updates)
-            line.updates, line.sent_s = [], now
-            told.setdefault(line.state.sink, []).append(update)
-            if update.ended:
-                del self._lines[update.ticket]
+        for state in waiting:
+            if is_time or state.call.ticket in urgent:
+                update = CallUpdate.joined(state.held)
+                state.held, state.sent_s = [], now
+                told.setdefault(state.sink, []).append(update)
+                if update.ended:
+                    del self._states[update.ticket]
         return told
 
-    def end(self, ticket: str) -> list[CallUpdate]:
-        """Remove the call; return its waiting updates."""
-        line = self._lines.pop(ticket, None)
-        self._urgent.discard(ticket)
-        return [] if line is None else line.updates
+    def end(self, state: CallState) -> None:
+        """Remove a call that is over; what waits for it is still in ``state.held``."""
+        self._states.pop(state.call.ticket, None)
+        self._urgent.discard(state.call.ticket)
 
 
 class FairQueue:

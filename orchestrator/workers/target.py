@@ -12,7 +12,7 @@ from paceline.engine.request import TargetLimits
 from paceline.generator import SpeculativeGenerator
 from paceline.placement.host.processes import run_apart
 from paceline.workers.config import WorkerConfig
-from paceline.workers.shared_engine import EngineLimits, SharedEngine
+from paceline.workers.shared_engine import SharedEngine
 
 
 class TargetHost:
@@ -28,7 +28,7 @@ class TargetHost:
         if remote is not None:
             options |= {"draft": remote, "k": None}
         self._generator = SpeculativeGenerator(options.pop("draft"), self._target, **options)
-        self.engine = SharedEngine(self._generator, limits=EngineLimits(max_waiting))
+        self.engine = SharedEngine(self._generator, max_waiting=max_waiting)
 
     @property
     def limits(self) -> TargetLimits:

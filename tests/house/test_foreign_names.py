@@ -25,9 +25,7 @@ from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import INSTANCES
 from paceline.serving import metrics, ray_app
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from tests.house.test_structure import REPOSITORY
 
 NEURON = {

@@ -94,7 +94,7 @@ one = experiments.parse_config({**grid, "targets": ["t"], "samplings": [{"temper
 found["experiment three"] = SamplingParams.asked(one.samplings[0].keys).zest
 
 from paceline.serving import model_server
-from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.requests import CompletionRequest
 from paceline.serving.openai.fields import read_body
 
 request = read_body(CompletionRequest, b'{"model": "m", "prompt": "x", "zest": 5}')

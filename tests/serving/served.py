@@ -25,8 +25,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
-from paceline.serving.listener import ListeningSocket
-from paceline.serving.ray_app import application
+from paceline.serving.ray_app import ListeningSocket, application
 from tests.decoder.tiny import VOCABULARY
 from tests.simulation import check_nothing_left
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 from starlette.requests import Request
 
 from paceline.serving.api import EventStream, answer
-from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.requests import CompletionRequest
 from paceline.serving.router import Item, RequestContext, StreamChunk, StreamStart
 
 GENERATION = CompletionRequest(model="m", prompt="x", stream=True)

@@ -15,9 +15,10 @@ from paceline.core.errors import CheckpointError, PromptError, QueueFullError, T
 from paceline.engine.request import SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.placement import INSTANCES, plan
+from paceline.serving.answer import read_outputs
 from paceline.serving.deployment import Stream, groups_of
 from paceline.serving.model_server import ModelServer, NoTokenizer
-from paceline.serving.render.answer import read_outputs
+from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, StreamStart, TokenRequest
 from paceline.workers.shared_engine import SharedEngine
 from tests.placement.wishes import model
@@ -118,12 +119,12 @@ def test_a_caller_gets_outputs_and_the_error_that_is_meant(loop: asyncio.Abstrac
     assert [(one.index, one.tokens) for one in whole] == [(0, (1, 2)), (1, (3,))]
     prompt = PromptError("of the vocabulary")
     for failed, kind in (
-        (Failed(400, "no", cause=prompt), PromptError),
-        (Failed(429, "full", code="queue_full"), QueueFullError),
+        (Failed(RefusedError(400, "no"), cause=prompt), PromptError),
+        (Failed(RefusedError(429, "full", code="queue_full")), QueueFullError),
     ):
         with pytest.raises(kind):
             next(stream(loop, failed))
-    lost = stream(loop, StreamStart(7), chunk(1, 4, 5), Failed(503, "it was lost", lost=True))
+    lost = stream(loop, StreamStart(7), chunk(1, 4, 5), Failed(RefusedError(503, "it was lost"), lost=True))
     with pytest.raises(TargetLostError, match="it was lost") as caught:
         list(lost)
     assert caught.value.tokens == ((), (4, 5))

@@ -15,7 +15,7 @@ import pytest
 from paceline.engine.request import TargetLimits
 from paceline.serving.api import create_app
 from paceline.serving.model_server import LocalRouter, ModelServer, sampling_params
-from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.requests import ChatRequest
 from paceline.serving.settings import ApiSettings
 from paceline.text.structured_output import GrammarCompiler
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts

@@ -15,11 +15,14 @@ import pytest
 from paceline.core.errors import ConfigurationError
 from paceline.serving.api import create_app
 from paceline.serving.model_server import LocalRouter, sampling_params
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
-from paceline.serving.openai.responses import ResponsesRequest
-from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serving.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from paceline.serving.refused import RefusedError
 from paceline.serving.settings import ApiSettings
 from tests.serving.edge import chat_tokenizer, running, scripted
@@ -159,8 +162,8 @@ def address() -> Iterator[str]:
 
 
 def test_the_page_of_the_description_is_whole_and_needs_nothing_else(address: str) -> None:
-    answer = httpx.get(f"{address}/docs")  # without a key, as the page at /
-    page, described = Page(answer.text), httpx.get(f"{address}/openapi.json").json()
+    answer = httpx.get(f"{address}/docs", headers=HEADERS)
+    page, described = Page(answer.text), httpx.get(f"{address}/openapi.json", headers=HEADERS).json()
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
     assert page.tags.isdisjoint({"script", "img", "link"})
     assert all(link == "openapi.json" or link.removeprefix("#") in page.ids for link in page.links)

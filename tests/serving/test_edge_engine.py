@@ -22,10 +22,8 @@ from paceline.serving.model_server import (
     chat_prompts,
     sampling_params,
 )
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
-from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from paceline.serving.router import Failed, GenerationRequest, RequestContext, StreamChunk, StreamStart
 from paceline.serving.settings import ApiSettings
 from paceline.text.tokenizer import TokenBytes

@@ -319,6 +319,8 @@ def test_keys_are_asked_for_but_not_for_health() -> None:
             ("/", 200),
             ("/v1/models", 401),
             ("/metrics", 401),
+            ("/docs", 401),
+            ("/openapi.json", 401),
         ):
             assert httpx.get(address + path).status_code == status
     first, second = (call.key for call in engine.calls)
@@ -386,8 +388,8 @@ def test_a_model_that_is_not_there_makes_the_service_unready() -> None:
 
 def test_a_long_body_does_not_hold_up_the_loop() -> None:
     """1 MiB of ids is parsed in C: other requests wait for less than they would for Python's own parser."""
-    from paceline.serving.openai.completion import CompletionRequest
     from paceline.serving.openai.fields import read_body
+    from paceline.serving.openai.requests import CompletionRequest
 
     body = json.dumps(COMPLETION | {"prompt": list(range(150_000))}).encode()
     assert len(body) > 1_000_000

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from paceline.core.errors import EventLoopError
-from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.requests import CompletionRequest
 from paceline.serving.router import Item, RequestContext, StreamChunk
 from tests.serving.edge import client_of, running, scripted
 from tests.serving.test_edge_errors import CHAT, COMPLETION, refused

@@ -22,7 +22,7 @@ from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
 from paceline.serving.deployment import launch
-from paceline.serving.listener import ListeningSocket
+from paceline.serving.ray_app import ListeningSocket
 
 ENDS = [signal.SIGINT, signal.SIGTERM]
 _NOTHING = Plan(INSTANCES["inf2.48xlarge"], ())

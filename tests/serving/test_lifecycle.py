@@ -31,7 +31,7 @@ from paceline.serving import replica, serve_router
 from paceline.serving.api import create_app
 from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelUsage
 from paceline.serving.model_server import ModelServer
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import ServeRouter
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import Workshop
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, running
@@ -132,7 +132,7 @@ def service(home: Path, *models: dict[str, object], key: str = "", **settings: A
 def edge(loader: PlannedLoader, key: str = "", **settings: Any) -> Iterator[Service]:
     """The process of HTTP, and what it knows; the models live on in the loader."""
     lifecycle = ModelLifecycle(loader, {name: group.residency for name, group in loader.groups.items()})
-    routes = {name: ModelRoute(LocalHandle(name, loader.replicas)) for name in loader.groups}
+    routes = {name: LocalHandle(name, loader.replicas) for name in loader.groups}
     router = ServeRouter(routes, lifecycle=lifecycle)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (

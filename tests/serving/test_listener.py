@@ -24,11 +24,11 @@ pytest.importorskip("uvicorn")
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import ConfigurationError, WorkerError
-from paceline.serving.listener import ListeningSocket, receive_socket, serving
+from paceline.serving.ray_app import ListeningSocket, receive_socket, serving
 
 ANSWERS = """
 import asyncio, sys
-from paceline.serving.listener import receive_socket, serving
+from paceline.serving.ray_app import receive_socket, serving
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -7,9 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.outputs import Statistics
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
+from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
-from paceline.workers.engine_figures import EngineFigures
+from paceline.workers.shared_engine import EngineFigures
 
 ENGINE = Statistics(
     new_tokens=40, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=20, num_accepted_tokens_per_pos=[9, 7, 4],
@@ -17,8 +18,7 @@ ENGINE = Statistics(
     prefix_cache_hits=32,
 )  # fmt: skip
 FIGURES = EngineFigures(
-    running=2, waiting=3, finished=1, queue_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0, engine=ENGINE,
-    draft_lengths={0: 1, 3: 9},
+    running=2, waiting=3, engine=ENGINE, draft_lengths={0: 1, 3: 9},
     drafters={"ngram": DrafterCounts(6, 18, 9, 20, 0.25), "model": DrafterCounts(4, 12, 5, 9, 0.5)},
 )  # fmt: skip
 
@@ -31,8 +31,8 @@ def filled(engine: str = "a") -> MetricSet:
         [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
         metrics,
     )
-    consume([Failed(400, "no")], metrics)
-    metrics.finished([RequestTiming(0, 0.5, 0.25, 2.0), RequestTiming(1, 1.5, 0.25, 4.0)])
+    consume([Failed(RefusedError(400, "no"))], metrics)
+    metrics.finished([RequestTiming(0.5, 0.25, 2.0), RequestTiming(1.5, 0.25, 4.0)])
     return metrics
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from paceline.serving.page.files import PATHS
+from paceline.serving.page import PATHS
 from tests.serving.edge import running, scripted
 
 REPOSITORY = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_every_file_is_served_without_a_key_under_the_policy() -> None:
             policy = response.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self';") and "unsafe" not in policy
             assert response.headers["x-content-type-options"] == "nosniff"
-        assert client.get("/page/files.py").status_code == 401
+        assert client.get("/page/__init__.py").status_code == 401
     assert not any(path.startswith("/page") for path in app.openapi()["paths"])
 
 

@@ -123,6 +123,20 @@ def test_a_chat_shows_who_wrote_each_token(browser: Browser, served: tuple[str, 
         assert page.locator(".message").count() == 0
 
 
+def test_two_tabs_keep_each_other_s_chats(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
+    with opened(browser, served[0]) as first:
+        second = first.context.new_page()
+        second.goto(served[0])
+        wait_for(second, "document.getElementById('model').options.length")
+        for page, text in ((first, "one"), (second, "two"), (first, "again")):
+            ask(page, text)
+        titles = [page.locator("#chats .open").all_inner_texts() for page in (first, second)]
+        assert sorted(titles[0]) == sorted(titles[1]) == ["one", "two"]
+        second.click("[aria-label='Delete two']")
+        first.reload()
+        assert first.locator("#chats .open").all_inner_texts() == ["one"] and first.locator(".message").count() == 4
+
+
 def test_markup_of_an_answer_is_inert(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
     with opened(browser, served[0]) as page:
         answer = ask(page, "hostile")

@@ -7,19 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.serving.parsers.base import Delta, Parser, PlainText
-from paceline.serving.parsers.reasoning import REASONING, ReasoningParser
-from paceline.serving.parsers.tools import (
+from paceline.serving.answer import ChoiceText, Step
+from paceline.serving.parsers import (
+    REASONING,
+    Delta,
     HermesParser,
     JsonListParser,
     LlamaJsonParser,
     MistralParser,
     NamedCallParser,
+    Parser,
     PythonicParser,
-    Qwen3CoderParser,
-    tool_format,
+    ReasoningParser,
 )
-from paceline.serving.render.answer import ChoiceText, Step
+from paceline.serving.tool_formats import TOOL_FORMATS, tool_format
 
 Calls = list[tuple[str, object]]
 
@@ -35,7 +36,7 @@ SCHEMAS = {
 
 
 def qwen3_coder() -> Parser:
-    return Qwen3CoderParser(SCHEMAS)
+    return next(row for row in TOOL_FORMATS if row.name == "qwen3_coder").make(SCHEMAS)
 
 
 def tagged(name: str, **values: str) -> str:
@@ -118,7 +119,7 @@ def test_reasoning_cut_anywhere(row: object) -> None:
         (start[:-1], False, "", start[:-1]),
     ):
         for pieces in cuts(text):
-            found = read(ReasoningParser(row, PlainText(), started=started), pieces)  # type: ignore[arg-type]
+            found = read(ReasoningParser(row, Parser(), started=started), pieces)  # type: ignore[arg-type]
             assert (found.reasoning, found.content) == (thought, answer), pieces
 
 

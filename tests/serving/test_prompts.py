@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.serving.model_server import ChatFormat, chat_prompts
-from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.fields import read_body
-from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.requests import ChatRequest, ResponsesRequest
 from paceline.text.chat import chat_ids, roles_in_parts
 from tests.serving.edge import TEMPLATE, chat_tokenizer
 

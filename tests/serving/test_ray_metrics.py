@@ -30,7 +30,7 @@ class Measuring:
         metrics.add("vllm:generation_tokens", 7)
         metrics.add("vllm:spec_decode_num_accepted_tokens_per_pos", 3, position="0")
         metrics.show("vllm:num_requests_running", 2)
-        metrics.finished([RequestTiming(0, 0.5, 0.25, 2.0)])
+        metrics.finished([RequestTiming(0.5, 0.25, 2.0)])
         metrics.to_ray()()
         self.metrics = metrics
 

@@ -21,7 +21,7 @@ from paceline.serving.lifecycle import ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.refused import RefusedError
 from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import MACHINE
 
@@ -42,8 +42,9 @@ class Found(ServeLifecycle):
     async def _find(self) -> Any:
         if self.actor is None:
             return None
-        methods = ("states", "demand", "load", "unload", "pin", "count")
-        return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.actor, name, None)) for name in methods})
+        return SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(self.actor, name, None)) for name in ("ask", "count")}
+        )
 
 
 def test_requests_of_a_key_count_wherever_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,9 @@ class Decides:
     """An actor that knows one model."""
 
     answers = True
+
+    async def ask(self, method: str, *arguments: str) -> object:
+        return await getattr(self, method)(*arguments)
 
     async def states(self) -> list[ModelState]:
         if not self.answers:
@@ -135,7 +139,7 @@ def test_a_model_leaves_to_make_room_only_if_all_replicas_that_answer_are_idle(
 ) -> None:
     replicas = Replicas(*says)
     made = service(workshop.checkpoint(), {"name": "a"})
-    loader = ServeLoader(made, ServeRouter({"a": ModelRoute(replicas)}))
+    loader = ServeLoader(made, ServeRouter({"a": replicas}))
     assert asyncio.run(loader.leave("a", unless_used=True)) is leaves
     assert replicas.asked == (["leave"] if leaves else ["leave", "stay"])
     assert asyncio.run(loader.leave("a", unless_used=False)), "an operator's word"
@@ -145,7 +149,7 @@ def test_the_usage_of_a_model_is_that_of_its_replicas(workshop: Workshop) -> Non
     made = service(workshop.checkpoint(), {"name": "a"})
 
     def usage(*says: object) -> ModelUsage | None:
-        return asyncio.run(ServeLoader(made, ServeRouter({"a": ModelRoute(Replicas(*says))})).usage("a"))
+        return asyncio.run(ServeLoader(made, ServeRouter({"a": Replicas(*says)})).usage("a"))
 
     assert usage(ModelUsage(2, 0.0), ModelUsage(0, 7.0)) == ModelUsage(2, 0.0)
     assert usage(ModelUsage(0, 9.0), ModelUsage(0, 7.0)) == ModelUsage(0, 7.0)

@@ -15,11 +15,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from paceline.core.errors import WorkerError
 from paceline.serving import serve_router
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.tokens import TokenizeRequest
+from paceline.serving.openai.requests import CompletionRequest, TokenizeRequest
 from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import ServeRouter
 
 Attempt = Callable[[Sequence[int]], list[Item | Exception]]
 TOKENS = [b"a", b"b", b"c", b"d"]
@@ -79,14 +78,14 @@ def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **opt
     monkeypatch.setattr(serve_router, "_PAUSE_S", 0.0)
 
     async def run() -> list[Item]:
-        router = ServeRouter({"m": ModelRoute(handle)}, **options)
+        router = ServeRouter({"m": handle}, **options)
         request = CompletionRequest(model=model, prompt="x", seed=1)
         return [item async for item in router.stream(request, RequestContext.new())]
 
     return asyncio.run(run())
 
 
-LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(503, "a rank is gone", lost=True)]
+LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(RefusedError(503, "a rank is gone"), lost=True)]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
@@ -116,7 +115,7 @@ def test_who_leaves_ends_what_goes_on_for_it() -> None:
     handle = Handle(answers(4))
 
     async def leave() -> None:
-        router = ServeRouter({"m": ModelRoute(handle)})
+        router = ServeRouter({"m": handle})
         items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
         assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
         await items.aclose()  # type: ignore[attr-defined]
@@ -138,21 +137,23 @@ def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPat
             return Waits(self, [])
 
     (failed,) = ask(Empty(), monkeypatch, recovery_s=0.05)
-    assert isinstance(failed, Failed) and (failed.status, failed.code) == (503, "model_unavailable")
-    assert failed.retry_after_s
+    assert isinstance(failed, Failed) and (failed.error.status, failed.error.code) == (503, "model_unavailable")
+    assert failed.error.retry_after_s
 
 
 def test_a_model_that_does_not_come_back_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = answers(0, ActorDiedError())
     *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, resume_s=0.01)
-    assert isinstance(last, Failed) and (last.status, last.code) == (503, "model_unavailable")
-    assert last.retry_after_s, "clients are told to ask again"
+    assert isinstance(last, Failed) and (last.error.status, last.error.code) == (503, "model_unavailable")
+    assert last.error.retry_after_s, "clients are told to ask again"
 
 
 FULL = BackPressureError(num_queued_requests=9, max_queued_requests=9)
 
 
-@pytest.mark.parametrize("full", [FULL, Failed(429, "all wait", code="queue_full")], ids=["serve", "engine"])
+@pytest.mark.parametrize(
+    "full", [FULL, Failed(RefusedError(429, "all wait", code="queue_full"))], ids=["serve", "engine"]
+)
 def test_an_answer_that_has_begun_outwaits_a_full_queue(
     full: Exception | Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,15 +164,16 @@ def test_an_answer_that_has_begun_outwaits_a_full_queue(
 
 
 def test_a_failure_of_the_request_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = Handle(answers(1, Failed(400, "too long")))
-    assert ask(handle, monkeypatch)[-1] == Failed(400, "too long") and len(handle.skips) == 1
+    failed = Failed(RefusedError(400, "too long"))
+    handle = Handle(answers(1, failed))
+    assert ask(handle, monkeypatch)[-1] is failed and len(handle.skips) == 1
 
 
 def test_a_full_queue_and_an_unknown_model_have_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     (failed,) = ask(Handle(lambda _: [FULL]), monkeypatch)
-    assert isinstance(failed, Failed) and failed.status == 429 and failed.retry_after_s
+    assert isinstance(failed, Failed) and failed.error.status == 429 and failed.error.retry_after_s
     (unknown,) = ask(Handle(), monkeypatch, model="other")
-    assert isinstance(unknown, Failed) and unknown.status == 404
+    assert isinstance(unknown, Failed) and unknown.error.status == 404
 
 
 def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +187,7 @@ def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monke
 
     async def tokenize(error: Exception) -> None:
         request = TokenizeRequest(model="m", prompt="x")
-        await ServeRouter({"m": ModelRoute(Refuses(error))}).tokenize(request)
+        await ServeRouter({"m": Refuses(error)}).tokenize(request)
 
     refused = RayTaskError("tokenize", "its traceback", RefusedError(400, "no template")).as_instanceof_cause()
     with pytest.raises(RefusedError, match="no template") as caught:
@@ -198,7 +200,7 @@ def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monke
 
 def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
     async def look() -> None:
-        router = ServeRouter({"m": ModelRoute(Handle())})
+        router = ServeRouter({"m": Handle()})
         health = await router.health()
         assert not await router.models() and not health.ready and health.models == {"m": "loading"}
 
@@ -209,7 +211,7 @@ def test_health_is_of_now_and_the_list_of_models_of_a_moment_ago() -> None:
     async def look() -> None:
         handle = Handle()
         handle.cards = [ModelCard("m", 1, max_model_len=8)]
-        router = ServeRouter({"m": ModelRoute(handle)})
+        router = ServeRouter({"m": handle})
         assert (await router.health()).ready and await router.models()
         handle.cards = []
         assert await router.models(), "asked a moment ago"
@@ -232,7 +234,7 @@ def test_questions_of_health_that_come_together_are_one() -> None:
 
         handle = Counts()
         handle.cards = [ModelCard("m", 1, max_model_len=8)]
-        router = ServeRouter({"m": ModelRoute(handle)})
+        router = ServeRouter({"m": handle})
         await asyncio.gather(*(router.health() for _ in range(9)))
         return asked
 
@@ -243,7 +245,7 @@ def test_a_replica_receives_the_reader_of_its_response() -> None:
     handle = Handle(answers(1, ActorDiedError()), answers(4))
 
     async def run() -> None:
-        router = ServeRouter({"m": ModelRoute(handle)}, reader="me")
+        router = ServeRouter({"m": handle}, reader="me")
         async for _ in router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new()):
             pass
 
@@ -281,12 +283,12 @@ def test_the_lifecycle_is_called_if_no_replica_responds(
                 raise decides
 
     async def run() -> list[Item]:
-        router = ServeRouter({"m": ModelRoute(Away())}, lifecycle=Asked())  # type: ignore[arg-type]
+        router = ServeRouter({"m": Away()}, lifecycle=Asked())  # type: ignore[arg-type]
         request = CompletionRequest(model="m", prompt="x", seed=1)
         return [item async for item in router.stream(request, RequestContext.new())]
 
     items = asyncio.run(asyncio.wait_for(run(), 60))
     if isinstance(decides, RefusedError):
-        assert items == [Failed.of(decides)]
+        assert [one.error for one in items if isinstance(one, Failed)] == [decides]
     else:
         assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"

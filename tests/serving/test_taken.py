@@ -22,12 +22,13 @@ def test_streams_that_end_together_ask_their_reader_once() -> None:
     async def end() -> None:
         asked, answer = list[str](), asyncio.Event()
 
-        async def ask(reader: str) -> bool:
-            asked.append(reader)
-            await answer.wait()
-            return reader != "b"
+        class Asking(Readers):
+            async def _ask(self, reader: str) -> bool:
+                asked.append(reader)
+                await answer.wait()
+                return reader != "b"
 
-        readers = Readers(ask)
+        readers = Asking()
         await readers.taken("")
         assert not asked, "this process is not asked"
         first = asyncio.ensure_future(readers.taken("a"))

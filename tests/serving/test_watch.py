@@ -6,13 +6,14 @@ import pytest
 
 pytest.importorskip("ray")
 
-from paceline.serving.ray_guard import Watch, pause_s
+from paceline.serving.ray_guard import WatchedActor, pause_s
 
 
-class Actor:
+class Actor(WatchedActor):
     """``answers``: to each question; ``processes``: the pid after each that has none, the last one from there on."""
 
     def __init__(self, answers: str, processes: list[int | None]) -> None:
+        super().__init__("a", "b")
         self._answers, self._processes, self.killed = list(answers), processes, list[int | None]()
 
     def process(self) -> int | None:
@@ -27,9 +28,8 @@ class Actor:
 
 def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
     actor = Actor(answers, processes)
-    watch = Watch("a", actor)
     for _ in range(len(answers)):
-        watch.look()
+        actor.look()
     return actor.killed
 
 
@@ -57,7 +57,7 @@ def test_the_questions_of_a_cluster_are_no_more_the_more_nodes_it_has() -> None:
 
 
 def test_who_got_no_answer_asks_again_as_soon_as_in_a_small_cluster() -> None:
-    watch = Watch("a", Actor("ny", [1]))
+    watch = Actor("ny", [1])
     pauses = []
     for _ in range(2):
         watch.look()

@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import DeadlineError, EventLoopError, QueueFullError
 from paceline.engine.request import Request, SamplingParams
 from paceline.workers.calls import Call, CallState, CallUpdate
-from paceline.workers.shared_engine import AsyncEngine, EngineLimits, FairQueue, SharedEngine
+from paceline.workers.shared_engine import AsyncEngine, FairQueue, SharedEngine
 from tests.fakes import TableDecoder
 from tests.workers.heard import updates_of
 from tests.workers.test_shared_engine import PROMPTS, Gate, shared, wanted
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 def made_for(slots: int, max_waiting: int | None = None) -> Made:
     made = shared(slots)
-    made[0]._limits = EngineLimits(max_waiting)
+    made[0]._max_waiting = max_waiting
     return made
 
 
@@ -84,12 +84,12 @@ def test_a_step_is_handed_over_once_for_all_streams() -> None:
     for number, updates in enumerate(found):
         assert text(updates) == wanted(PROMPTS[number], max_new_tokens=20 + number)
         assert updates[-1].ended and not any(one.ended for one in updates[:-1])
-        (timing,) = [one for update in updates for one in update.finished]
-        assert timing.index == 0 and min(timing.queue, timing.prefill, timing.decode) >= 0
     assert ["0", "1", "2", "3"] in [sorted(tickets) for tickets in handed]
     assert len(handed) <= made[0].heartbeat
     figures = made[0].figures()
-    assert (figures.running, figures.waiting, figures.finished) == (0, 0, 4)
+    timings = made[0].take_timings()
+    assert (figures.running, figures.waiting, len(timings)) == (0, 0, 4)
+    assert all(min(one.queue, one.prefill, one.decode) >= 0 for one in timings)
     assert figures.engine.new_tokens == sum(20 + i for i in range(4))
     assert figures.engine.num_accepted_tokens == sum(figures.engine.num_accepted_tokens_per_pos) > 0
 
@@ -114,7 +114,6 @@ def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
     slow, quick = run(work())
     assert text(slow) == text(quick) == wanted(PROMPTS[0], max_new_tokens=40)
     assert len(slow) <= 3 < len(quick) and slow[-1].ended
-    assert [timing.index for update in slow for timing in update.finished] == [0]
 
 
 def test_a_cancelled_stream_frees_its_slot_after_the_step_that_runs() -> None:
@@ -246,7 +245,7 @@ def test_a_call_of_many_prompts_leaves_slots_to_others() -> None:
 
         async def said(asked: Call) -> None:
             async for update in updates_of(engine, asked):
-                ended.extend(asked.ticket for _ in update.finished)
+                ended.extend(asked.ticket for one in update.outputs if one.finish_reason)
 
         many = asyncio.create_task(said(call(made, "many", *[PROMPTS[0]] * 40, max_new_tokens=6)))
         await until(lambda: made[0].heartbeat)

@@ -50,7 +50,7 @@ class Line:
         for number in calls:
             reason = "length" if number in last else None
             output = RequestOutput(number, (self._count,), 0, reason)  # type: ignore[arg-type]
-            update, urgent = self._states[number].update([output])
+            update, _, urgent = self._states[number].update([output])
             self._holding.add(self._states[number], update, urgent=urgent)
             self._count += 1
         for sink, updates in self._holding.due().items():

@@ -229,21 +229,6 @@ StopField = Annotated[
 ]
 ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # no vocabulary has more, and tokenizers fail at more than 32 bits
-CountField = Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")]
-
-ResponseFormatType = Literal["text", "json_object", "json_schema"]
-
-
-def one_structure(response_format: ResponseFormat, structured: StructuredOutputs | None) -> StructuredOutputs | None:
-    """Return the structure of the output, given by OpenAI's field or by vLLM's.
-
-    Raises:
-        RefusedError: both are set.
-    """
-    if response_format.structured is not None and structured is not None:
-        message = "response_format: expected either response_format or structured_outputs, got both; omit one of them"
-        raise RefusedError(400, message, param="response_format")
-    return response_format.structured or structured
 
 
 class JsonSchema(Strict):
@@ -258,7 +243,7 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     """Allowed outputs: any, JSON objects, or those that a schema allows."""
 
-    type: ResponseFormatType
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
@@ -273,6 +258,31 @@ class ResponseFormat(Strict):
         if self.json_schema is not None:
             return StructuredOutputs.model_validate({"json": self.json_schema.schema_})
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class GenerationFields(SamplingFields, StreamFields, StructureFields, IgnoredFields):
+    """Fields that completions and chats share."""
+
+    model: ModelField
+    stop: StopField = []
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")] = 1
+    response_format: Annotated[
+        ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
+    ] = ResponseFormat(type="text")
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """Structure that the output must have, given by OpenAI's field or by vLLM's.
+
+        Raises:
+            RefusedError: both are set.
+        """
+        if self.response_format.structured is not None and self.structured_outputs is not None:
+            message = (
+                "response_format: expected either response_format or structured_outputs, got both; omit one of them"
+            )
+            raise RefusedError(400, message, param="response_format")
+        return self.response_format.structured or self.structured_outputs
 
 
 def read_body(model: type[ModelT], body: bytes) -> ModelT:

@@ -1,7 +1,6 @@
 /* The chat: conversations of this browser, and the answer that is being written. */
 
-import { generate, requestBody } from "./api.js";
-import { $, button, element, keep, kept } from "./dom.js";
+import { $, button, element, generate, keep, kept, requestBody } from "./api.js";
 import { renderMarkdown } from "./markdown.js";
 import { Acceptance, emitter, explainTokens, rate, showAcceptance } from "./tokens.js";
 
@@ -13,9 +12,14 @@ let chats = [], chat, running = null;
 
 export function startChat(given) {
   page = given;
-  const found = kept(STORE, []);
-  chats = Array.isArray(found) ? found : [];
+  chats = stored();
   open(chats[0] || newChat());
+  addEventListener("storage", event => {  // of another tab
+    if (event.key !== STORE) return;
+    chats = stored().map(one => one.id === chat.id ? chat : one);
+    if (!chats.includes(chat)) chats.unshift(chat);
+    listChats();
+  });
   $("new-chat").addEventListener("click", () => { open(newChat()); $("input").focus(); });
   $("composer").addEventListener("submit", event => { event.preventDefault(); send(); });
   $("stop").addEventListener("click", stop);
@@ -24,7 +28,7 @@ export function startChat(given) {
     const last = chat.messages.findLastIndex(message => message.role === "user");
     if (event.key === "ArrowUp" && !$("input").value && last >= 0 && !running) { event.preventDefault(); edit(last); }
   });
-  $("system").addEventListener("change", () => { chat.system = $("system").value; save(); });
+  $("system").addEventListener("change", () => { chat.system = $("system").value; save(chat); });
   $("messages").addEventListener("click", event => {
     const copied = event.target.closest(".copy-code");
     if (copied) copy(copied.closest(".block").querySelector("code").textContent);
@@ -37,11 +41,20 @@ export function stop() {
 
 /* ---- conversations */
 
-/* Kept without the alternatives of tokens, which are long. The oldest go where the browser has no more room. */
-function save() {
-  const all = chats.filter(one => one.messages.length || one.system).slice(0, MOST_CHATS);
-  const short = all.map(one => ({ ...one, messages: one.messages.map(shortened) }));
+function stored() {
+  const found = kept(STORE, []);
+  return Array.isArray(found) ? found : [];
+}
+
+/* One chat is changed, or taken away, among those that other tabs have kept too. Kept without the alternatives of
+   tokens, which are long. The oldest go where the browser has no more room. */
+function save(one, gone = false) {
+  const all = stored(), place = all.findIndex(other => other.id === one.id);
+  all.splice(Math.max(place, 0), place < 0 ? 0 : 1, ...(gone ? [] : [one]));
+  const full = all.filter(other => other.messages.length || other.system).slice(0, MOST_CHATS);
+  const short = full.map(other => ({ ...other, messages: other.messages.map(shortened) }));
   while (!keep(STORE, short) && short.length) short.pop();
+  chats = chats.map(other => other.id === one.id ? one : other);
 }
 
 function shortened(message) {
@@ -51,7 +64,7 @@ function shortened(message) {
 function newChat() {
   const empty = chats.find(one => !one.messages.length);
   if (empty) return empty;
-  chats.unshift({ title: "New chat", system: chat ? chat.system : "", messages: [] });
+  chats.unshift({ id: `${Date.now()}.${Math.random()}`, title: "New chat", system: chat ? chat.system : "", messages: [] });
   return chats[0];
 }
 
@@ -78,7 +91,7 @@ function listChats() {
 function remove(one) {
   chats = chats.filter(other => other !== one);
   if (one === chat) open(chats[0] || newChat());
-  save();
+  save(one, true);
   listChats();
 }
 
@@ -222,7 +235,7 @@ async function answer() {
   running = null;
   draw();
   busy(false);
-  save();
+  save(own);
   if (own === chat) showMessages();
 }
 

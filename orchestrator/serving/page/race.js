@@ -1,8 +1,7 @@
 /* The race: one prompt and one seed, first plainly and then with each chosen drafter, one after the other, so that no
    run slows another; then all are replayed in time, next to each other. */
 
-import { generate, newSeed, requestBody } from "./api.js";
-import { $, element } from "./dom.js";
+import { $, element, generate, newSeed, requestBody } from "./api.js";
 import { Acceptance, rate } from "./tokens.js";
 
 const WARM_TOKENS = 8;  // of a run before each lane, so that none pays for graphs and caches alone

@@ -1,6 +1,6 @@
 /* Tokens: who wrote each, what else was likely, and how many of those drafted were accepted. */
 
-import { $, element } from "./dom.js";
+import { $, element } from "./api.js";
 
 /* Adds ranges of a text, token by token. base: where the text begins in that of all tokens; -1: tokens are not told. */
 export function emitter(text, tokens, base) {

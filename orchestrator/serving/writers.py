@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from paceline.serving.openai.chat import ChatRequest
-from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.responses import NamedFunction, ResponsesRequest
-from paceline.serving.parsers.base import ToolCallDelta
-from paceline.serving.render.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
+from paceline.serving.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
+from paceline.serving.openai.requests import ChatRequest, CompletionRequest, NamedFunction, ResponsesRequest
+from paceline.serving.parsers import ToolCallDelta
 
 BytesOf = Callable[[int], bytes]
 """Function from a token to its bytes, whose concatenation is that of the text."""

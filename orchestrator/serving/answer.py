@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 
 from paceline.core.types import TokenLogprobs
 from paceline.outputs import RequestOutput
-from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta
+from paceline.serving.openai.requests import ChatRequest, CompletionRequest
+from paceline.serving.parsers import Delta, Parser, ToolCallDelta
 from paceline.serving.settings import SpecMetrics
 from paceline.text.stop_strings import StopStringFilter
 
@@ -180,10 +181,11 @@ class AcceptanceMetrics:
     verification steps with drafted tokens. Definitions:
     https://docs.vllm.ai/en/v0.32.0/features/speculative_decoding/acceptance_metrics/
 
-    ``num_spec_tokens``: maximum drafted tokens of a step, by the server's settings.
+    ``num_spec_tokens``: maximum drafted tokens of a step, by the server's settings. ``level``: how much is reported.
     """
 
     num_spec_tokens: int
+    level: SpecMetrics
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -193,9 +195,9 @@ class AcceptanceMetrics:
             self.drafted.append(drafted)
             self.accepted.append(accepted)
 
-    def report(self, level: SpecMetrics) -> Mapping[str, object] | None:
+    def report(self) -> Mapping[str, object] | None:
         """The value of ``metrics``, or None where nothing is to be said."""
-        if level == "none" or not self.num_spec_tokens:
+        if self.level == "none" or not self.num_spec_tokens:
             return None
         longest = max([self.num_spec_tokens, *self.drafted])
         histogram = [0] * (longest + 1)
@@ -214,7 +216,7 @@ class AcceptanceMetrics:
             "num_draft_tokens": proposed,
             "num_spec_tokens": longest,
         }
-        if level == "detailed":
+        if self.level == "detailed":
             report |= {"per_step_accepted": list(self.accepted), "per_step_drafted": list(self.drafted)}
         return {"speculative_decoding": report}
 
@@ -300,36 +302,24 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
     return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top, replaced)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
-    """Settings of a response that are fixed before its first token.
+class Answer:
+    """Response to a completion or a chat: receives the engine's outputs and writes them.
 
     prompt_tokens  of all prompts together
-    choices        outputs per prompt
-    stream         whether it is written as events
-    spec_metrics   acceptance metrics in it; only with one choice
-    prompt_only    whether no generated token is shown
+    acceptance     counts for its metrics, which are returned only with one choice
     """
-
-    prompt_tokens: int
-    choices: int
-    stream: bool
-    spec_metrics: SpecMetrics
-    prompt_only: bool = False
-
-
-class Answer:
-    """Takes in what the engine hands out and writes it down."""
 
     def __init__(
         self,
-        plan: AnswerPlan,
+        request: CompletionRequest | ChatRequest,
         writer: AnswerWriter,
         choices: Sequence[ChoiceRenderer],
         *,
+        prompt_tokens: int,
         acceptance: AcceptanceMetrics,
     ) -> None:
-        self._plan, self._writer, self._choices, self._acceptance = plan, writer, choices, acceptance
+        self._request, self._writer, self._choices, self._acceptance = request, writer, choices, acceptance
+        self._prompt_tokens, self._prompt_only = prompt_tokens, request.tokens_asked == 0
         self._texts = [ChoiceText() for _ in choices]
         self._sent = [0] * len(choices)
         self._cached: int | None = None
@@ -351,13 +341,13 @@ class Answer:
             if self._choices[output.index].ended:
                 continue
             self._acceptance.count(output.drafted, output.accepted)
-            if output.cached_tokens is not None and output.index % self._plan.choices == 0:
+            if output.cached_tokens is not None and output.index % self._request.n == 0:
                 self._cached = (self._cached or 0) + output.cached_tokens  # the others find it anyway
-            if self._plan.prompt_only and output.error is None:
+            if self._prompt_only and output.error is None:
                 output = replace(output, tokens=(), accepted=0, drafted=0, finish_reason="length", token_logprobs=None)
             for step, is_new in self._choices[output.index].push(output):
                 self._sent[step.choice] += len(step.pieces)
-                if not self._plan.stream:
+                if not self._request.stream:
                     self._texts[step.choice].add(step)
                     continue
                 written = self._writer.step(step, self._usage)
@@ -367,16 +357,15 @@ class Answer:
 
     def end(self) -> bytes:
         """The last events, or the body."""
-        level = self._plan.spec_metrics if len(self._choices) == 1 else "none"
-        metrics = self._acceptance.report(level)
-        if self._plan.stream:
+        metrics = self._acceptance.report() if len(self._choices) == 1 else None
+        if self._request.stream:
             return self._writer.end(self._usage, metrics)
         return _encode(self._writer.body(self._texts, self._usage, metrics))
 
     @property
     def _usage(self) -> Usage:
         reasoning = sum(choice.reasoning_tokens for choice in self._choices)
-        return Usage(self._plan.prompt_tokens, sum(self._sent), self._cached, reasoning)
+        return Usage(self._prompt_tokens, sum(self._sent), self._cached, reasoning)
 
 
 class TokenAnswer:

@@ -1,1 +1,0 @@
-"""Answers, from tokens to finished bytes. No model, no HTTP, no Ray."""

@@ -1,0 +1,408 @@
+# ruff: noqa: RUF001  (DeepSeek writes its markers with full-width bars)
+"""Formats of tool calls: what chat templates teach, and the parsers of each. Names are vLLM's (``--tool-call-parser``)
+where it has the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import regex
+
+from paceline.serving.parsers import (
+    Delta,
+    HermesParser,
+    JsonValue,
+    LlamaJsonParser,
+    MarkedListParser,
+    MistralParser,
+    Parser,
+    PythonicParser,
+    StateParser,
+    ToolCallDelta,
+    overlap,
+    python_calls,
+)
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each function, by the function's name."""
+
+
+class _MarkedParser(StateParser):
+    """Base of parsers of calls that begin with a marker, any number of them, with text around.
+
+    starts   texts of which one begins a call, or a section of calls
+    opening  from there to the arguments, with the function's ``name``
+    closing  what may follow the arguments
+    end      the end of a section, "" if there is none
+    """
+
+    def __init__(self, starts: tuple[str, ...], opening: str, closing: str, *, end: str = "") -> None:
+        super().__init__(self._text)
+        self._starts, self._opening = starts, regex.compile(opening)
+        self._closing, self._end = regex.compile(closing), end
+
+    def flush(self) -> Delta:
+        return Delta(self._take() if self._state == self._text else "")
+
+    def _text(self) -> Delta:
+        """Outside of calls."""
+        places = [(place, start) for start in self._starts if (place := self._held.find(start)) >= 0]
+        uncertain = max(overlap(self._held, start) for start in self._starts)
+        place, start = min(places, default=(len(self._held) - uncertain, ""))
+        delta = self._around(self._take(place))
+        if not start:
+            return delta
+        found = self._opening.match(self._held, partial=True)
+        if found is None:
+            return delta + Delta(self._take(len(start)))
+        if found.partial:
+            return delta
+        self._take(found.end())
+        return delta + self._begin(found["name"])
+
+    def _begin(self, name: str) -> Delta:
+        """Return what a call of that name begins with; set the next state."""
+        raise NotImplementedError
+
+    def _after(self) -> Delta:
+        """After a call, whose end may be marked."""
+        found = self._closing.match(self._held, partial=True)
+        if found is not None and found.partial:
+            return Delta()
+        self._take(0 if found is None else found.end())
+        self._state = self._gap if self._end else self._text
+        return Delta()
+
+    def _gap(self) -> Delta:
+        """Between calls of a section, or at its end."""
+        begun = self._held.lstrip()
+        if begun.startswith(self._end):
+            self._held, self._state = begun[len(self._end) :], self._text
+        elif not self._end.startswith(begun):
+            self._state = self._text
+        return Delta()
+
+
+class MarkedJsonParser(_MarkedParser):
+    """A marker, the name, and the arguments as one JSON object: DeepSeek V3, Kimi K2, Functionary, gpt-oss."""
+
+    def _begin(self, name: str) -> Delta:
+        self._state, self._value = self._arguments, JsonValue()
+        return Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
+
+    def _arguments(self) -> Delta:
+        end = self._value.end(self._held)
+        piece = self._take(end)
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        if end is not None:
+            self.calls, self._state = self.calls + 1, self._after
+        return delta
+
+
+class TaggedParser(_MarkedParser):
+    """A marker, the name, and each argument between tags, as Qwen3-Coder writes them.
+
+    A value has no quotes: the function's schema says whether it is text.
+    """
+
+    def __init__(self, schemas: Schemas, tags: Tags) -> None:
+        super().__init__(tags.starts, tags.opening, tags.closing)
+        self._inside = regex.compile(rf"\s*(?:(?P<end>{tags.end})|{tags.argument})", regex.DOTALL)
+        self._schemas = schemas
+        self._properties: Mapping[str, Any] = {}
+        self._written = 0
+
+    def _begin(self, name: str) -> Delta:
+        self._properties = self._schemas.get(name, {}).get("properties", {})
+        self._state, self._written = self._function, 0
+        return Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
+
+    def _function(self) -> Delta:
+        """Inside a call, between its arguments."""
+        found = self._inside.match(self._held, partial=True)
+        if found is None:
+            self._take(1)  # unexpected text
+            return Delta()
+        if found.partial:
+            return Delta()
+        self._take(found.end())
+        if found["end"]:
+            self.calls, self._state = self.calls + 1, self._after
+            return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
+        name, value = found["key"].strip(), found["value"].removeprefix("\n").removesuffix("\n")
+        schema = self._properties.get(name, {})
+        if (kind := found.groupdict().get("string")) is not None:  # the call itself says whether it is text
+            schema = (
+                {"type": "string"} if kind == "true" else {"type": ["number", "boolean", "null", "object", "array"]}
+            )
+        text = f"{', ' if self._written else ''}{json.dumps(name, ensure_ascii=False)}: {_json(value, schema)}"
+        self._written += 1
+        return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags of a format, as patterns.
+
+    starts, opening  see `_MarkedParser`
+    argument         an argument's ``key`` and ``value``, and perhaps whether it is a ``string``
+    end              the end of a call
+    closing          what may follow it
+    """
+
+    starts: tuple[str, ...]
+    opening: str
+    argument: str
+    end: str
+    closing: str = ""
+
+
+_NAME = r"(?P<name>[\w.\-]+)"
+_QWEN = Tags(
+    ("<tool_call>", "<function="),
+    rf"(?:<tool_call>\s*)?<function=\s*{_NAME}\s*>",
+    r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>",
+    "</function>",
+    r"\s*</tool_call>",
+)
+_SEED = Tags(
+    ("<seed:tool_call>",),
+    rf"<seed:tool_call>\s*<function=\s*{_NAME}\s*>",
+    _QWEN.argument,
+    _QWEN.end,
+    r"\s*</seed:tool_call>",
+)
+_GLM = Tags(
+    ("<tool_call>",),
+    rf"<tool_call>\s*{_NAME}\s*(?=<)",
+    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    "</tool_call>",
+)
+
+
+def _invoked(prefix: str, *sections: str) -> Tags:
+    """<invoke name="f"><parameter name="x">1</parameter></invoke>, with a prefix of tags, in a section."""
+    section = "|".join(sections)
+    return Tags(
+        tuple(f"<{one}>" for one in sections),
+        rf'<(?:{section})>\s*<{prefix}invoke name="{_NAME}">',
+        rf'<{prefix}parameter name="(?P<key>[^"]*)"(?: string="(?P<string>true|false)")?>(?P<value>.*?)'
+        rf"</{prefix}parameter>",
+        f"</{prefix}invoke>",
+        rf"\s*</(?:{section})>",
+    )
+
+
+_MINIMAX = _invoked("", "minimax:tool_call")
+_MUSE = _invoked("atem:", "atem:function_calls")
+_MINIMAX_M3 = Tags(
+    ("]<]minimax[>[<tool_call>",),
+    rf'\]<\]minimax\[>\[<tool_call>\s*\]<\]minimax\[>\[<invoke name="{_NAME}">',
+    r"\]<\]minimax\[>\[<(?P<key>[\w.\-]+)>(?P<value>.*?)\]<\]minimax\[>\[</(?P=key)>",
+    r"\]<\]minimax\[>\[</invoke>",
+    r"\s*\]<\]minimax\[>\[</tool_call>",
+)
+_MINICPM = Tags(
+    ('<function name="',),
+    rf'<function name="{_NAME}">',
+    r'<param name="(?P<key>[^"]*)">(?P<value>.*?)</param>',
+    "</function>",
+)
+_DSML = _invoked("｜DSML｜", "｜DSML｜function_calls", "｜DSML｜tool_calls")
+
+
+class CollectedParser(StateParser):
+    """Calls between markers, any number, with text around; they are returned when they are complete.
+
+    calls  makes calls of the text between the markers; None: it is none
+    """
+
+    def __init__(self, start: str, end: str, calls: Callable[[str], Sequence[ToolCallDelta] | None]) -> None:
+        super().__init__(self._text)
+        self._start, self._end, self._calls = start, end, calls
+        self._collected = ""
+
+    def flush(self) -> Delta:
+        held = self._take()
+        return Delta(held) if self._state == self._text else self._finish(held)
+
+    def _text(self) -> Delta:
+        return self._around(self._take_until(self._start, self._inside))
+
+    def _inside(self) -> Delta:
+        self._collected += self._take_until(self._end, self._text)
+        return Delta() if self._state == self._inside else self._finish("")
+
+    def _finish(self, rest: str) -> Delta:
+        text, self._collected = self._collected + rest, ""
+        if (found := self._calls(text)) is None:
+            return Delta(f"{self._start}{text}")
+        first, self.calls = self.calls, self.calls + len(found)
+        return Delta(tool_calls=tuple(replace(call, index=first + call.index) for call in found))
+
+
+class ApertusParser(MarkedListParser):
+    """<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>."""
+
+    keyed = True
+
+
+def _gemma_calls(text: str) -> list[ToolCallDelta] | None:
+    """call:f{x:<|"|>text<|"|>,n:3}, of Gemma 4: strings stand between <|"|>, and keys have no quotes."""
+    found = regex.fullmatch(rf"\s*call:\s*{_NAME}\s*(?P<arguments>\{{.*\}})\s*", text, regex.DOTALL)
+    if found is None:
+        return None
+    pieces = found["arguments"].split('<|"|>')
+    for place, piece in enumerate(pieces):
+        quoted = json.dumps(piece, ensure_ascii=False)
+        pieces[place] = quoted if place % 2 else regex.sub(r"([{,]\s*)([\w.\-]+)(\s*:)", r'\1"\2"\3', piece)
+    try:
+        written = json.dumps(json.loads("".join(pieces)), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+    return [ToolCallDelta(0, found["name"], written)]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A format of tool calls.
+
+    name     vLLM's
+    make     makes the parser of one response from the schemas of the offered functions
+    markers  a template with all of these uses it
+    tokens   strings that the parser searches for, which may be special tokens of the vocabulary
+    """
+
+    name: str
+    make: Callable[[Schemas], Parser]
+    markers: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
+
+
+def _marked_json(name: str, starts: tuple[str, ...], opening: str, closing: str, *, end: str = "") -> ToolFormat:
+    """A row of `MarkedJsonParser`."""
+    tokens = (*starts, *_LITERAL.findall(opening + closing), *((end,) if end else ()))
+    return ToolFormat(
+        name,
+        lambda _: MarkedJsonParser(starts, opening + r"\s*(?=\{)", closing, end=end),
+        starts[-1:],
+        tuple(dict.fromkeys(tokens)),
+    )
+
+
+def _tagged(name: str, tags: Tags, *, marker: str) -> ToolFormat:
+    """A row of `TaggedParser`. ``marker``: what its templates have."""
+    tokens = (*tags.starts, *_LITERAL.findall(tags.opening + tags.argument + tags.end + tags.closing))
+    return ToolFormat(name, lambda schemas: TaggedParser(schemas, tags), (marker,), tuple(dict.fromkeys(tokens)))
+
+
+def _marked_list(name: str, start: str, end: str = "", *, markers: tuple[str, ...] = ()) -> ToolFormat:
+    """A row of `MarkedListParser`. ``markers``: what its templates have, if not the start."""
+    tokens = (start, end) if end else (start,)
+    return ToolFormat(name, lambda _: MarkedListParser(start, end), markers or (start,), tokens)
+
+
+_LITERAL = regex.compile(r"</?[\w:｜▁]+>")
+"""Tags in a pattern that have no wildcards: they may be special tokens."""
+
+_OUTER = ("<tool_call>", "</tool_call>")
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    _tagged("deepseek_v32", _DSML, marker="｜DSML｜"),
+    _tagged("minimax_m3", _MINIMAX_M3, marker="]<]minimax[>["),
+    _tagged("minimax_m2", _MINIMAX, marker="<minimax:tool_call>"),
+    _tagged("muse_glimmer", _MUSE, marker="atem:function_calls"),
+    _tagged("minicpm5", _MINICPM, marker='<function name="'),
+    _tagged("seed_oss", _SEED, marker="<seed:tool_call>"),
+    _tagged("glm45", _GLM, marker="<arg_key>"),
+    ToolFormat("qwen3_coder", lambda schemas: TaggedParser(schemas, _QWEN), ("<tool_call>", "<function="), _OUTER),
+    _marked_json(
+        "deepseek_v3",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        "(?:<｜tool▁calls▁begin｜>\\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+        rf"{_NAME}(?:<｜tool▁sep｜>)?\s*(?:```json)?",
+        r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    _marked_json(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
+        r"(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        r"\s*<\|tool_call_end\|>",
+        end="<|tool_calls_section_end|>",
+    ),
+    _marked_json(
+        "solar_open",
+        ("<|tool_calls|>", "<|tool_call:begin|>"),
+        r"(?:<\|tool_calls\|>\s*)?<\|tool_call:begin\|>[\w\-]*<\|tool_call:name\|>" + _NAME + r"<\|tool_call:args\|>",
+        r"\s*<\|tool_call:end\|>",
+        end="<|calls|>",
+    ),
+    _marked_list("cohere2", "<|START_ACTION|>", "<|END_ACTION|>"),
+    _marked_list("nemotron_json", "<TOOLCALL>", "</TOOLCALL>"),
+    _marked_list("minimax", "<tool_calls>", "</tool_calls>"),
+    _marked_list("gigachat3", "<|function_call|>"),
+    _marked_list("granite", "<|tool_call|>"),
+    _marked_list("functools", " functools["),
+    _marked_list("gigachat3_10b", "function call<|role_sep|>", markers=("function call", "<|role_sep|>")),
+    ToolFormat(
+        "apertus",
+        lambda _: ApertusParser("<|tools_prefix|>", "<|tools_suffix|>"),
+        ("<|tools_prefix|>",),
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    ToolFormat(
+        "lfm2",
+        lambda _: CollectedParser("<|tool_call_start|>", "<|tool_call_end|>", python_calls),
+        ("<|tool_call_start|>",),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    ToolFormat(
+        "gemma4",
+        lambda _: CollectedParser("<|tool_call>", "<tool_call|>", _gemma_calls),
+        ("<|tool_call>",),
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    ),
+    ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), _OUTER),
+    ToolFormat("mistral", lambda _: MistralParser(), ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    _marked_json("functionary", ("<function=",), rf"<function=\s*{_NAME}\s*>", r"\s*</function>"),
+    ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
+    ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
+)
+"""Formats in the order in which templates are searched."""
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Return the format that a chat template teaches, if it has a place for tools at all and the format is known."""
+    if "tools" not in template:
+        return None
+    return next((row for row in TOOL_FORMATS if all(marker in template for marker in row.markers)), None)
+
+
+def _json(value: str, schema: Mapping[str, Any]) -> str:
+    """Return a value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
+    kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "$ref"} else ())
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        kinds |= {other["type"]} if isinstance(other.get("type"), str) else set()
+    text = json.dumps(value, ensure_ascii=False)
+    if value.strip().lower() in ("null", "none") and "null" in kinds:
+        return "null"
+    if "string" in kinds:
+        return text
+    if "boolean" in kinds and value.strip().lower() in ("true", "false"):
+        return value.strip().lower()
+    try:
+        json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return value.strip()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"expected JSON, got {constant}; write null or a string")

@@ -1,0 +1,243 @@
+"""Formats of tool calls: texts as models write them, and every chat template of llama.cpp's sources, back and forth.
+
+The templates come with the source distribution of llama-cpp-python, which `make test-gguf` fetches.
+"""
+# ruff: noqa: RUF001, ISC004  (DeepSeek writes its markers with full-width bars)
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from paceline.serving.model_server import ChatFormat, _chat_text
+from paceline.serving.openai.requests import ChatRequest
+from paceline.serving.refused import RefusedError
+from paceline.serving.tool_formats import TOOL_FORMATS
+from tests.serving.edge import chat_tokenizer
+from tests.serving.test_parsers import SCHEMAS, Calls, cuts, read
+
+SOURCES = os.environ.get("LLAMA_CPP_SOURCES", "")
+TEMPLATES = sorted(Path(SOURCES, "models", "templates").glob("*.jinja")) if SOURCES else []
+
+F, G = ("f", {"text": "<b>", "n": 2}), ("f", {})
+JSON = '{"text": "<b>", "n": 2}'
+FIRST = f'{{"name": "f", "arguments": {JSON}}}'
+
+
+def lines(*pieces: str) -> str:
+    return "\n".join(pieces)
+
+
+FORMS: list[tuple[str, str, str, Calls]] = [
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        + lines(
+            "f", "```json", JSON, "```<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "```json"
+        )
+        + lines("", "{}", "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+        "",
+        [F, G],
+    ),
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [F],
+    ),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>?", "<｜tool▁calls▁begin｜>?", []),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}"
+        "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        [F, G],
+    ),
+    (
+        "solar_open",
+        f"<|tool_calls|><|tool_call:begin|>call1<|tool_call:name|>f<|tool_call:args|>{JSON}<|tool_call:end|><|calls|>",
+        "",
+        [F],
+    ),
+    ("functionary", f"<function=f>{JSON}</function><function=f>{{}}</function>", "", [F, G]),
+    (
+        "seed_oss",
+        lines("<seed:tool_call>", "<function=f>", "<parameter=text><b></parameter>", "<parameter=n>2</parameter>")
+        + lines("", "</function>", "</seed:tool_call>"),
+        "",
+        [F],
+    ),
+    (
+        "glm45",
+        lines("<tool_call>f", "<arg_key>text</arg_key>", "<arg_value><b></arg_value>", "<arg_key>n</arg_key>")
+        + lines("", "<arg_value>2</arg_value>", "</tool_call>", "<tool_call>f</tool_call>"),
+        "",
+        [F, G],
+    ),
+    ("glm45", "<tool_call>, it says", "<tool_call>, it says", []),
+    (
+        "minimax_m2",
+        lines("<minimax:tool_call>", '<invoke name="f">', '<parameter name="text"><b></parameter>')
+        + lines("", '<parameter name="n">2</parameter>', "</invoke>", "</minimax:tool_call>"),
+        "",
+        [F],
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" string="true"><b>'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        [F],
+    ),
+    (
+        "cohere2",
+        lines("<|START_ACTION|>[", f'    {{"tool_call_id": "0", "tool_name": "f", "parameters": {JSON}}},')
+        + lines("", '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}', "]<|END_ACTION|>"),
+        "",
+        [F, G],
+    ),
+    ("nemotron_json", f"<TOOLCALL>[{FIRST}]</TOOLCALL>", "", [F]),
+    (
+        "minimax",
+        lines("<tool_calls>", FIRST, '{"name": "f", "arguments": {}}', "</tool_calls>"),
+        "",
+        [F, G],
+    ),
+    ("granite", f"<|tool_call|>[{FIRST}]", "", [F]),
+    ("gigachat3", f"<|function_call|>{FIRST}", "", [F]),
+    ("functools", f" functools[{FIRST}]", "", [F]),
+    ("apertus", f'<|tools_prefix|>[{{"f": {JSON}}}, {{"f": {{}}}}]<|tools_suffix|>', "", [F, G]),
+    ("lfm2", '<|tool_call_start|>[f(text="<b>", n=2), f()]<|tool_call_end|>', "", [F, G]),
+    ("minicpm5", '<function name="f"><param name="text"><b></param><param name="n">2</param></function>', "", [F]),
+    ("gemma4", '<|tool_call>call:f{text:<|"|><b><|"|>,n:2}<tool_call|><|tool_call>call:f{}<tool_call|>', "", [F, G]),
+    ("gemma4", "<|tool_call>none<tool_call|>", "<|tool_call>none", []),
+]
+"""The format, a text after "a ", what stays of it, and the calls."""
+
+
+@pytest.mark.parametrize(("name", "text", "left", "calls"), FORMS)
+def test_calls_cut_anywhere(name: str, text: str, left: str, calls: Calls) -> None:
+    row = next(row for row in TOOL_FORMATS if row.name == name)
+    for pieces in cuts(f"a {text}"):
+        found = read(row.make(SCHEMAS), pieces)
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+        assert found.content == f"a {left}", pieces
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Its name."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city"],
+        },
+    },
+}
+ARGUMENTS = {"city": "Rome", "days": 3}
+USER = {"role": "user", "content": "Will it rain?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": function}],
+    }
+
+
+def answered(arguments: Any) -> list[dict[str, Any]]:
+    result = {"role": "tool", "tool_call_id": "call00001", "content": '{"rain": true}'}
+    return [SYSTEM, USER, calling(arguments), result]
+
+
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "question": ([USER], False),
+    "system": ([SYSTEM, USER], False),
+    "turns": ([USER, {"role": "assistant", "content": "Yes."}, USER], False),
+    "tools": ([SYSTEM, USER], True),
+    "result": (answered(ARGUMENTS), True),
+}
+FALLS = (Exception,)
+UNKNOWN = {
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "Kimi-K3",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "deepseek-ai-DeepSeek-V3.1",
+    "openai-gpt-oss-120b",
+    "tencent-Hy3",
+}
+"""Templates of other formats, or that have no place for tools."""
+
+
+def of_server(template: str, messages: list[dict[str, Any]], *, tools: bool) -> str | None:
+    """The prompt that the server makes of OpenAI's form of a conversation; None: refused."""
+    tokenizer = chat_tokenizer(template)
+    sent = [
+        {**calling(json.dumps(ARGUMENTS)), "content": None} if "tool_calls" in message else message
+        for message in messages
+    ]
+    body = {"model": "m", "messages": sent, **({"tools": [TOOL]} if tools else {})}
+    try:
+        return _chat_text(tokenizer, ChatRequest.model_validate(body), ChatFormat.of(tokenizer))
+    except RefusedError:
+        return None
+
+
+@pytest.mark.gguf
+@pytest.mark.skipif(not TEMPLATES, reason="llama.cpp's sources are not here; `make test-gguf` fetches them")
+@pytest.mark.parametrize("path", TEMPLATES, ids=[path.stem for path in TEMPLATES])
+def test_a_published_template_renders_as_transformers_does(path: Path) -> None:
+    template = path.read_text()
+    tokenizer = chat_tokenizer(template)
+    form = ChatFormat.of(tokenizer)
+    for name, (messages, tools) in CONVERSATIONS.items():
+        made = of_server(template, messages, tools=tools)
+        try:
+            known: dict[str, Any] = dict(tokenizer.special_tokens_map)  # type: ignore[attr-defined]
+            (wanted,), _ = render_jinja_template(
+                [messages], chat_template=template, tools=[TOOL] if tools else None, add_generation_prompt=True, **known
+            )
+        except FALLS:
+            assert made is None or form.in_parts, name
+            continue
+        if tools and form.tools is None:
+            assert made is None, name
+        elif not form.in_parts:
+            assert made == wanted, name
+
+
+@pytest.mark.gguf
+@pytest.mark.skipif(not TEMPLATES, reason="llama.cpp's sources are not here; `make test-gguf` fetches them")
+@pytest.mark.parametrize("path", TEMPLATES, ids=[path.stem for path in TEMPLATES])
+def test_a_call_that_a_published_template_writes_is_parsed_back(path: Path) -> None:
+    template = path.read_text()
+    row = ChatFormat.of(chat_tokenizer(template)).tools
+    try:
+        more: dict[str, Any] = {"chat_template": template, "tools": [TOOL], "bos_token": "", "eos_token": ""}
+        (asked,), _ = render_jinja_template([[USER]], add_generation_prompt=True, **more)
+        (text,), _ = render_jinja_template([[USER, calling(ARGUMENTS)]], **more)
+    except FALLS:
+        pytest.skip("the template does not render this conversation")
+    text = text[len(asked) if text.startswith(asked) else text.rindex(USER["content"]) + len(USER["content"]) :]
+    if "weather" not in text:
+        pytest.skip("the template leaves the calls of earlier turns out")
+    if row is None:
+        assert path.stem in UNKNOWN, "a template that writes calls has a format"
+        return
+    found = read(row.make({"weather": TOOL["function"]["parameters"]}), [text])  # type: ignore[index]
+    assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == [("weather", ARGUMENTS)]
