@@ -119,7 +119,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
         assert set(generator.statistics.draft_lengths) == {0, 1, 4}
         other.add_request(0, text, features(target, text, other))
         read = len(text) - 8  # behind that, the last commits and drafts
-        for ours, wanted in ((made.head.keys, other.head.keys), (made.head.values, other.head.values)):
+        for ours, wanted in zip(made.head.caches()[0], other.head.caches()[0], strict=True):
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigurationError, match="got several; give one number, or let it draft a chain"):
         drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
@@ -202,13 +202,13 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
     """A target keeps the graphs of its drafters; a second head must not get those of the first."""
     target = workshop.decoder(slots=1)
     first, second = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
-    for name in ("fc", "qkv", "out", "mlp_gate_up", "mlp_down"):
+    for name in ("held.fc", *(f"layers.0.{part}" for part in ("qkv", "out", "mlp_gate_up", "mlp_down"))):
         second.head.get_parameter(name).data.neg_()
     accepted = []
     for made in (first, second, first):
         generator = SpeculativeGenerator(made, target)
         generator.sample(PROMPTS[:1], max_new_tokens=20)
-        accepted.append(made.head.keys.clone())
+        accepted.append(made.head.caches()[0][0].clone())
     assert torch.equal(accepted[0], accepted[2]) and not torch.equal(accepted[0], accepted[1])
 
 
