@@ -64,7 +64,7 @@ class _Held(nn.Module):
             self.register_parameter(name, None if weight is None else _frozen(weight))
 
     def flat(self, kind: type[EagleWeights] | type[LayerWeights]) -> dict[str, Any]:
-        """The weights that are no group of others, by the names of ``kind``."""
+        """Return the weights that are no group of others, by the names of ``kind``."""
         return {name: getattr(self, name) for name in _FLAT[kind]}
 
 

@@ -284,7 +284,7 @@ class TrainableHead(nn.Module):
         return self.network.fuse(features)
 
     def unknown(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What a P-EAGLE head reads at positions not yet known: tokens [b, S], hidden [b, S, H]."""
+        """Return the input of a P-EAGLE head at positions not yet known: tokens [b, S], hidden [b, S, H]."""
         hidden = self.fuse(self.get_parameter("mask_hidden").view(1, 1, -1))
         return torch.full_like(tokens, self.config.mask_token or 0), hidden.expand(*tokens.shape, -1)
 

@@ -433,7 +433,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
     if head.start is not None:
         if head.layers or head.draft_vocab_size is not None or head.parts():
             raise ConfigurationError(
-                "start: expected the layers, draft vocabulary and parts of that head, got "
+                "start: expected the layers and draft vocabulary of that head, and its other parts, got "
                 f"{', '.join(head.parts()) or 'others'}; omit them"
             )
         version = checkpoint.load(head.start, sizes).config.version
