@@ -64,7 +64,7 @@ class _Held(nn.Module):
             self.register_parameter(name, None if weight is None else _frozen(weight))
 
     def flat(self, kind: type[EagleWeights] | type[LayerWeights]) -> dict[str, Any]:
-        """Return the weights that are no group of others, by the names of ``kind``."""
+        """Return the weights by name, without groups of others."""
         return {name: getattr(self, name) for name in _FLAT[kind]}
 
 

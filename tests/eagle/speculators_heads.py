@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses.eager import kl_div_loss
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.peagle import core as peagle
@@ -68,14 +69,14 @@ def logits_of(model: Any, settings: dict[str, Any], inputs: dict[str, Tensor]) -
     if settings["kind"] != "peagle":
         model(states, tokens, documents, ttt_steps=k)
         return torch.stack(seen)
-    chosen: list[tuple[Tensor, Tensor]] = []
-    sample = peagle.generate_cod_sample_indices
-    peagle.generate_cod_sample_indices = lambda **named: (chosen.append(sample(**named)), chosen[-1])[1]
-    last = torch.zeros(1, count, model.hidden_size)
-    every = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": k}
+    # Training drops some of the positions by chance; here it keeps all that have a target.
+    depths = torch.arange(k).repeat_interleave(torch.arange(count, count - k, -1))
+    anchors = torch.cat([torch.arange(count - depth) for depth in range(k)])
+    peagle.generate_cod_sample_indices = lambda **_: (anchors, depths)
     model.verifier_lm_head.weight.data.zero_()
-    model(states, tokens, documents, verifier_last_hidden_states=last, **every)
-    (anchors, depths), out = chosen[0], torch.full((k, count, seen[0].shape[-1]), torch.nan)
+    last, loss = torch.zeros(1, count, model.hidden_size), {"kl_div": (kl_div_loss, 1.0)}
+    model(states, tokens, documents, verifier_last_hidden_states=last, num_depths=k, loss_config=loss)
+    out = torch.full((k, count, seen[0].shape[-1]), torch.nan)
     out[depths, anchors] = seen[0]
     return out
 
