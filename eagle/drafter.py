@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -101,11 +102,7 @@ class EagleDrafter(HeadDrafter):
         output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
         layers = parse_layers(aux_layers)
         loaded = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
-        floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
-        weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
-        if loaded.config.mask_token is not None:
-            weights["masked"] = masked_state(loaded.config, weights)
-            del weights["mask_hidden"]
+        weights = _weights(loaded, dtype, folder)
         embedding = loaded.embedding
         if embedding is not None:
             embedding = check_finite("its embedding", embedding, dtype, where=folder)
@@ -162,6 +159,20 @@ class EagleDrafter(HeadDrafter):
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
         key = {"eagle": config, "own embedding": has_embedding, "ranks": self.head.group.degree}
         return key if self.head.form is None else {**key, "quantization": self.head.form.value}
+
+
+def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    """Return a head's weights in the target's number format, as `EagleHead` takes them.
+
+    Raises:
+        CheckpointError: one has values beyond it.
+    """
+    floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
+    weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
+    if loaded.config.mask_token is not None:
+        weights["masked"] = masked_state(loaded.config, weights)
+        del weights["mask_hidden"]
+    return weights
 
 
 def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:

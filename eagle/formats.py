@@ -266,19 +266,7 @@ def parse(
         raise CheckpointError(f"{config.where}: the key transformer_layer_config is missing; download the file again")
     if layout == "speculators" and version == 3:
         _check_residual(config)
-    # The tensors determine the number of layers: published files have the target's number.
-    usual = {"model_type": "llama", "num_hidden_layers": 1}
-    layer = Fields({**usual, **nested.values}, nested.where)
-    family = layer.text("model_type")
-    if family not in ("llama", "qwen3"):  # a head's layer is one of these for every target
-        raise UnknownArchitectureError(
-            f"{layer.where}: model_type: expected llama or qwen3 in a head, got {family!r}; use another head"
-        )
-    sizes = ModelConfig.from_fields(Fields({**layer.values, "model_type": "llama"}, layer.where))
-    if sizes.blueprint.activation != "silu":
-        raise UnknownArchitectureError(
-            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
-        )
+    sizes, has_qk_norm = _sizes_of(nested)
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)
@@ -309,11 +297,33 @@ def parse(
         norm_before_residual=version == 3 and config.flag("norm_before_residual", False),
         layers=layers,
         num_layers=1 + len({match[1] for name in present if (match := _LAYER.fullmatch(name))}),
-        qk_norm=family == "qwen3" or "layer.self_attn.q_norm.weight" in present,
+        qk_norm=has_qk_norm or "layer.self_attn.q_norm.weight" in present,
         shares_output=version == 3 and HEAD not in present,
         mask_token=_mask_token(config, present),
         **switches,
     )
+
+
+def _sizes_of(nested: Fields) -> tuple[ModelConfig, bool]:
+    """Return the sizes of a head's layers, and whether the config says that queries and keys are normalised.
+
+    Raises:
+        UnknownArchitectureError: the layers are of another kind.
+    """
+    # The tensors determine the number of layers: published files have the target's number.
+    usual = {"model_type": "llama", "num_hidden_layers": 1}
+    layer = Fields({**usual, **nested.values}, nested.where)
+    family = layer.text("model_type")
+    if family not in ("llama", "qwen3"):  # a head's layer is one of these for every target
+        raise UnknownArchitectureError(
+            f"{layer.where}: model_type: expected llama or qwen3 in a head, got {family!r}; use another head"
+        )
+    sizes = ModelConfig.from_fields(Fields({**layer.values, "model_type": "llama"}, layer.where))
+    if sizes.blueprint.activation != "silu":
+        raise UnknownArchitectureError(
+            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
+        )
+    return sizes, family == "qwen3"
 
 
 def _switch(config: Fields, name: str) -> bool:

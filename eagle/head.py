@@ -155,7 +155,7 @@ class EagleHead(AutoregressiveHead):
     @property
     def network(self) -> EagleNetwork:
         """Formulas over this head's weights."""
-        layers = tuple(layer.weights(self.config.rms_norm_eps) for layer in self.layers)  # type: ignore[union-attr,operator]
+        layers = tuple(layer.weights(self.config.rms_norm_eps) for layer in self.layers)  # type: ignore[operator]
         flat = self.held.flat(EagleWeights)
         weights = EagleWeights(**flat, fc_norms=tuple(self.fc_norms), layers=layers)
         return EagleNetwork(self.config, weights, self.kernels, self.group)
@@ -185,27 +185,28 @@ class EagleHead(AutoregressiveHead):
             return self.attend(layer, qkv, place)
 
         fused = self.network.fuse(features, place.real)
-        positions = place.positions(tokens.shape[1])
-        hidden = self.run(tokens, fused, positions, attend, real=place.real, kept=partial(at_index, index=last))
+        positions, last_row = place.positions(tokens.shape[1]), partial(at_index, index=last)
+        hidden = self.run(tokens, fused, attend, positions=positions, real=place.real, kept=last_row)
         return LastPair(hidden, tuple(pairs), (place.row + last).clamp(min=0, max=self.options.n_positions - 1))
 
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
-        return self.run(token, hidden, place.row.unsqueeze(1), partial(self.attend, place=place), real=place.real)
+        attend = partial(self.attend, place=place)
+        return self.run(token, hidden, attend, positions=place.row.unsqueeze(1), real=place.real)
 
     def ahead(
         self,
         tokens: Tensor,
-        features: Tensor,
         count: Tensor,
-        place: CachePosition,
+        features: Tensor,
         *,
+        place: CachePosition,
         k: int,
         sampling: SamplingTensors,
     ) -> Tensor:
         """P-EAGLE: read a commit and k - 1 positions not yet known after it, in one pass -> hidden [B, k, H], which
         predict the next k tokens.
 
-        tokens [B, W], features [B, W, F], count [B]; ``place`` has W + k - 1 rows.
+        tokens [B, W], count [B], features [B, W, F]; ``place`` has W + k - 1 rows.
         """
         window, used = tokens.shape[1] + k - 1, None
         if self._skips:
@@ -223,8 +224,8 @@ class EagleHead(AutoregressiveHead):
         return self.run(
             tokens,
             fused,
-            place.positions(window),
             partial(self.attend, place=place),
+            positions=place.positions(window),
             real=place.real,
             kept=lambda x: x.gather(1, index.to(torch.int64).unsqueeze(-1).expand(-1, -1, x.shape[-1])),
         )
@@ -233,9 +234,9 @@ class EagleHead(AutoregressiveHead):
         self,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
         attend: Attend,
         *,
+        positions: Tensor,
         real: Tensor | None = None,
         kept: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
@@ -245,7 +246,7 @@ class EagleHead(AutoregressiveHead):
         inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
         at = positions.clamp(max=self.cos.shape[0] - 1)
         rotation = rotation_at(at, self.cos, self.sin, kernels=self.kernels)
-        return self.network.run(inputs, hidden, rotation, attend, real=real, kept=kept)
+        return self.network.run(inputs, hidden, attend, rotation=rotation, real=real, kept=kept)
 
     def attend(self, layer: int, qkv: Qkv, place: CachePosition) -> Tensor:
         """Write pairs to their rows of a layer's cache, and attend to those before them. -> [b, n, heads of this rank *

@@ -157,9 +157,9 @@ class EagleNetwork:
         self,
         embedded: Tensor,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
         attend: Attend,
         *,
+        rotation: tuple[Tensor, Tensor],
         real: Tensor | None = None,
         kept: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
@@ -170,12 +170,12 @@ class EagleNetwork:
         """
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
-            stream, qkv = self._project(layer, embedded, hidden, rotation, real=real)
+            stream, qkv = self._project(layer, embedded, hidden, rotation=rotation, real=real)
             attended = attend(index, qkv)
             if kept is not None and index == last:
                 stream, attended = kept(stream), kept(attended)
                 real = None if real is None else real.clamp(max=stream.shape[1])
-            hidden = self._finish(layer, stream, attended, real)
+            hidden = self._finish(layer, stream, attended, real=real)
         return self._normed(hidden) if self.config.norm_output else hidden
 
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
@@ -190,8 +190,8 @@ class EagleNetwork:
         weights: LayerWeights,
         embedded: Tensor,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
         *,
+        rotation: tuple[Tensor, Tensor],
         real: Tensor | None,
     ) -> tuple[Tensor, Qkv]:
         """Compute a layer before attention -> the residual stream [b, n, H]; q, k and v, rotated."""
@@ -211,7 +211,7 @@ class EagleNetwork:
             q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
         return stream, (self.kernels.rotate(q, rotation), self.kernels.rotate(k, rotation), v)
 
-    def _finish(self, weights: LayerWeights, stream: Tensor, attended: Tensor, real: Tensor | None) -> Tensor:
+    def _finish(self, weights: LayerWeights, stream: Tensor, attended: Tensor, *, real: Tensor | None) -> Tensor:
         """Compute a layer after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
         out = self.group.reduce(self.kernels.linear(attended.contiguous(), weights.out, real))
         stream = stream + biased(out, weights.out_bias)
@@ -310,7 +310,7 @@ class TrainableHead(nn.Module):
                 attended = _attend_passes(q / math.sqrt(config.head_dim), [one[layer] for one in past])
             return attended.transpose(1, 2).flatten(2)
 
-        return self.network.run(embedded, hidden, rotation, attend)
+        return self.network.run(embedded, hidden, attend, rotation=rotation)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits: [..., H] -> [..., U] (version 1: U = V)."""

@@ -57,7 +57,7 @@ class OnePassStep(nn.Module):
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         window = tokens.shape[1] + self._k - 1
         place = head.place(first_row - row_shift(head), window, self._bucket, sampling=sampling)
-        hidden = head.ahead(tokens.clamp(min=0), features, count, place, k=self._k, sampling=sampling)
+        hidden = head.ahead(tokens.clamp(min=0), count, features, place=place, k=self._k, sampling=sampling)
         ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
         positions = (first_row + count).unsqueeze(1) + ahead
         if not self._drawn:
@@ -255,7 +255,7 @@ class TreeFrontier:
             self._qkv[layer] = (q, k, v)
             return head.attend(layer, self._qkv[layer], place)[:, -count:]
 
-        return head.run(tokens, hidden, positions, attend, real=head.real_rows(self._sampling, count))
+        return head.run(tokens, hidden, attend, positions=positions, real=head.real_rows(self._sampling, count))
 
 
 def best(

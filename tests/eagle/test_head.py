@@ -58,7 +58,7 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
     attend = partial(made.attend, place=made.place(row, len(TEXT), target.n_positions))
-    hidden = made.run(tokens, made.network.fuse(real[None]), places, attend)
+    hidden = made.run(tokens, made.network.fuse(real[None]), attend, positions=places)
     torch.testing.assert_close(hidden[0], wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.scores(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
 

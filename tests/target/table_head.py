@@ -38,7 +38,7 @@ class TableHead(DraftHead):
         hidden = tokens.gather(1, last.long().unsqueeze(1)).to(torch.float32).unsqueeze(-1)
         return LastPair(hidden, ((hidden, hidden, hidden),), place.row + last - 1)
 
-    def run(self, tokens: Tensor, _hidden: Tensor, _at: Tensor, attend: Attend, **_: object) -> Tensor:
+    def run(self, tokens: Tensor, _hidden: Tensor, attend: Attend, **_: object) -> Tensor:
         stream = tokens.to(torch.float32).unsqueeze(-1)
         attend(0, (stream, stream, stream))
         return stream
