@@ -18,7 +18,7 @@ from paceline.core.errors import CheckpointError, ConfigurationError, MissingWei
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import formats
 from paceline.eagle.config import EagleConfig
-from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
+from paceline.eagle.formats import EMBEDDING, HEAD, MASK, MASKED, OFFSETS
 from paceline.heads import layouts
 from paceline.heads.checkpoint import Checkpoint, check, read, write
 from paceline.heads.layouts import read_config
@@ -42,6 +42,12 @@ def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = 
 
 
 def _reason(config: EagleConfig, layout: str, num_layers: int | None) -> str:
+    if config.shares_output:
+        return "it shares the target's output layer"
+    if layout != "speculators" and (later := config.of_version_3()):
+        return f"it has {later[0]}, which only speculators' readers know"
+    if config.qk_norm and config.mlp_bias:
+        return "it has qk_norm and mlp_bias, and a layer of Qwen3 has no biases there"
     if config.norm_before_residual and layout != "speculators":
         return "it has norm_before_residual, which only speculators' readers know"
     if config.input_norm and layout != "nxd":
@@ -140,10 +146,17 @@ def load(
     config = formats.parse(fields, layout, version, target=target, names=tensors, override=aux_layers)
     config.check_target(target)
     embedding = tensors.pop(EMBEDDING, None)
+    if MASKED in tensors:  # stored with one or two dimensions of size 1 before it
+        tensors[MASKED] = tensors[MASKED].flatten()
     if version == 1:
         _same_head(folder, tensors.pop(HEAD, None), head, size=target.vocab_size)
     maps = (tensors.pop(OFFSETS, None), tensors.pop(MASK, None)) if version == 3 else (None, None)
     ids = drafted_ids(config, *maps, where=str(folder))
+    if config.shares_output and not torch.equal(ids, torch.arange(config.vocab_size)):
+        raise CheckpointError(
+            f"{folder}: expected no {OFFSETS} in a head that shares the target's output layer, got one that changes "
+            "ids; download the checkpoint in full"
+        )
     shapes = config.shapes()
     if embedding is not None:
         tensors[EMBEDDING], shapes[EMBEDDING] = embedding, (config.vocab_size, config.hidden_size)
@@ -151,11 +164,6 @@ def load(
         raise MissingWeightsError(
             f"{folder}: expected the tensor {EMBEDDING}, since a head of another width cannot share the target's, "
             "got none; download the checkpoint in full"
-        )
-    if version == 3 and HEAD not in tensors:
-        raise MissingWeightsError(
-            f"{folder}: expected the tensor {HEAD}, got none: a version-3 head that shares the target's output "
-            "layer is not supported; use a head with its own output layer, or download the checkpoint in full"
         )
     check(folder, tensors, shapes)
     tensors.pop(EMBEDDING, None)
@@ -208,6 +216,8 @@ def save(
         else:
             vocabulary = DraftVocab(ids, config.vocab_size)
             tensors[OFFSETS], tensors[MASK] = vocabulary.offsets, vocabulary.mask
+    if config.mask_token is not None and layout != "paceline":
+        tensors[MASKED] = tensors[MASKED].view(1, 1, -1)
     if layout == "nxd" and target is not None:
         embedding = target.embedding if embedding is None else embedding
         if version == 1:

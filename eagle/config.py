@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, PairingError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
@@ -83,7 +83,11 @@ def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | Non
         return overridden(where, ids or (), override)
     if ids is None:
         layers: tuple[int, ...] = default_layers(target.num_layers)
-        log.info("%s: no layers are configured: the head reads residual streams %s of the target", where, list(layers))
+        log.warning(
+            "%s: no layers are configured: the head reads residual streams %s of the target, which is a guess; if few "
+            "drafts are accepted, set aux_layers",
+            where, list(layers),
+        )  # fmt: skip
         return layers
     if ids[0] != 1 or target.model_type in _STREAMS:
         log.info("%s: the head reads residual streams %s of the target", where, list(ids))
@@ -152,6 +156,15 @@ def is_eagle_config(fields: Mapping[str, object]) -> bool:
     return names_eagle or "eagle_config" in fields or "draft_vocab_size" in fields or one_layer
 
 
+LATER = ("qk_norm", "fc_norm", "norm_before_fc", "norm_output", "shares_output")
+"""Settings of version 3 that are true or false, and false in EAGLE-3 as first published."""
+
+
+def layer_prefix(index: int) -> str:
+    """Return the prefix of our names of a layer's tensors."""
+    return f"layers.{index}." if index else "layer."
+
+
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
     """One head. Widths: H of the head's stream, F of a feature (H of the target).
@@ -162,6 +175,14 @@ class EagleConfig:
     norm_before_residual  version 3: the residual stream is the normalised hidden state
     layers                version 3: the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
     draft_vocab_size      version 3: number of ids the head can draft; version 1 drafts all
+    num_layers            version 3: decoder layers; only the first reads tokens
+    qk_norm               the heads of queries and keys are normalised, as in Qwen3
+    fc_norm               EAGLE-3.1: every stream of the target is normalised by itself before ``fc``
+    norm_before_fc        EAGLE-3.1: the joined streams are normalised before ``fc``
+    norm_output           EAGLE-3.1: the state after the last norm is what the next draft reads
+    shares_output         version 3: the output layer is the target's, as always in version 1
+    mask_token            P-EAGLE: id that stands for a token not yet known; all drafts are made in one pass. None: the
+                          drafts are made one after the other
     """
 
     version: int
@@ -182,9 +203,38 @@ class EagleConfig:
     input_norm: bool = False
     norm_before_residual: bool = False
     layers: tuple[int, ...] = ()
+    num_layers: int = 1
+    qk_norm: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    shares_output: bool = False
+    mask_token: int | None = None
 
     def __post_init__(self) -> None:
         check_version(self.version)
+        if self.version == 1 and (new := self.of_version_3()):
+            raise CheckpointError(
+                f"{new[0]}: expected its default for an EAGLE-1 head, which has no such part, got "
+                f"{getattr(self, new[0])}; use a head of version 3, or remove it"
+            )
+        if self.num_layers < 1 or (self.fc_norm and self.norm_before_fc):
+            raise CheckpointError(
+                "num_layers: expected at least 1, and fc_norm or norm_before_fc but not both, got "
+                f"{self.num_layers}, {self.fc_norm} and {self.norm_before_fc}; correct the file"
+            )
+        if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
+            raise CheckpointError(
+                f"mask_token: expected an id below the vocabulary size {self.vocab_size}, got {self.mask_token}; "
+                "correct it"
+            )
+        sizes = (self.draft_vocab_size, self.hidden_size)
+        if self.shares_output and sizes != (self.vocab_size, self.target_hidden_size):
+            raise MissingWeightsError(
+                "lm_head.weight: expected an output layer of its own for a head that drafts "
+                f"{self.draft_vocab_size} of {self.vocab_size} ids, or has another width than the target, got none; "
+                "download the checkpoint in full"
+            )
         if self.version == 3 and not self.layers:
             raise CheckpointError(
                 "layers: expected the residual streams of the target that an EAGLE-3 head reads, got none; set layers"
@@ -204,6 +254,26 @@ class EagleConfig:
                 f"draft_vocab_size: expected 1 to {self.vocab_size}, got {self.draft_vocab_size}; correct it"
             )
 
+    def of_version_3(self) -> list[str]:
+        """Return the names of settings that EAGLE-3.1, P-EAGLE and later heads of version 3 have, and plain ones do
+        not.
+        """
+        names = [name for name in LATER if getattr(self, name)]
+        names += ["num_layers"] if self.num_layers != 1 else []
+        return names + (["mask_token"] if self.mask_token is not None else [])
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether the output layer is the head's own, and not the target's."""
+        return self.version == 3 and not self.shares_output
+
+    @property
+    def fc_norms(self) -> tuple[str, ...]:
+        """Names of the norms of equal parts of the features, before ``fc``."""
+        if self.norm_before_fc:
+            return ("input_norm.weight",)
+        return tuple(f"fc_norm.{i}.weight" for i in range(len(self.layers))) if self.fc_norm else ()
+
     @property
     def reads(self) -> FeatureSpec:
         """Hidden states of the target that the head reads."""
@@ -214,33 +284,42 @@ class EagleConfig:
         """F, the width of the hidden states read from the target."""
         return self.target_hidden_size * max(1, len(self.layers))
 
-    @property
-    def qkv_size(self) -> int:
-        """Width of the input of queries, keys and values."""
-        return self.hidden_size * (2 if self.version == 3 else 1)
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of a head except its vocabulary map, by our own names."""
-        size, inner, three = self.hidden_size, self.intermediate_size, self.version == 3
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        size, three = self.hidden_size, self.version == 3
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, self.feature_size if three else 2 * size)}
         if self.fc_bias:
             shapes["fc.bias"] = (size,)
+        shapes |= {name: (self.feature_size // len(self.fc_norms),) for name in self.fc_norms}
+        if self.mask_token is not None:
+            shapes["mask_hidden"] = (self.feature_size,)
         if three:
-            shapes |= {"norm.weight": (size,), "lm_head.weight": (self.draft_vocab_size, size)}
-            shapes["layer.hidden_norm.weight"] = (size,)
-        if three or self.input_norm:
-            shapes["layer.input_layernorm.weight"] = (size,)
-        shapes["layer.post_attention_layernorm.weight"] = (size,)
-        attention = {"q": (queries, self.qkv_size), "k": (keys, self.qkv_size), "v": (keys, self.qkv_size)}
-        for side, shape in {**attention, "o": (size, queries)}.items():
-            shapes[f"layer.self_attn.{side}_proj.weight"] = shape
+            shapes |= {"norm.weight": (size,), "layer.hidden_norm.weight": (size,)}
+        if self.owns_output:
+            shapes["lm_head.weight"] = (self.draft_vocab_size, size)
+        for index in range(self.num_layers):
+            shapes |= {layer_prefix(index) + name: shape for name, shape in self._layer_shapes(index).items()}
+        return shapes
+
+    def _layer_shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that every layer has; the first of version 3 reads a token and a state."""
+        size, inner = self.hidden_size, self.intermediate_size
+        width = 2 * size if self.version == 3 and not index else size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (size,)}
+        if self.version == 3 or self.input_norm:
+            shapes["input_layernorm.weight"] = (size,)
+        if self.qk_norm:
+            shapes |= {f"self_attn.{side}_norm.weight": (self.head_dim,) for side in "qk"}
+        attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (size, queries)}
+        for side, shape in attention.items():
+            shapes[f"self_attn.{side}_proj.weight"] = shape
             if self.attention_bias:
-                shapes[f"layer.self_attn.{side}_proj.bias"] = shape[:1]
+                shapes[f"self_attn.{side}_proj.bias"] = shape[:1]
         for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
-            shapes[f"layer.mlp.{part}_proj.weight"] = shape
+            shapes[f"mlp.{part}_proj.weight"] = shape
             if self.mlp_bias:
-                shapes[f"layer.mlp.{part}_proj.bias"] = shape[:1]
+                shapes[f"mlp.{part}_proj.bias"] = shape[:1]
         return shapes
 
     def check_target(self, target: ModelConfig) -> None:
@@ -288,7 +367,7 @@ def parse_own(fields: Fields) -> EagleConfig:
         raise CheckpointError(f"{fields.where}: {unknown[0]!r} is not a setting of an EAGLE head; remove it")
     numbers = ("version", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     sizes = ("max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size")
-    flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual")
+    flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual", *LATER)
     plain: dict[str, Any] = {name: fields.integer(name) for name in (*numbers, *sizes)}
     plain |= {name: fields.flag(name, False) for name in flags}
     return EagleConfig(
@@ -296,6 +375,8 @@ def parse_own(fields: Fields) -> EagleConfig:
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields),
         layers=_layer_ids(fields, "layers") or (),
+        num_layers=fields.integer("num_layers", 1),
+        mask_token=None if fields.values.get("mask_token") is None else fields.integer("mask_token", minimum=0),
     )
 
 
@@ -359,6 +440,10 @@ class EagleHeadOptions:
                       as in EAGLE's own code. For version 1 they only select the stored streams, so that a head of
                       version 3 may use them too
     draft_vocab_size  version 3: number of ids, the most frequent of the data; None = all
+    num_layers        version 3: decoder layers
+    qk_norm, fc_norm, norm_output   version 3: as in `EagleConfig`
+    peagle            version 3: all drafts in one pass
+    mask_token        P-EAGLE: id that stands for tokens not yet known; None = the rarest of the data
     depth             length of the chains whose acceptance is measured
     start             folder of a head whose training continues; its version, layers and drafted ids are kept
     """
@@ -378,12 +463,34 @@ class EagleHeadOptions:
         default=None,
         metadata={"help": "Version 3: number of token ids that can be drafted. Default: the whole vocabulary."},
     )
+    num_layers: int = field(
+        default=1, metadata={"names": ("--head-layers",), "help": "Version 3: number of decoder layers of the head."}
+    )
+    qk_norm: bool = field(
+        default=False, metadata={"help": "Version 3: normalise the heads of queries and keys, as Qwen3 does."}
+    )
+    fc_norm: bool = field(
+        default=False, metadata={"help": "EAGLE-3.1: normalise every stream of the target before it is joined."}
+    )
+    norm_output: bool = field(
+        default=False, metadata={"help": "EAGLE-3.1: later drafts read the state after the last norm."}
+    )
+    peagle: bool = field(default=False, metadata={"help": "P-EAGLE: a head that makes all drafts in one pass."})
+    mask_token: int | None = field(
+        default=None,
+        metadata={"help": "P-EAGLE: id that stands for tokens not yet known. Default: the rarest of the data."},
+    )
     depth: int = field(
         default=5, metadata={"help": "Number of draft tokens of the chains that acceptance is measured on."}
     )
     start: Path | None = field(
         default=None, metadata={"help": "Folder of a head to continue training from. Default: a new head."}
     )
+
+    def parts(self) -> list[str]:
+        """Return the names of what is asked for and heads of EAGLE-3 do not have."""
+        flags = [name for name in ("qk_norm", "fc_norm", "norm_output", "peagle") if getattr(self, name)]
+        return flags + (["num_layers"] if self.num_layers != 1 else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +504,8 @@ class EagleTraining(TrainingOptions):
     ttt_decay       weight of a pass relative to the previous one
     feature_weight  weight of the feature loss (version 1 only)
     ce_weight       weight of the cross-entropy (version 1 only)
+    loss            "ce", the cross-entropy with the target's distribution, or a loss that aims at the acceptance rate
+                    (LK, arXiv 2602.23881): "lk_hybrid" or "nla"
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -412,6 +521,10 @@ class EagleTraining(TrainingOptions):
     )
     feature_weight: float = field(default=1.0, metadata={"help": "Version 1: weight of the feature loss."})
     ce_weight: float = field(default=0.1, metadata={"help": "Version 1: weight of the cross-entropy loss."})
+    loss: str = field(
+        default="ce",
+        metadata={"help": "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate)."},
+    )
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
@@ -422,6 +535,8 @@ class EagleTraining(TrainingOptions):
             )
         if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
             raise ConfigurationError("expected feature_weight and ce_weight of at least 0, got less; correct them")
+        if self.loss not in ("ce", "lk_hybrid", "nla"):
+            raise ConfigurationError(f"loss: expected one of ce, lk_hybrid, nla, got {self.loss!r}; use one of them")
         if TEXTS_PER_FILE % self.batch_size:
             raise ConfigurationError(
                 f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "

@@ -7,6 +7,7 @@ Tables shared with the target are sharded with it. Formulas are in `paceline.eag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -41,11 +42,15 @@ _SPLITS = {
     "layer.mlp.down_proj.weight": Split.COLUMNS,
 }
 """Tensors not listed are replicated: norms, and biases that are added after a sum over the ranks."""
+_LAYER = re.compile(r"^layers\.\d+\.")  # a further layer is sharded as the first
 
 
 def tensors(config: EagleConfig) -> dict[str, TensorSpec]:
     """Return every tensor of a head except its vocabulary map, by our own names."""
-    return {name: TensorSpec(shape, _SPLITS.get(name, Split.WHOLE)) for name, shape in config.shapes().items()}
+    return {
+        name: TensorSpec(shape, _SPLITS.get(_LAYER.sub("layer.", name), Split.WHOLE))
+        for name, shape in config.shapes().items()
+    }
 
 
 def shard_of(config: EagleConfig, degree: int, rank: int = 0) -> Shard:
@@ -58,12 +63,12 @@ def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) ->
     """Return a rank's shard of the weights of a checkpoint (`paceline.eagle.checkpoint.Checkpoint`), and their
     ``part_ids``.
 
-    part_ids  version 3: [n] int64, the target's ids of this rank's rows of the output layer; ids outside the target's
-              vocabulary are padding of the last ranks' parts
+    part_ids  of a head with its own output layer: [n] int64, the target's ids of this rank's rows of it; ids outside
+              the target's vocabulary are padding of the last ranks' parts
     """
     specs = tensors(config)
     own = {name: _cut(x, specs[name], shard) if name in specs else x for name, x in weights.items()}
-    if config.version == 3:
+    if config.owns_output:
         every = weights["ids"]
         filled = config.vocab_size + torch.arange(len(shard.ids) * shard.degree - len(every))
         own["part_ids"] = torch.cat([every, filled.to(every.dtype)])[shard.ids.start : shard.ids.stop].clone()

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from paceline.eagle import checkpoint
 from paceline.eagle.config import head_format, parse_layers
 from paceline.eagle.division import embedding_part, is_divided, part_of, shard_of
 from paceline.eagle.head import EagleHead
+from paceline.eagle.network import masked_state
 from paceline.eagle.tree import Chain, DraftTree
 
 
@@ -46,11 +48,18 @@ class EagleDrafter(HeadDrafter):
                 "correct it"
             )
         head.config.check_target(target.config)
+        parallel = head.config.mask_token is not None
+        if parallel and not isinstance(draft_tree, Chain):
+            raise ConfigurationError(
+                f"draft_tree: expected chain for a P-EAGLE head, whose drafts do not read each other, got "
+                f"{draft_tree.name}; omit it"
+            )
         super().__init__(head, target, draft_tree.draft_shape)
         room = target.options.rows - target.n_positions
-        if draft_tree.rows > room:
+        rows = 2 * self.draft_shape.depth if parallel else draft_tree.rows
+        if rows > room:
             raise ConfigurationError(
-                f"draft_tree: expected at most {room} cache rows after the last position, got {draft_tree.rows} for "
+                f"draft_tree: expected at most {room} cache rows after the last position, got {rows} for "
                 f"a {draft_tree.name} while it grows; reduce its width or depth"
             )
         self.head: EagleHead = head
@@ -68,7 +77,7 @@ class EagleDrafter(HeadDrafter):
         divided: bool | None = None,
         quantization: str | None = None,
     ) -> EagleDrafter:
-        """Load a head for ``target``, which shares its embedding and, with version 1, its output layer.
+        """Load a head for ``target``, which shares its embedding and, where the head has none, its output layer.
 
         path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own; or an id of
                     the Hugging Face hub
@@ -93,8 +102,7 @@ class EagleDrafter(HeadDrafter):
         output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
         layers = parse_layers(aux_layers)
         loaded = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
-        floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
-        weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
+        weights = _weights(loaded, dtype, folder)
         embedding = loaded.embedding
         if embedding is not None:
             embedding = check_finite("its embedding", embedding, dtype, where=folder)
@@ -139,7 +147,8 @@ class EagleDrafter(HeadDrafter):
 
     def step_key(self, bucket: int) -> DraftKey:
         """Return the part of the graph key that identifies the step."""
-        kind = f"eagle{self.head.config.version}"
+        config = self.head.config
+        kind = f"eagle{config.version}" if config.mask_token is None else "peagle"
         return DraftKey(kind, self.draft_shape, bucket, variant=self.draft_tree.name)
 
     def cache_key(self) -> dict[str, object]:
@@ -150,6 +159,20 @@ class EagleDrafter(HeadDrafter):
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
         key = {"eagle": config, "own embedding": has_embedding, "ranks": self.head.group.degree}
         return key if self.head.form is None else {**key, "quantization": self.head.form.value}
+
+
+def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    """Return a head's weights in the target's number format, as `EagleHead` takes them.
+
+    Raises:
+        CheckpointError: one has values beyond it.
+    """
+    floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
+    weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
+    if loaded.config.mask_token is not None:
+        weights["masked"] = masked_state(loaded.config, weights)
+        del weights["mask_hidden"]
+    return weights
 
 
 def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:

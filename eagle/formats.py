@@ -10,6 +10,7 @@ Every key of config.json is in a table here (`paceline.heads.layouts`). Our own 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig, check_version, layers_of, overridden, parse_own
 from paceline.heads import layouts
 from paceline.heads.layouts import Keys, MustBe
+
+log = logging.getLogger("paceline")
 
 # Read by `paceline.decoder.models.config` or `paceline.eagle.formats`.
 _LAYER_KEYS = frozenset(
@@ -33,10 +36,14 @@ _LAYER_KEYS = frozenset(
 _HEAD_KEYS = frozenset(
     {
         "draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config", "speculators_model_type",
-        "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states",
+        "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "norm_output",
+        "fc_norm", "norm_before_fc", "mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting",
     }
 )  # fmt: skip
-_EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "has_lm_head"})
+_SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")
+_EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "has_lm_head", *_SWITCHES})
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Names of the id that stands for tokens not yet known: in speculators, and two in vLLM."""
 # Without effect on drafting, or determined by the tensors.
 _HARMLESS_KEYS = frozenset(
     {
@@ -52,9 +59,6 @@ _HARMLESS_KEYS = frozenset(
 
 
 _MUST_BE: dict[str, MustBe] = {
-    "norm_output": MustBe((False,), "the state after the last norm is fed back (EAGLE-3.1)"),
-    "fc_norm": MustBe((False,), "every stream of the target has a norm of its own (EAGLE-3.1)"),
-    "norm_before_fc": MustBe((False,), "the joined streams of the target are normalised before fc"),
     "norm_bias": MustBe((False,), "norms have biases"),
     "qkv_bias": MustBe((False,), "queries, keys and values have biases and the output has none"),
     "layernorms": MustBe((False,), "an EAGLE-1 head has norms of its own"),
@@ -78,7 +82,7 @@ _EAGLE_CONFIG: dict[str, MustBe] = {
 }
 # Both keys must be equal if both are present.
 _TWINS = (("truncated_vocab_size", "draft_vocab_size"), ("target_vocab_size", "vocab_size"))
-_OTHER_KINDS = {"peagle": "P-EAGLE, all drafts in one pass", "dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
+_OTHER_KINDS = {"dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
 
 
 def _check_keys(config: Fields) -> None:
@@ -91,12 +95,6 @@ def _check_keys(config: Fields) -> None:
     _check_kind(config)
     nested, layer = config.child("eagle_config"), config.child("transformer_layer_config")
     head_keys = _HEAD_KEYS | ({"model_type"} if layer is not None else _LAYER_KEYS)
-    if layer is None and config.values.get("norm_output") is not None:
-        raise UnknownArchitectureError(
-            f"{config.where}: norm_output has two meanings: in vLLM true feeds back the state after the last norm "
-            "(EAGLE-3.1), which is not supported, and in SpecForge false omits the norm before the output layer; "
-            "remove the key if the head is a plain EAGLE-3 head"
-        )
     Keys(_OF, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE).check(config)
     if nested is not None:
         Keys(_OF, _EAGLE_CONFIG_KEYS, {**_MUST_BE, **_EAGLE_CONFIG}).check(nested)
@@ -126,17 +124,17 @@ def _check_residual(config: Fields) -> None:
 
 def _check_kind(config: Fields) -> None:
     kind = config.values.get("speculators_model_type")
-    if kind is not None and kind not in ("eagle", "eagle3"):
+    if kind is not None and kind not in ("eagle", "eagle3", "peagle"):
         raise UnknownArchitectureError(
-            f"{config.where}: speculators_model_type: expected eagle or eagle3, got {kind!r}; use a head of one of "
-            "these types"
+            f"{config.where}: speculators_model_type: expected eagle, eagle3 or peagle, got {kind!r}; use a head of "
+            "one of these types"
         )
     architectures = config.values.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         for part, meaning in _OTHER_KINDS.items():
             if part in str(name).lower():
                 raise UnknownArchitectureError(
-                    f"{config.where}: architectures: expected an EAGLE-1, -2 or -3 head, got {name} ({meaning}), "
+                    f"{config.where}: architectures: expected an EAGLE head, got {name} ({meaning}), "
                     "which is not supported; use an EAGLE head"
                 )
 
@@ -158,6 +156,8 @@ def _check_attention(layer: Fields) -> None:
 
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
 EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+MASKED = "mask_hidden"
+"""P-EAGLE: what stands for the target's states at positions not yet known."""
 
 _OF = "an EAGLE head"
 _PREFIXES: dict[tuple[str, int], layouts.Prefixes] = {
@@ -171,8 +171,9 @@ _PREFIXES: dict[tuple[str, int], layouts.Prefixes] = {
     ("speculators", 3): (("layer.", "layers.0."),),
 }
 """Prefixes by layout and version."""
-_REFUSED = re.compile(r"(embedding_layernorm|pre_lm_head_layernorm|embed_layernorm|input_norm|fc_norm\.\d+)\.weight")
-_FURTHER = re.compile(r"(layers|midlayers|additional_layers)\.[1-9]\d*\..+")  # tensors of a head of several layers
+_REFUSED = re.compile(r"(embedding_layernorm|pre_lm_head_layernorm|embed_layernorm)\.weight")
+_FURTHER = re.compile(r"(midlayers|additional_layers)\.\d+\..+")  # further layers of a kind that is not read here
+_LAYER = re.compile(r"layers\.(\d+)\..+")
 _MODEL = "model."  # before every name, if a head was saved as a part of a model
 _TOKENS = 4  # per round, if the reader of a written head gets no number; also a chain's default in Paceline
 # Saved by some trainers, without effect on drafting.
@@ -194,7 +195,7 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
     _check_keys(config)
     kind = config.values.get("speculators_model_type")
     if kind is not None:
-        return "speculators", 3 if kind == "eagle3" else 1
+        return "speculators", 1 if kind == "eagle" else 3
     if "fc.weight" not in bare_names:
         raise CheckpointError(
             f"{config.where}: expected the tensor fc.weight among the weights, got none, so this is not an EAGLE "
@@ -211,14 +212,14 @@ def own_name(name: str, layout: str, version: int) -> str | None:
     """Return our name of a tensor; None if it has no effect.
 
     Raises:
-        UnknownArchitectureError: a norm or a second layer, which heads in Paceline do not have.
+        UnknownArchitectureError: a norm or a layer that heads in Paceline do not have.
     """
     if layout != "paceline":
         name = name.removeprefix(_MODEL)
     if _FURTHER.fullmatch(name):
         raise UnknownArchitectureError(
-            f"weights: expected a head of one layer, got the tensor {name} of a head of several, which is not "
-            "supported; use a head of one layer"
+            f"weights: expected further layers as layers.1 and on, got the tensor {name} of another kind, which is "
+            "not supported; use another head"
         )
     if _REFUSED.fullmatch(name):
         raise UnknownArchitectureError(
@@ -265,21 +266,17 @@ def parse(
         raise CheckpointError(f"{config.where}: the key transformer_layer_config is missing; download the file again")
     if layout == "speculators" and version == 3:
         _check_residual(config)
-    # The tensors determine the number of layers: published files have the target's number.
-    usual = {"model_type": "llama", "num_hidden_layers": 1}
-    layer = Fields({**usual, **nested.values}, nested.where)
-    if layer.text("model_type") != "llama":  # a head's layer is Llama's for every target
-        raise UnknownArchitectureError(
-            f"{layer.where}: model_type: expected llama in a head, got {layer.text('model_type')!r}; use another head"
-        )
-    sizes = ModelConfig.from_fields(layer)
-    if sizes.blueprint.activation != "silu":
-        raise UnknownArchitectureError(
-            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
-        )
+    sizes, has_qk_norm = _sizes_of(nested)
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)
+    switches = {name: _switch(config, name) for name in _SWITCHES}
+    if switches["norm_output"] and layout != "speculators":
+        log.warning(
+            "%s: norm_output: drafts read the state after the last norm, as in vLLM and SGLang; SpecForge before its "
+            "pull request 879 trained such heads on the state before it: if few second drafts are accepted, remove "
+            "the key", config.where,
+        )  # fmt: skip
     return EagleConfig(
         version=version,
         hidden_size=sizes.hidden_size,
@@ -299,7 +296,70 @@ def parse(
         input_norm=version == 1 and "layer.input_layernorm.weight" in present,
         norm_before_residual=version == 3 and config.flag("norm_before_residual", False),
         layers=layers,
+        num_layers=1 + len({match[1] for name in present if (match := _LAYER.fullmatch(name))}),
+        qk_norm=has_qk_norm or "layer.self_attn.q_norm.weight" in present,
+        shares_output=version == 3 and HEAD not in present,
+        mask_token=_mask_token(config, present),
+        **switches,
     )
+
+
+def _sizes_of(nested: Fields) -> tuple[ModelConfig, bool]:
+    """Return the sizes of a head's layers, and whether the config says that queries and keys are normalised.
+
+    Raises:
+        UnknownArchitectureError: the layers are of another kind.
+    """
+    # The tensors determine the number of layers: published files have the target's number.
+    usual = {"model_type": "llama", "num_hidden_layers": 1}
+    layer = Fields({**usual, **nested.values}, nested.where)
+    family = layer.text("model_type")
+    if family not in ("llama", "qwen3"):  # a head's layer is one of these for every target
+        raise UnknownArchitectureError(
+            f"{layer.where}: model_type: expected llama or qwen3 in a head, got {family!r}; use another head"
+        )
+    sizes = ModelConfig.from_fields(Fields({**layer.values, "model_type": "llama"}, layer.where))
+    if sizes.blueprint.activation != "silu":
+        raise UnknownArchitectureError(
+            f"{layer.where}: hidden_act: expected silu in a head, got {sizes.hidden_act!r}; use another head"
+        )
+    return sizes, family == "qwen3"
+
+
+def _switch(config: Fields, name: str) -> bool:
+    """Return a key that may stand at the top level or in ``eagle_config``; False if it is absent.
+
+    Raises:
+        CheckpointError: the two differ.
+    """
+    nested = config.child("eagle_config")
+    found = {fields.flag(name, False) for fields in (config, nested) if fields and fields.values.get(name) is not None}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{config.where}: expected the same {name} at the top level and in eagle_config, got both values; keep the "
+            "one the head was trained with"
+        )
+    return found == {True}
+
+
+def _mask_token(config: Fields, names: Iterable[str]) -> int | None:
+    """Return the id that stands for unknown tokens in a P-EAGLE head; None for another head.
+
+    Raises:
+        CheckpointError: it is absent, or two keys give different ones.
+    """
+    architectures = config.values.get("architectures")
+    said = [config.values.get("speculators_model_type"), *(architectures if isinstance(architectures, list) else [])]
+    parallel = config.flag("parallel_drafting", False) or any("peagle" in str(name).lower() for name in said)
+    if not parallel and MASKED not in names:
+        return None
+    found = {config.integer(name, minimum=0) for name in _MASK_TOKENS if config.values.get(name) is not None}
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{config.where}: expected the id that stands for unknown tokens in a P-EAGLE head as one of "
+            f"{', '.join(_MASK_TOKENS)}, got {sorted(found) or 'none'}; add mask_token_id as the head was trained"
+        )
+    return found.pop()
 
 
 def _check_count(config: Fields, layers: Sequence[int]) -> None:
@@ -331,9 +391,10 @@ def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, ob
             if config.target_hidden_size != config.hidden_size:
                 extra["target_hidden_size"] = config.target_hidden_size
         return {**sizes, **extra}
-    kind = "eagle3" if config.version == 3 else "eagle"
+    parallel = config.mask_token is not None
+    kind = "peagle" if parallel else "eagle3" if config.version == 3 else "eagle"
     head: dict[str, object] = {
-        "architectures": [f"{kind.capitalize()}Speculator"],
+        "architectures": ["PEagleSpeculator" if parallel else f"{kind.capitalize()}Speculator"],
         "speculators_model_type": kind,
         # vLLM does not load a head that lacks this.
         "speculators_config": {
@@ -352,6 +413,8 @@ def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, ob
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(config.layers),
+        **{name: True for name in _SWITCHES if getattr(config, name)},
+        **({"mask_token_id": config.mask_token} if parallel else {}),
     }
 
 
@@ -361,10 +424,10 @@ def _sizes(config: EagleConfig) -> dict[str, object]:
     kind, theta = rope.pop("type"), rope.pop("theta")
     rope.pop("max_position_embeddings")
     sizes: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_act": "silu",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_heads,

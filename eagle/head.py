@@ -1,4 +1,4 @@
-"""A decoding EAGLE head: one decoder layer with its own cache, on a backend's kernels.
+"""A decoding EAGLE head: decoder layers with their own caches, on a backend's kernels.
 
 Row p of its cache holds the *pair* of position p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
 pair's row and position are one less than its token's). Rows after the last committed pair hold guesses, made from the
@@ -10,7 +10,10 @@ Letters: b batch rows, n pairs of a call, H width of the head, F of a feature, U
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,7 @@ from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
-from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
+from paceline.eagle.network import Attend, EagleNetwork, EagleWeights, LayerWeights, Qkv
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +37,71 @@ class LastPair:
     """The last committed pair, from which drafts grow.
 
     hidden  [B, 1, H], the head's output for it, which predicts the first drafts
-    qkv     queries, keys and values of that pair only
+    qkv     queries, keys and values of that pair only, of every layer
     row     [B] int32, its row of the cache
     """
 
     hidden: Tensor
-    qkv: Qkv
+    qkv: tuple[Qkv, ...]
     row: Tensor
 
 
+class _Held(nn.Module):
+    """Some weights as parameters of a module, where a graph finds its state."""
+
+    def __init__(self, weights: EagleWeights | LayerWeights) -> None:
+        super().__init__()
+        for name in _FLAT[type(weights)]:
+            self._hold(name, getattr(weights, name))
+        if isinstance(weights, LayerWeights):
+            for name in _OF_MLP:
+                self._hold(f"mlp_{name}", getattr(weights.mlp, name))
+
+    def _hold(self, name: str, weight: Tensor | nn.Module | None) -> None:
+        if isinstance(weight, nn.Module):  # a quantised matrix
+            self.add_module(name, weight)
+        else:
+            self.register_parameter(name, None if weight is None else _frozen(weight))
+
+    def flat(self, kind: type[EagleWeights] | type[LayerWeights]) -> dict[str, Any]:
+        """Return the weights by name, without groups of others."""
+        return {name: getattr(self, name) for name in _FLAT[kind]}
+
+
+class _Layer(_Held):
+    """Weights of a layer, and its cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, weights: LayerWeights, cache: tuple[Tensor, Tensor]) -> None:
+        super().__init__(weights)
+        for name, value in zip(("keys", "values"), cache, strict=True):
+            self.register_buffer(name, value)
+
+    def weights(self, eps: float) -> LayerWeights:
+        mlp = MlpWeights(**{name: getattr(self, f"mlp_{name}") for name in _OF_MLP}, eps=eps)
+        return LayerWeights(**self.flat(LayerWeights), mlp=mlp)
+
+
 class EagleHead(AutoregressiveHead):
-    """The head with its cache. ``weights`` is emptied.
+    """The head with its caches. ``weights`` is emptied.
 
     ``lent``: weights shared with the target, not copied: the embedding, unless ``embedding`` [V, H] is the head's own,
-    and the output layer of version 1. With a sharded target both are this rank's rows. With a ``group`` of more than
+    and the output layer where it is not. With a sharded target both are this rank's rows. With a ``group`` of more than
     one rank, the target's group, ``weights`` and ``embedding`` are this rank's shard too (`paceline.eagle.division`);
     without one they are replicated. ``form``: format of the head's own matrices; its own embedding and shared weights
-    are not converted.
+    are not converted. Of a P-EAGLE head, ``weights`` have ``masked`` [H] (`paceline.eagle.network.masked_state`).
     """
 
     cos: Tensor
     sin: Tensor
-    keys: Tensor
-    values: Tensor
     ids: Tensor
     places: Tensor
     rows: Tensor
     part_ids: Tensor
+    masked: Tensor
+    layers: nn.ModuleList
 
     def __init__(
         self,
@@ -78,63 +119,57 @@ class EagleHead(AutoregressiveHead):
         self.form = form
         self.group: Collectives = group or SingleRank()
         self.config, self.reads = config, config.reads
-        three = config.version == 3
-        ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
-        part_ids = weights.pop("part_ids").to(torch.int32) if three and self.group.degree > 1 else lent.ids
+        own = config.owns_output
+        ids = weights.pop("ids") if config.version == 3 else torch.arange(config.vocab_size)
+        part_ids = weights.pop("part_ids").to(torch.int32) if own and self.group.degree > 1 else lent.ids
         key_heads = weights["layer.self_attn.k_proj.weight"].shape[0] // config.head_dim
         self.embedding = lent.embedding if embedding is None else _frozen(embedding)
-        every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if three else lent.head)
+        masked = weights.pop("masked", lent.ids[:0])
+        every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if own else lent.head)
         weights.clear()
-        self._keep(every if form is None else every.quantized(form, head=three))
+        every = every if form is None else every.quantized(form, head=own)
+        self.held, self.fc_norms = _Held(every), nn.ParameterList([_frozen(x) for x in every.fc_norms])
+        self.layers = nn.ModuleList(
+            _Layer(layer, self.allocate_cache(key_heads, config.head_dim)) for layer in every.layers
+        )
         self._groups: tuple[Collectives, Collectives] = (
             lent.group if embedding is None else self.group,
-            self.group if three else lent.group,
+            self.group if own else lent.group,
         )
         cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
         places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
         places[ids.to(torch.int64)] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-        keys, values = self.allocate_cache(key_heads, config.head_dim)
         buffers = {
             "cos": cos,
             "sin": sin,
-            "keys": keys,
-            "values": values,
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             "places": places,  # inverse map; U for ids that cannot be drafted
             # Needed only for sharded tables: the ids of this rank's rows of the embedding, and of its logits.
             "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],
             "part_ids": part_ids if self._groups[1].degree > 1 else lent.ids[:0],
+            "masked": masked,  # P-EAGLE: the fused state of a position not yet known
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
-    def _keep(self, weights: EagleWeights) -> None:
-        """Hold the weights as parameters of this module, where a graph finds its state."""
-        for name in _OWN:
-            weight = getattr(weights, name)
-            self._keep_one(name, weight)
-        for name in _OF_MLP:
-            self._keep_one(f"mlp_{name}", getattr(weights.mlp, name))
-
-    def _keep_one(self, name: str, weight: Tensor | nn.Module | None) -> None:
-        if isinstance(weight, nn.Module):  # a quantised matrix
-            self.add_module(name, weight)
-        else:
-            self.register_parameter(name, _optional(weight))
-
     @property
     def network(self) -> EagleNetwork:
         """Formulas over this head's weights."""
-        mlp = MlpWeights(**{name: getattr(self, f"mlp_{name}") for name in _OF_MLP}, eps=self.config.rms_norm_eps)
-        weights = EagleWeights(**{name: getattr(self, name) for name in _OWN}, mlp=mlp)
+        layers = tuple(layer.weights(self.config.rms_norm_eps) for layer in self.layers)  # type: ignore[operator]
+        flat = self.held.flat(EagleWeights)
+        weights = EagleWeights(**flat, fc_norms=tuple(self.fc_norms), layers=layers)
         return EagleNetwork(self.config, weights, self.kernels, self.group)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.keys, self.values)]
+        return [(layer.keys, layer.values) for layer in self.layers]  # type: ignore[misc]
+
+    @property
+    def _skips(self) -> bool:
+        """Whether rows that are not used cost nothing; over several ranks they do, as in the target's own windows."""
+        return self.kernels.skips_padding and all(group.degree == 1 for group in (self.group, *self._groups))
 
     def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        divided = any(group.degree > 1 for group in (self.group, *self._groups))  # as in the target's own windows
-        return None if divided else self.seated_rows(sampling, window)
+        return self.seated_rows(sampling, window) if self._skips else None
 
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         return self.last_pair(tokens, features, place, last=last).hidden
@@ -142,31 +177,82 @@ class EagleHead(AutoregressiveHead):
     def last_pair(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> LastPair:
         """Read a commit as `read`, and return the values that a tree needs."""
         assert features is not None, "commits carry the features that `reads` asks for"
-        hidden = self.network.fuse(features, place.real)
-        stream, qkv = self.project(tokens, hidden, place.positions(tokens.shape[1]), real=place.real)
-        attended = self.attend(qkv, place)
-        stream, attended, q, k, v = (at_index(x, last) for x in (stream, attended, *qkv))
-        row = (place.row + last).clamp(min=0, max=self.options.n_positions - 1)
-        real = None if place.real is None else place.real.clamp(max=1)
-        return LastPair(self.network.finish(stream, attended, real), (q, k, v), row)
+        pairs: list[Qkv] = []
+
+        def attend(layer: int, qkv: Qkv) -> Tensor:
+            q, k, v = (at_index(x, last) for x in qkv)
+            pairs.append((q, k, v))
+            return self.attend(layer, qkv, place)
+
+        fused = self.network.fuse(features, place.real)
+        positions, last_row = place.positions(tokens.shape[1]), partial(at_index, index=last)
+        hidden = self.run(tokens, fused, attend, positions=positions, real=place.real, kept=last_row)
+        return LastPair(hidden, tuple(pairs), (place.row + last).clamp(min=0, max=self.options.n_positions - 1))
 
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
-        stream, qkv = self.project(token, hidden, place.row.unsqueeze(1), real=place.real)
-        return self.network.finish(stream, self.attend(qkv, place), place.real)
+        attend = partial(self.attend, place=place)
+        return self.run(token, hidden, attend, positions=place.row.unsqueeze(1), real=place.real)
 
-    def project(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
-    ) -> tuple[Tensor, Qkv]:
-        """Compute pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
-        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
-        at = positions.clamp(max=self.cos.shape[0] - 1)
-        return self.network.project(
-            inputs, hidden, rotation_at(at, self.cos, self.sin, kernels=self.kernels), real=real
+    def ahead(
+        self,
+        tokens: Tensor,
+        count: Tensor,
+        features: Tensor,
+        *,
+        place: CachePosition,
+        k: int,
+        sampling: SamplingTensors,
+    ) -> Tensor:
+        """P-EAGLE: read a commit and k - 1 positions not yet known after it, in one pass -> hidden [B, k, H], which
+        predict the next k tokens.
+
+        tokens [B, W], count [B], features [B, W, F]; ``place`` has W + k - 1 rows.
+        """
+        window, used = tokens.shape[1] + k - 1, None
+        if self._skips:
+            used = sampling.seated * count
+            place = replace(place, count=used + sampling.seated * (k - 1), padded=True)
+        steps = torch.arange(window, dtype=torch.int32, device=tokens.device)
+        known = steps < count.unsqueeze(1)
+        # What is known is fused first, so that ``fc`` is applied to no more than a commit has.
+        fused = nn.functional.pad(self.network.fuse(features, used), (0, 0, 0, k - 1))
+        tokens = nn.functional.pad(tokens, (0, k - 1))
+        assert self.config.mask_token is not None, "only a P-EAGLE head drafts all tokens at once"
+        tokens = torch.where(known, tokens, self.config.mask_token)
+        fused = torch.where(known.unsqueeze(-1), fused, self.masked)
+        index = (count - 1).unsqueeze(1) + steps[:k]
+        return self.run(
+            tokens,
+            fused,
+            partial(self.attend, place=place),
+            positions=place.positions(window),
+            real=place.real,
+            kept=lambda x: x.gather(1, index.to(torch.int64).unsqueeze(-1).expand(-1, -1, x.shape[-1])),
         )
 
-    def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
-        """Write pairs to their rows and attend to those before them. -> [b, n, heads of this rank * D]"""
-        return self.kernels.attend(qkv, (self.keys, self.values), place)
+    def run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        attend: Attend,
+        *,
+        positions: Tensor,
+        real: Tensor | None = None,
+        kept: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Compute pairs: tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32 -> [b, n, H], or those ``kept``
+        (`EagleNetwork.run`).
+        """
+        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
+        at = positions.clamp(max=self.cos.shape[0] - 1)
+        rotation = rotation_at(at, self.cos, self.sin, kernels=self.kernels)
+        return self.network.run(inputs, hidden, attend, rotation=rotation, real=real, kept=kept)
+
+    def attend(self, layer: int, qkv: Qkv, place: CachePosition) -> Tensor:
+        """Write pairs to their rows of a layer's cache, and attend to those before them. -> [b, n, heads of this rank *
+        D]
+        """
+        return self.kernels.attend(qkv, self.caches()[layer], place)
 
     def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         return self.spread(self.scores(hidden, real))
@@ -213,14 +299,11 @@ class EagleHead(AutoregressiveHead):
         return torch.cat([scores, nothing], -1).index_select(-1, self.places)
 
 
-_OWN = tuple(field.name for field in fields(EagleWeights) if field.name != "mlp")
+_GROUPS = ("mlp", "layers", "fc_norms")
+_FLAT = {kind: [one.name for one in fields(kind) if one.name not in _GROUPS] for kind in (EagleWeights, LayerWeights)}
 _OF_MLP = tuple(field.name for field in fields(MlpWeights) if field.name != "eps")
 
 
 def _frozen(x: Tensor) -> nn.Parameter:
     """Return x as a parameter without a gradient; an existing parameter (the target's) is returned unchanged."""
     return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)
-
-
-def _optional(x: Tensor | None) -> nn.Parameter | None:
-    return None if x is None else _frozen(x)

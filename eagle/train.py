@@ -5,7 +5,8 @@ run resumes when it is started again. Text files and progress output are elsewhe
 
 EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's
 distribution. EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own
-output, each with 0.8 times the weight of the previous one.
+output, each with 0.8 times the weight of the previous one. P-EAGLE (arXiv 2602.01469): the same, but later passes read
+what stands for positions not yet known.
 
 A fresh head starts from the target's last layer, norms and output layer. The papers start with random layers. Tensors
 that do not fit (another width, other heads) are random.
@@ -18,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +30,14 @@ from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import DraftVocab, Head
-from paceline.eagle.config import EagleConfig, EagleHeadOptions, EagleTraining, check_version, default_layers
+from paceline.eagle.config import (
+    EagleConfig,
+    EagleHeadOptions,
+    EagleTraining,
+    check_version,
+    default_layers,
+    layer_prefix,
+)
 from paceline.eagle.network import Past, TrainableHead
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.features import FeatureCache
@@ -53,8 +61,8 @@ def objective(
     for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
         logits = network.logits(hidden).float()
         weights = inside[:, ahead:].float()
-        surprise = -(probs[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
-        loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
+        losses = LOSSES[options.loss](logits, probs[:, ahead:])
+        loss = second * (losses * weights).sum() / weights.sum().clamp(min=1)
         if first:
             errors = F.smooth_l1_loss(hidden.float(), last[:, ahead:], reduction="none").mean(-1)
             if texts.counted is not None:
@@ -64,12 +72,41 @@ def objective(
     return total
 
 
+def cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
+    """logits [..., U] of the head, probs [..., U] of the target -> [...]"""
+    return -(probs * F.log_softmax(logits, -1)).sum(-1)
+
+
+def overlap(logits: Tensor, probs: Tensor) -> Tensor:
+    """Return the rate at which `Reject` accepts a draft: 1 less the total variation distance. -> [...]"""
+    return torch.minimum(logits.softmax(-1), probs).sum(-1)
+
+
+def negative_log_acceptance(logits: Tensor, probs: Tensor) -> Tensor:
+    """The likelihood loss of LK (arXiv 2602.23881): the negative logarithm of the acceptance rate."""
+    return -overlap(logits, probs).clamp(min=1e-5).log()
+
+
+def lk_hybrid(logits: Tensor, probs: Tensor) -> Tensor:
+    """The hybrid loss of LK (arXiv 2602.23881): the divergence of Kullback and Leibler where little would be accepted,
+    the total variation distance where much would be; the weight falls with e to the power of -3 times the rate.
+    """
+    rate = overlap(logits, probs)
+    weight = torch.exp(-3.0 * rate.detach())
+    divergence = cross_entropy(logits, probs) + torch.xlogy(probs, probs).sum(-1)
+    return weight * divergence + (1 - weight) * (1 - rate)
+
+
+LOSSES = {"ce": cross_entropy, "nla": negative_log_acceptance, "lk_hybrid": lk_hybrid}
+
+
 def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
     """Run the training-time test. For every pass: hidden [b, S - a, H], and the offset a of the target's state that it
     predicts.
 
     Row i of pass j has read the target's features up to position i and the tokens up to i + 1 + j, and predicts the
-    token that the target's state at position i + a, a = 1 + j, predicts.
+    token that the target's state at position i + a, a = 1 + j, predicts. In a P-EAGLE head, pass j is the j-th position
+    not yet known: it has read the tokens up to i + 1 and nothing of the earlier passes' output.
     """
     past: Past = []
     size = texts.tokens.shape[1]
@@ -77,7 +114,10 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
     hidden = network.fuse(features.float())
     predictions = []
     for index in range(min(count, size - 1)):
-        hidden = network(texts.tokens.roll(-1 - index, 1), hidden, past)
+        tokens = texts.tokens.roll(-1 - index, 1)
+        if index and network.config.mask_token is not None:
+            tokens, hidden = network.unknown(tokens)
+        hidden = network(tokens, hidden, past)
         predictions.append((hidden[:, : size - 1 - index], 1 + index))
     return predictions
 
@@ -140,8 +180,10 @@ def text_part(texts: Texts, index: int, rows: int) -> Texts:
 _FC = 0.5  # diagonal of the fc of version 1, which mixes a token and a feature
 
 
-def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
-    """Return a head configuration with the target's own sizes."""
+def default_config(
+    target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int, **parts: Any
+) -> EagleConfig:
+    """Return a head configuration with the target's own sizes. ``parts``: what heads after EAGLE-3 have."""
     longest = target.rope.longest or target.max_position_embeddings
     return EagleConfig(
         version=version,
@@ -159,6 +201,7 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
         attention_bias=target.attention_bias,
         mlp_bias=target.mlp_bias,
         layers=layers if version == 3 else (),
+        **parts,
     )
 
 
@@ -166,14 +209,15 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
 def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: DraftVocab) -> TrainableHead:
     """Create a network of this configuration; ``depth`` is the target's number of layers."""
     torch.manual_seed(0)
-    network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
+    network = TrainableHead(config, target.embedding, None if config.owns_output else target.output.detach())
     first, last = target.block(0), target.block(depth - 1)
     state = network.state_dict()
     weights: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
     size = config.hidden_size
     if config.version == 3:
         weights["norm.weight"] = target.norm
-        weights["lm_head.weight"] = target.output.detach()[vocabulary.ids.to(target.device)]
+        if config.owns_output:
+            weights["lm_head.weight"] = target.output.detach()[vocabulary.ids.to(target.device)]
         weights["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
         weights["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
         for side in "qkv":
@@ -183,6 +227,10 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
             fused = torch.zeros(size, config.feature_size)
             fused[:, -size:] = torch.eye(size)
             weights["fc.weight"] = fused
+        for index in range(1, config.num_layers):  # adds nothing until it has learnt to
+            weights |= {f"{layer_prefix(index)}{name}": x for name, x in last.items()}
+            for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                weights[f"{layer_prefix(index)}{name}"] = torch.zeros_like(last[name])
     else:
         fused = state["fc.weight"].clone()
         fused[:, size:] = _FC * torch.eye(size)
@@ -205,7 +253,7 @@ def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHea
             "another head"
         )
     network = TrainableHead(
-        found.config, target.embedding, target.output.detach() if found.config.version == 1 else None
+        found.config, target.embedding, None if found.config.owns_output else target.output.detach()
     )
     network.load_state_dict({name: value.float() for name, value in found.weights.items() if name != "ids"})
     network.start = hashlib.sha256(b"".join(x.numpy().tobytes() for x in network.state_dict().values())).hexdigest()[
@@ -362,7 +410,18 @@ def _begin(
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
     vocabulary = DraftVocab.frequent(counts, drafted).to(options.device)
-    config = default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
+    mask = int(counts.argmin()) if head.peagle and head.mask_token is None else head.mask_token
+    config = default_config(
+        sizes,
+        version=head.version,
+        layers=layers,
+        draft_vocab_size=len(vocabulary.ids),
+        num_layers=head.num_layers,
+        qk_norm=head.qk_norm,
+        fc_norm=head.fc_norm,
+        norm_output=head.norm_output,
+        mask_token=mask,
+    )
     return frozen, fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
 
 
@@ -372,9 +431,10 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
     """
     check_version(head.version)
     if head.start is not None:
-        if head.layers or head.draft_vocab_size is not None:
+        if head.layers or head.draft_vocab_size is not None or head.parts():
             raise ConfigurationError(
-                "start: expected the layers and draft vocabulary of that head, got others; omit them"
+                "start: expected the layers and draft vocabulary of that head, and its other parts, got "
+                f"{', '.join(head.parts()) or 'others'}; omit them"
             )
         version = checkpoint.load(head.start, sizes).config.version
         if version != head.version:
@@ -390,6 +450,17 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
         raise ConfigurationError(
             f"draft_vocab_size: expected 1 to {sizes.vocab_size} for a head of version 3, and all ids for version "
             f"1, got {head.draft_vocab_size} for version {head.version}; correct it"
+        )
+    if head.parts() and head.version != 3:
+        raise ConfigurationError(
+            f"{head.parts()[0]}: expected a head of version 3, got version {head.version}; omit it, or give version=3"
+        )
+    if head.num_layers < 1 or (
+        head.mask_token is not None and not (head.peagle and head.mask_token < sizes.vocab_size)
+    ):
+        raise ConfigurationError(
+            f"num_layers, mask_token: expected at least one layer, and an id below {sizes.vocab_size} for a P-EAGLE "
+            f"head only, got {head.num_layers} and {head.mask_token}; correct them"
         )
     texts.check_room(sizes.max_position_embeddings, head.depth)
     if head.version == 3 and not head.layers and head.start is None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core import reduce, tree
+from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
 from paceline.decoder.parallel.vocab_part import topk
 from paceline.draft.heads import ChainStep, row_shift
 from paceline.eagle.head import EagleHead, LastPair
+from paceline.eagle.network import Qkv
 
 
 class Chain:
@@ -33,7 +34,37 @@ class Chain:
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that drafts it, for rounds of a sampling mode."""
-        return ChainStep(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn, kind=kind)
+        kind_of_step = ChainStep if head.config.mask_token is None else OnePassStep
+        return kind_of_step(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn, kind=kind)
+
+
+class OnePassStep(nn.Module):
+    """P-EAGLE: read a commit and draft ``k`` tokens in one pass of the head; the drafts do not read each other.
+
+    ``drawn`` and ``kind`` as in `ChainStep`.
+    """
+
+    def __init__(self, head: EagleHead, k: int, bucket: int, *, drawn: bool, kind: SamplingKind) -> None:
+        super().__init__()
+        self.head, self._k, self._bucket, self._drawn, self._kind = head, k, bucket, drawn, kind
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> drafts [B, k] int32, and
+        their probabilities [B, k, V] if they are sampled.
+        """
+        head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
+        window = tokens.shape[1] + self._k - 1
+        place = head.place(first_row - row_shift(head), window, self._bucket, sampling=sampling)
+        hidden = head.ahead(tokens.clamp(min=0), count, features, place=place, k=self._k, sampling=sampling)
+        ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
+        positions = (first_row + count).unsqueeze(1) + ahead
+        if not self._drawn:
+            return (head.sample_tokens(hidden, positions, sampling),)
+        logits = head.logits(hidden).contiguous()
+        drafts = head.kernels.sample_tokens(logits, positions, sampling, stream=noise.DRAFT)
+        return drafts, head.kernels.probabilities(logits, sampling)
 
 
 class TreeStep(nn.Module):
@@ -206,7 +237,7 @@ class TreeFrontier:
 
     def __init__(self, head: EagleHead, root: LastPair, bucket: int, *, sampling: SamplingTensors) -> None:
         self._head, self._root, self._bucket, self._sampling = head, root, bucket, sampling
-        self._qkv = root.qkv
+        self._qkv = list(root.qkv)
         self._parents = torch.full_like(root.row, -1).unsqueeze(1)
         self._level = 0
 
@@ -214,14 +245,17 @@ class TreeFrontier:
         """Add a level. tokens [B, n], hidden [B, n, H] and rows ``parents`` [B, n] of their parents -> [B, n, H]."""
         self._level += 1
         head, count = self._head, tokens.shape[1]
-        real = head.real_rows(self._sampling, count)
-        stream, qkv = head.project(tokens, hidden, _positions(self._root, self._level - 1).expand(-1, count), real=real)
-        q, k, v = (torch.cat(pair, 1) for pair in zip(self._qkv, qkv, strict=True))
-        self._qkv = (q, k, v)
+        positions = _positions(self._root, self._level - 1).expand(-1, count)
         self._parents = torch.cat([self._parents, parents], 1)
         ancestry = Tree.of(self._parents)
         place = head.place(self._root.row, self._parents.shape[1], self._bucket, tree=ancestry, sampling=self._sampling)
-        return head.network.finish(stream, head.attend(self._qkv, place)[:, -count:], real)
+
+        def attend(layer: int, qkv: Qkv) -> Tensor:
+            q, k, v = (torch.cat(pair, 1) for pair in zip(self._qkv[layer], qkv, strict=True))
+            self._qkv[layer] = (q, k, v)
+            return head.attend(layer, self._qkv[layer], place)[:, -count:]
+
+        return head.run(tokens, hidden, attend, positions=positions, real=head.real_rows(self._sampling, count))
 
 
 def best(

@@ -103,7 +103,7 @@ DRAFTERS: dict[str, DrafterRow] = {
         DrafterRow(
             "eagle",
             "paceline.eagle.drafter:EagleDrafter.from_pretrained",
-            "an EAGLE-1, -2 or -3 head",
+            "an EAGLE head: 1, 2, 3, 3.1 or P-EAGLE",
             given_as="folder",
             trees=True,
             draws=True,

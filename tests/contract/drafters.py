@@ -36,6 +36,7 @@ from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.tokenizers_of_two import bytes_merged
+from tests.eagle.heads import NEWER, PARALLEL, SHARED
 from tests.eagle.heads import drafter as eagle_head
 
 Depth = int | Sequence[int]
@@ -172,10 +173,12 @@ def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGener
     return make
 
 
-def _eagle(version: int, draft_tree: Callable[[int], DraftTree]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+def _eagle(
+    version: int, draft_tree: Callable[[int], DraftTree], **changes: object
+) -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        folder = home.folder / f"eagle {version}"
-        return home.generator(eagle_head(folder, home.target, version, draft_tree(deepest(k))), k)
+        folder = home.folder / f"eagle {version} {', '.join(changes)}"
+        return home.generator(eagle_head(folder, home.target, version, draft_tree(deepest(k)), **changes), k)
 
     return make
 
@@ -229,6 +232,11 @@ ROWS: dict[str, Row] = {
     "EAGLE 3 chain": Row("eagle", _eagle(3, Chain)),
     "EAGLE 3 static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,)),
     "EAGLE 3 dynamic tree": Row("eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,)),
+    "EAGLE 3.1 chain": Row("eagle", _eagle(3, Chain, **NEWER)),
+    "EAGLE 3.1 dynamic tree": Row(
+        "eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3), **SHARED), depths=(3,)
+    ),
+    "P-EAGLE": Row("eagle", _eagle(3, Chain, **PARALLEL)),
     "remote": Row("remote", _remote),
 }
 

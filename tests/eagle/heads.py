@@ -27,6 +27,17 @@ from tests.decoder.tiny import VOCABULARY
 
 DRAFTED = 48
 LAYERS = (0, 1, 2)
+NEWER: dict[str, object] = {"qk_norm": True, "fc_norm": True, "norm_output": True, "num_layers": 2}
+"""What EAGLE-3.1 and heads of several layers have beyond EAGLE-3."""
+SHARED: dict[str, object] = {
+    "shares_output": True,
+    "draft_vocab_size": VOCABULARY,
+    "num_layers": 2,
+    "qk_norm": True,
+    "norm_before_residual": True,
+}
+PARALLEL: dict[str, object] = {"mask_token": 95, "fc_norm": True, "num_layers": 2}
+"""A P-EAGLE head."""
 
 
 def config(target: ModelConfig, version: int, **changes: object) -> EagleConfig:
@@ -44,6 +55,8 @@ def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
     }
     if sizes.version == 3:
         weights["ids"] = torch.randperm(sizes.vocab_size)[: sizes.draft_vocab_size].sort().values
+    if sizes.mask_token is not None:
+        weights["mask_hidden"] = torch.randn(sizes.feature_size)
     return Checkpoint(sizes, weights, None)
 
 
@@ -75,25 +88,47 @@ class Plain:
     def __init__(self, made: Checkpoint, embedding: Tensor, head: Tensor) -> None:
         self.config, self.weights = made.config, {name: x.float() for name, x in made.weights.items()}
         self._embedding = embedding.float()
-        self._head = self.weights["lm_head.weight"] if made.config.version == 3 else head.float()
+        self._head = self.weights.get("lm_head.weight", head.float())
         self.ids = made.weights["ids"] if made.config.version == 3 else torch.arange(VOCABULARY)
 
     def hidden(self, real: Tensor, tokens: list[int]) -> Tensor:
         """Hidden state after a path: ``real`` [n, F] features pair with the first n tokens, later tokens with what the
-        head itself made of the pair before. -> [H] of the last pair.
+        head itself made of the pair before; in a P-EAGLE head they count only by their number. -> [H] of the last pair.
         """
-        states = real @ self.weights["fc.weight"].T if self.config.version == 3 else real
+        mask, known = self.config.mask_token, len(real)
+        if mask is not None:
+            tokens = [*tokens[:known], *[mask] * (len(tokens) - known)]
+            real = torch.cat([real, self.weights["mask_hidden"].expand(len(tokens) - known, -1)])
+        states = self._fused(real) if self.config.version == 3 else real
         while True:
-            out = self._layer(self._embedding[tokens[: len(states)]], states)
+            out = self._layers(self._embedding[tokens[: len(states)]], states)
+            if self.config.norm_output:
+                out = self._norm(out, "norm.weight")
             if len(states) == len(tokens):
                 return out[-1]
             states = torch.cat([states, out[-1:]])
 
+    def _fused(self, real: Tensor) -> Tensor:
+        if self.config.norm_before_fc:
+            real = self._norm(real, "input_norm.weight")
+        if self.config.fc_norm:
+            width = self.config.target_hidden_size
+            parts = [real[:, i * width : (i + 1) * width] for i in range(len(self.config.layers))]
+            real = torch.cat([self._norm(x, f"fc_norm.{i}.weight") for i, x in enumerate(parts)], -1)
+        return real @ self.weights["fc.weight"].T
+
     def scores(self, hidden: Tensor) -> Tensor:
         """[H] -> [U]."""
-        if self.config.version == 3:
+        if self.config.version == 3 and not self.config.norm_output:
             hidden = self._norm(hidden, "norm.weight")
         return hidden @ self._head.T
+
+    def _layers(self, embedded: Tensor, states: Tensor) -> Tensor:
+        out = self._layer(embedded, states)
+        for index in range(1, self.config.num_layers):
+            prefix = f"layers.{index}."
+            out = self._rest(out, self._norm(out, f"{prefix}input_layernorm.weight"), prefix)
+        return out
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.rms_norm_eps)
@@ -105,18 +140,24 @@ class Plain:
         normed = self._norm(states, "layer.hidden_norm.weight")
         stream = normed if self.config.norm_before_residual else states
         x = torch.cat([self._norm(embedded, "layer.input_layernorm.weight"), normed], -1)
-        stream = stream + self._attention(x)
-        y = self._norm(stream, "layer.post_attention_layernorm.weight")
-        gate, up = y @ self.weights["layer.mlp.gate_proj.weight"].T, y @ self.weights["layer.mlp.up_proj.weight"].T
-        return stream + (F.silu(gate) * up) @ self.weights["layer.mlp.down_proj.weight"].T
+        return self._rest(stream, x, "layer.")
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _rest(self, stream: Tensor, x: Tensor, prefix: str) -> Tensor:
+        """A layer from its attention's input on."""
+        stream = stream + self._attention(x, prefix)
+        y = self._norm(stream, f"{prefix}post_attention_layernorm.weight")
+        gate, up = (y @ self.weights[f"{prefix}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        return stream + (F.silu(gate) * up) @ self.weights[f"{prefix}mlp.down_proj.weight"].T
+
+    def _attention(self, x: Tensor, prefix: str) -> Tensor:
         """Every pair by itself, over the pairs up to it."""
         sizes, size = self.config, len(x)
         q, k, v = (
-            (x @ self.weights[f"layer.self_attn.{side}_proj.weight"].T).unflatten(-1, (-1, sizes.head_dim))
+            (x @ self.weights[f"{prefix}self_attn.{side}_proj.weight"].T).unflatten(-1, (-1, sizes.head_dim))
             for side in "qkv"
         )
+        if sizes.qk_norm:
+            q, k = (self._norm(y, f"{prefix}self_attn.{side}_norm.weight") for side, y in (("q", q), ("k", k)))
         angles = torch.arange(size)[:, None] / sizes.rope.theta ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         q, k = (_turned(y, turn) for y in (q, k))
@@ -128,7 +169,7 @@ class Plain:
                 weights = (k[: i + 1, g] @ q[i, h] / sizes.head_dim**0.5).softmax(0)
                 heads.append(weights @ v[: i + 1, g])
             rows.append(torch.cat(heads))
-        return torch.stack(rows) @ self.weights["layer.self_attn.o_proj.weight"].T
+        return torch.stack(rows) @ self.weights[f"{prefix}self_attn.o_proj.weight"].T
 
     def _transformers(self, x: Tensor) -> Tensor:
         """The layer of transformers, which a head of version 1 is but for its first norm."""

@@ -32,12 +32,12 @@ def stream(texts: int = 160) -> np.ndarray:
 
 
 def parts(
-    workshop: Workshop, folder: Path, version: int
+    workshop: Workshop, folder: Path, version: int, **changes: object
 ) -> tuple[FrozenTarget, FeatureCache, TrainableHead, DraftVocab]:
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
     vocabulary = DraftVocab.frequent(counts, 60 if version == 3 else VOCABULARY)
-    made = train.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
+    made = train.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids), **changes)
     network = train.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary

@@ -26,7 +26,7 @@ from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint, TargetTensors
 from paceline.eagle.drafter import EagleDrafter
 from tests.decoder.tiny import VOCABULARY, Workshop
-from tests.eagle.heads import config, random_head
+from tests.eagle.heads import NEWER, PARALLEL, SHARED, config, random_head
 
 
 @pytest.fixture
@@ -88,6 +88,11 @@ def test_every_layout_comes_back(
         ("speculators", 1, {"attention_bias": True, "mlp_bias": True}),
         ("nxd", 1, {"attention_bias": True, "mlp_bias": True, "input_norm": True}),
         ("speculators", 3, {"norm_before_residual": True, "layers": (0, 1)}),
+        ("speculators", 3, NEWER),
+        ("speculators", 3, {"norm_before_fc": True, "mask_token": 0}),
+        ("speculators", 3, PARALLEL),
+        ("paceline", 3, {**SHARED, "norm_before_fc": True}),
+        ("paceline", 3, PARALLEL),
     ],
 )
 def test_what_only_some_layouts_hold_comes_back_from_them(
@@ -101,6 +106,10 @@ def test_what_only_some_layouts_hold_comes_back_from_them(
 EXPORTS: list[tuple[str, int, dict[str, object], str]] = [
     ("eagle", 3, {"norm_before_residual": True}, "norm_before_residual, which only speculators"),
     ("nxd", 3, {"norm_before_residual": True}, "norm_before_residual, which only speculators"),
+    ("eagle", 3, {"norm_output": True}, "it has norm_output, which only speculators' readers know"),
+    ("eagle", 3, PARALLEL, "it has fc_norm, which only"),
+    ("nxd", 3, {"mask_token": 3}, "it has mask_token, which only"),
+    ("speculators", 3, SHARED, "it shares the target's output layer"),
     ("eagle", 1, {"input_norm": True}, "which in version 1 only NxD Inference does"),
     ("speculators", 1, {"input_norm": True}, "which in version 1 only NxD Inference does"),
     ("eagle", 1, {"attention_bias": True}, "biases, which EAGLE's own code and SGLang leave out"),
@@ -213,7 +222,9 @@ BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
     ({"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}, CheckpointError, "t2d"),
     ({"t2d": torch.zeros(4, dtype=torch.bool)}, WeightShapeError, "t2d"),
     ({"embed_tokens.weight": torch.zeros(3, 3)}, WeightShapeError, "embed_tokens"),
-    ({"input_norm.weight": torch.ones(96)}, UnknownArchitectureError, "input_norm"),
+    ({"input_norm.weight": torch.ones(96)}, CheckpointError, "got also input_norm.weight; use the config.json that"),
+    ({"embed_layernorm.weight": torch.ones(32)}, UnknownArchitectureError, "embed_layernorm.weight of a variant"),
+    ({"additional_layers.0.x": torch.ones(32)}, UnknownArchitectureError, "further layers as layers.1 and on"),
 ]
 
 
@@ -224,6 +235,25 @@ def test_tensors_that_do_not_fit_are_refused(
     checkpoint.save(tmp_path, random_head(config(target, 3)))
     with pytest.raises(error, match=part):
         checkpoint.load(rewritten(tmp_path, change), target)
+
+
+def test_parts_that_only_tensors_tell_of_are_found_or_asked_for(target: ModelConfig, tmp_path: Path) -> None:
+    """Further layers, and an output layer that is the target's: config.json of other layouts need not say it."""
+    made = random_head(config(target, 3, draft_vocab_size=VOCABULARY, norm_before_residual=True))
+    made.weights["ids"] = torch.arange(VOCABULARY)
+    checkpoint.save(tmp_path / "a", made, layout="speculators")
+    found = checkpoint.load(rewritten(tmp_path / "a", {"lm_head.weight": None}), target)
+    assert found.config == replace(made.config, shares_output=True) and "lm_head.weight" not in found.weights
+    with pytest.raises(MissingWeightsError, match=r"expected the tensors layers\.1\.input_layernorm"):
+        checkpoint.load(rewritten(tmp_path / "a", {"layers.1.mlp.up_proj.weight": torch.ones(48, 32)}), target)
+    some = random_head(config(target, 3))
+    checkpoint.save(tmp_path / "b", some, layout="eagle")
+    with pytest.raises(MissingWeightsError, match="its own for a head that drafts 48 of 96 ids"):
+        checkpoint.load(rewritten(tmp_path / "b", {"lm_head.weight": None}), target)
+    made.weights["ids"] = torch.arange(VOCABULARY).flip(0)
+    checkpoint.save(tmp_path / "c", made, layout="speculators")
+    with pytest.raises(CheckpointError, match="expected no d2t in a head that shares the target's output layer"):
+        checkpoint.load(rewritten(tmp_path / "c", {"lm_head.weight": None}), target)
 
 
 @pytest.mark.parametrize(

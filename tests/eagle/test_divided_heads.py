@@ -21,6 +21,7 @@ from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from tests.decoder.test_ranks import DEGREES, SETTINGS, load, tokens
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle import heads
+from tests.eagle.heads import PARALLEL, SHARED
 
 
 @pytest.fixture(scope="module", params=DEGREES)
@@ -41,6 +42,8 @@ EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
     "3, chain, drafts some": (3, Chain(3), "sampled", {"norm_before_residual": True}),
     "3, static tree, drafts all": (3, StaticTree((-1, -1, 0, 0, 1)), "cut", {"draft_vocab_size": VOCABULARY}),
     "3, dynamic tree, drafts some": (3, DynamicTree(5, depth=2, width=2), "sampled", {}),
+    "3.1, two layers, target's output": (3, Chain(3), "sampled", {**SHARED, "norm_before_fc": True}),
+    "P-EAGLE": (3, Chain(3), "sampled", PARALLEL),
 }
 
 
@@ -86,8 +89,11 @@ def test_a_rank_has_its_part_of_an_eagle_head(workshop: Workshop, target: Sampli
     )
     config = all_of_it.config
     assert own.network.weights.head.shape == (config.draft_vocab_size // degree, config.hidden_size)
-    assert own.keys.shape[1] == 1 and own.network.weights.out.shape[1] < config.num_heads * config.head_dim
-    assert -(-config.intermediate_size // degree) == own.network.weights.mlp.down.shape[1]
+    assert (
+        own.caches()[0][0].shape[1] == 1
+        and own.network.weights.layers[0].out.shape[1] < config.num_heads * config.head_dim
+    )
+    assert -(-config.intermediate_size // degree) == own.network.weights.layers[0].mlp.down.shape[1]
     sizes = [sum(x.numel() for name, x in made.named_parameters() if name != "embedding") for made in (own, all_of_it)]
     assert sizes[0] < 0.6 * sizes[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from paceline.eagle.head import EagleHead
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from tests.decoder.tiny import Workshop, fresh
-from tests.eagle.heads import Plain, config, drafter, features, random_head
+from tests.eagle.heads import NEWER, PARALLEL, SHARED, Plain, config, drafter, features, random_head
 
 TEXT = [5, 17, 17, 90, 3, 44, 0, 8, 61]
 VARIANTS: list[tuple[int, dict[str, object]]] = [
@@ -26,7 +27,11 @@ VARIANTS: list[tuple[int, dict[str, object]]] = [
     (1, {"input_norm": True}),
     (3, {}),
     (3, {"norm_before_residual": True}),
+    (3, NEWER),
+    (3, {**SHARED, "norm_before_fc": True}),
+    (3, PARALLEL),
 ]
+HEADS: list[tuple[int, dict[str, object]]] = [(1, {}), (3, {}), (3, NEWER), (3, SHARED)]
 GROWTHS = [Chain(4), StaticTree((-1, -1, 0, 0, 1, 2, 2, 5)), DynamicTree(9, depth=3, width=3)]
 
 
@@ -46,45 +51,56 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
     wanted = torch.stack([reference.hidden(real[: i + 1], TEXT[: i + 1]) for i in range(len(TEXT))])
 
     weights = {name: x.clone() for name, x in found.weights.items()}
+    if found.config.mask_token is not None:
+        del weights["mask_hidden"]
     model = target.body.model
     made = EagleHead(found.config, weights, lent=target.body.lent, kernels=TorchKernels(), options=target.options)
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
-    stream, qkv = made.project(tokens, made.network.fuse(real[None]), places)
-    hidden = made.network.finish(stream, made.attend(qkv, made.place(row, len(TEXT), target.n_positions)))
+    attend = partial(made.attend, place=made.place(row, len(TEXT), target.n_positions))
+    hidden = made.run(tokens, made.network.fuse(real[None]), attend, positions=places)
     torch.testing.assert_close(hidden[0], wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.scores(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
 
-    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach())
     network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
     with torch.no_grad():
         learned = network(tokens.long(), network.fuse(real[None]), [])
         torch.testing.assert_close(learned[0], wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_later_passes_of_training_read_what_a_chain_reads(workshop: Workshop, version: int) -> None:
+@pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
+def test_later_passes_of_training_read_what_a_chain_reads(
+    workshop: Workshop, version: int, changes: dict[str, object]
+) -> None:
     """Pass j at place i is j drafts behind the pair i, whose features are real (the training-time test)."""
     target = workshop.decoder(slots=1)
-    found = random_head(config(target.config, version))
+    found = random_head(config(target.config, version, **changes))
     model = target.body.model
     reference = Plain(found, model.embedding, model.head)
-    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network = TrainableHead(
+        found.config, model.embedding.detach(), None if found.config.owns_output else model.head.detach()
+    )
     network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
     real, past = torch.randn(1, len(TEXT), found.config.feature_size), []
     with torch.no_grad():
         hidden = network.fuse(real)
         for ahead in range(4):
-            hidden = network(torch.tensor([TEXT]).roll(-ahead, 1), hidden, past)
+            tokens = torch.tensor([TEXT]).roll(-ahead, 1)
+            if ahead and found.config.mask_token is not None:
+                tokens, hidden = network.unknown(tokens)
+            hidden = network(tokens, hidden, past)
             for place in range(len(TEXT) - ahead):
                 wanted = reference.hidden(real[0, : place + 1], TEXT[: place + ahead + 1])
                 torch.testing.assert_close(hidden[0, place], wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_greedy_chains_are_those_of_whole_path_recomputation(workshop: Workshop, tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
+def test_greedy_chains_are_those_of_whole_path_recomputation(
+    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
+) -> None:
     target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, version, Chain(4))
+    made = drafter(tmp_path, target, version, Chain(4), **changes)
     reference, real = plain(made), features(target, TEXT, made)
     path: list[int] = []
     for _ in range(4):
@@ -109,18 +125,20 @@ def test_the_pass_that_reads_the_commit_gives_the_first_level(
     target = workshop.decoder(slots=1)
     made = drafter(tmp_path, target, version, draft_tree)
     real, seen = features(target, TEXT, made), []
-    project = made.head.project
-    monkeypatch.setattr(made.head, "project", lambda *given, **named: (seen.append(given), project(*given, **named))[1])
+    run = made.head.run
+    monkeypatch.setattr(made.head, "run", lambda *given, **named: (seen.append(given), run(*given, **named))[1])
     proposed(made, real)
     reading = -(-(len(TEXT) - 1) // target.options.chunks[-1])  # of the prompt, before anything is proposed
     assert len(seen) - reading == passes
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_static_trees_are_those_of_whole_path_recomputation(workshop: Workshop, tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize(("version", "changes"), HEADS)
+def test_static_trees_are_those_of_whole_path_recomputation(
+    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
+) -> None:
     parents = (-1, -1, 0, 0, 1, 2, 2, 5)
     target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, version, StaticTree(parents))
+    made = drafter(tmp_path, target, version, StaticTree(parents), **changes)
     reference, real = plain(made), features(target, TEXT, made)
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
@@ -162,24 +180,28 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
     assert set(paths) == wanted and len(paths) == nodes
 
 
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
+@pytest.mark.parametrize(
+    ("version", "changes", "draft_tree"),
+    [(version, {}, draft_tree) for version in (1, 3) for draft_tree in GROWTHS]
+    + [(3, NEWER, Chain(4)), (3, SHARED, GROWTHS[2]), (3, PARALLEL, Chain(4))],
+)
 def test_after_rounds_the_cache_is_that_of_one_pass(
-    workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
+    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object], draft_tree: DraftTree
 ) -> None:
     """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
     target = fresh(workshop.checkpoint(), batch_size=[4])  # one graph of all slots: no request moves to another one
-    made = drafter(tmp_path, target, version, draft_tree)
+    made = drafter(tmp_path, target, version, draft_tree, **changes)
     prompts = [TEXT, [4], [33, 2, 9], TEXT[3:]]
     idle = 16  # a slot that is done goes on computing at its first rows
     texts = SpeculativeGenerator(made, target).sample(prompts, max_new_tokens=50, eos_token_id=[]).tolist()
-    kept = (made.head.keys.clone(), made.head.values.clone())
+    caches = [cache for pair in made.head.caches() for cache in pair]
+    kept = [cache.clone() for cache in caches]
     for slot, prompt in enumerate(prompts):
         text = texts[slot][: len(prompt) + 50]
         made.add_request(slot, text[:-1], features(target, text[:-1], made))
         # The last round's own commit is read by the round that follows, which did not come.
         sure = len(text) - 2 - draft_tree.draft_shape.depth - 1
-        for before, after in zip(kept, (made.head.keys, made.head.values), strict=True):
+        for before, after in zip(kept, caches, strict=True):
             torch.testing.assert_close(before[slot, :, idle:sure], after[slot, :, idle:sure], rtol=1e-3, atol=1e-3)
 
 
@@ -203,8 +225,8 @@ def test_a_head_shares_the_tensors_of_its_target(workshop: Workshop, tmp_path: P
     target = workshop.decoder(slots=1)
     one = drafter(tmp_path / "1", target, 1, Chain(2)).head
     three = drafter(tmp_path / "3", target, 3, Chain(2)).head
-    assert one.embedding is target.body.model.embedding and one.head is target.body.model.head
-    assert three.embedding is target.body.model.embedding and three.head is not target.body.model.head
+    assert one.embedding is target.body.model.embedding and one.held.head is target.body.model.head
+    assert three.embedding is target.body.model.embedding and three.held.head is not target.body.model.head
 
 
 def proposed(made: EagleDrafter, real: Tensor) -> tuple[Tensor, Tensor | None]:

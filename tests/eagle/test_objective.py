@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,20 @@ from torch.nn import functional as F
 from paceline.core.errors import ConfigurationError
 from paceline.eagle.config import EagleTraining
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import DraftVocab, acceptance, objective, target_probs
+from paceline.eagle.train import LOSSES, DraftVocab, acceptance, objective, target_probs
 from paceline.heads.frozen_model import Texts
 from tests.decoder.tiny import VOCABULARY, Workshop
-from tests.eagle.heads import Plain, config, random_head
+from tests.eagle.heads import NEWER, PARALLEL, Plain, config, random_head
 from tests.eagle.lessons import output, parts
 
 
 @pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize(("version", "drafted"), [(1, VOCABULARY), (3, 60), (3, VOCABULARY)])
+@pytest.mark.parametrize(
+    ("version", "drafted", "changes"),
+    [(1, VOCABULARY, {}), (3, 60, {}), (3, VOCABULARY, {}), (3, 60, NEWER), (3, 60, PARALLEL)],
+)
 def test_the_objective_is_that_of_the_papers(
-    workshop: Workshop, tmp_path: Path, version: int, drafted: int, every: bool
+    workshop: Workshop, tmp_path: Path, version: int, drafted: int, changes: dict[str, object], every: bool
 ) -> None:
     """Place by place over plain recomputed paths: 0.8 to the power of the pass, cross-entropy over the drafted ids
     where the target's best is one of them, and for version 1 smooth L1 on the next hidden state. Where not every place
@@ -29,7 +33,9 @@ def test_the_objective_is_that_of_the_papers(
     """
     target = workshop.decoder(slots=1)
     frozen, corpus, _, _ = parts(workshop, tmp_path, 3)
-    made = random_head(config(target.config, version, **({"draft_vocab_size": drafted} if version == 3 else {})))
+    made = random_head(
+        config(target.config, version, **({"draft_vocab_size": drafted} if version == 3 else {}), **changes)
+    )
     vocabulary = DraftVocab(made.weights["ids"] if version == 3 else torch.arange(VOCABULARY), VOCABULARY)
     reference = Plain(made, frozen.embedding, output(frozen))
     network = TrainableHead(made.config, frozen.embedding, output(frozen) if version == 1 else None)
@@ -60,6 +66,24 @@ def test_the_objective_is_that_of_the_papers(
     )
     assert float(found.detach()) == pytest.approx(wanted, rel=1e-3)
     assert EagleTraining(tokens=1).passes(3) == 7, "as the paper's"
+
+
+def test_losses_of_lk_aim_at_the_acceptance_rate() -> None:
+    """By the formulas of arXiv 2602.23881, place by place; both are least where the head is the target."""
+    generator = torch.Generator().manual_seed(0)
+    logits, wanted = torch.randn(4, 7, generator=generator) * 2, torch.randn(4, 7, generator=generator).softmax(-1)
+    wanted[0, :3], logits[1] = 0.0, wanted[1].log()
+    wanted[0] /= wanted[0].sum()
+    for place, (scores, p) in enumerate(zip(logits, wanted, strict=True)):
+        q = scores.softmax(-1)
+        rate = sum(min(float(x), float(y)) for x, y in zip(p, q, strict=True))
+        divergence = sum(float(x * (x / y).log()) for x, y in zip(p, q, strict=True) if x > 0)
+        share = math.exp(-3 * rate)
+        hybrid = share * divergence + (1 - share) * (1 - rate)
+        assert float(LOSSES["nla"](logits, wanted)[place]) == pytest.approx(-math.log(rate), abs=1e-5)
+        assert float(LOSSES["lk_hybrid"](logits, wanted)[place]) == pytest.approx(hybrid, abs=1e-5)
+    assert all(float(LOSSES[name](logits, wanted)[1]) == pytest.approx(0, abs=1e-5) for name in ("nla", "lk_hybrid"))
+    assert set(LOSSES) == {"ce", "nla", "lk_hybrid"}, "those that `EagleTraining` takes"
 
 
 def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_path: Path) -> None:

@@ -40,7 +40,17 @@ TENSORS = {
     "eagle3": [*_THREE, *(f"midlayer.{name}" for name in (*_PARTS, *_NORMS))],
     "speculators3": ["embed_tokens.weight", *_THREE, *(f"layers.0.{name}" for name in (*_PARTS, *_NORMS))],
 }
-TENSORS["eagle1, fc.bias"] = [*TENSORS["eagle1"], "fc.bias"]
+TENSORS |= {
+    "eagle1, fc.bias": [*TENSORS["eagle1"], "fc.bias"],
+    "eagle3, fc_norm": [*TENSORS["eagle3"], *(f"fc_norm.{i}.weight" for i in range(3))],
+    "eagle3, input_norm": [*TENSORS["eagle3"], "input_norm.weight"],
+    "speculators3, input_norm": [*TENSORS["speculators3"], "input_norm.weight"],
+    "peagle of 4 layers": [
+        *TENSORS["speculators3"],
+        "mask_hidden",
+        *(f"layers.{i}.{name}" for i in (1, 2, 3) for name in (*_PARTS, "input_layernorm.weight")),
+    ],
+}
 
 
 def entry(name: str) -> dict[str, Any]:
@@ -88,19 +98,25 @@ READ: dict[str, tuple[object, ...]] = {
     "tensorrt-llm-llama3.1-8b": (3, (2, 16, 29), 32000, (32, 8, 128), 500000.0, 131072),
     "speculators-gemma4-31b": (3, (2, 30, 57), 32000, (32, 16, 256), 10000.0, 262144),
     "speculators-qwen3-8b": (3, (2, 18, 33), 32000, (32, 8, 128), 1e6, 40960),
+    "speculators-gpt-oss-20b": (3, (2, 12, 21), 64000, (64, 8, 64), 10000.0, 2048),
+    "speculators-mistral-123b-eagle3.1": (3, (2, 44, 85), 32000, (96, 8, 128), 1e6, 32768),
+    "specforge-qwen3-30b-eagle3.1": (3, (2, 24, 45), 32000, (32, 4, 128), 1e6, 2048),
     "speculators-qwen3-32b": (3, (2, 32, 61), 32000, (64, 8, 128), 1e6, 2048),
 }
 REFUSED = {
-    "eagle-mixtral-8x7b": "model_type: expected llama in a head, got 'mixtral'",
-    "specforge-qwen3-30b-eagle3.1": "norm_output has two meanings",
-    "specforge-qwen3-8b-peagle": "expected an EAGLE-1, -2 or -3 head, got PEagleDraftModel .P-EAGLE",
-    "speculators-gpt-oss-20b": "norm_before_fc: expected false, got true, .*: the joined streams of the target are",
-    "speculators-qwen3-moe-eagle3.1": "norm_before_fc: expected false, got true",
-    "speculators-mistral-123b-eagle3.1": "norm_before_fc: expected false, got true",
+    "eagle-mixtral-8x7b": "model_type: expected llama or qwen3 in a head, got 'mixtral'",
+    "speculators-qwen3-moe-eagle3.1": "use_sliding_window: expected false, got true",
     "angelslim-qwen3-vl-4b": "'image_token_id' is not a known setting of an EAGLE head",
     "nvidia-gpt-oss-120b-v2": "use_aux_hidden_state: expected true, got false, .*: an EAGLE-3 layer reads the target",
-    "nvidia-gpt-oss-120b-v3": "norm_before_fc: expected false, got true",
+    "nvidia-gpt-oss-120b-v3": "layer_types: expected full attention only, got .'sliding_attention'.",
+    "specforge-qwen3-8b-peagle": "the id that stands for unknown tokens .* as one of mask_token_id, .* got none",
 }
+NEWER: dict[str, dict[str, object]] = {
+    "speculators-gpt-oss-20b": {"norm_before_fc": True},
+    "speculators-mistral-123b-eagle3.1": {"norm_before_fc": True, "norm_output": True},
+    "specforge-qwen3-30b-eagle3.1": {"fc_norm": True, "norm_output": True},
+}
+"""What heads of ``READ`` have that EAGLE-3 as first published does not."""
 
 
 def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
@@ -119,23 +135,28 @@ def test_it_is_read_right(name: str) -> None:
     assert draft(made) == READ[name]
     assert made.norm_before_residual == name.startswith("speculators")
     assert made.fc_bias == name.startswith("eagle-vicuna") and not made.input_norm
-    assert made.rope.type == {"tensorrt-llm-llama3.1-8b": "llama3", "nebius-gpt-oss-20b": "yarn"}.get(name, "default")
+    yarn = dict.fromkeys(("nebius-gpt-oss-20b", "speculators-mistral-123b-eagle3.1"), "yarn")
+    assert made.rope.type == {"tensorrt-llm-llama3.1-8b": "llama3", **yarn}.get(name, "default")
+    assert {setting: getattr(made, setting) for setting in made.of_version_3()} == NEWER.get(name, {})
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(UnknownArchitectureError, match=REFUSED[name]):
+    with pytest.raises(CheckpointError, match=REFUSED[name]):
         read(name)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "error", "said"),
     [
-        ("specforge-qwen3-30b-eagle3.1", {"norm_output": None}, UNKNOWN, "fc_norm: expected false, got true"),
-        ("eagle3-llama3.1-8b", {"norm_output": False}, UNKNOWN, "norm_output has two meanings"),
-        ("speculators-qwen3-8b", {"norm_output": True}, UNKNOWN, "norm_output: expected false, got true"),
+        ("specforge-qwen3-30b-eagle3.1", {"norm_before_fc": True}, CheckpointError, "or norm_before_fc but not"),
+        ("eagle-llama3-8b", {"norm_output": True}, CheckpointError, "norm_output: expected its default for an EAGLE-1"),
+        ("eagle3-llama3.1-8b", {"norm_output": 1}, CheckpointError, "norm_output: expected"),
+        ("specforge-qwen3-8b-peagle", {"ptd_token_id": 151936}, CheckpointError, "mask_token: expected an id below"),
+        ("specforge-qwen3-8b-peagle", {"ptd_token_id": 5, "pard_token": 6}, CheckpointError, r"got \[5, 6\]"),
         ("speculators-qwen3-8b", {"norm_before_residual": None}, CheckpointError, "expected the key norm_before"),
-        ("speculators-qwen3-8b", {"speculators_model_type": "peagle"}, UNKNOWN, "eagle or eagle3, got 'peagle'"),
+        ("speculators-qwen3-8b", {"speculators_model_type": "dflash"}, UNKNOWN, "eagle3 or peagle, got 'dflash'"),
+        ("speculators-qwen3-8b", {"speculators_model_type": "peagle"}, CheckpointError, "mask_token_id, .* got none"),
         ("speculators-qwen3-8b", {"layernorm": True}, UNKNOWN, "'layernorm' is not a known setting"),
         ("eagle3-llama3.1-8b", {"norm_bias": True}, UNKNOWN, "norm_bias: expected false, got true, .*: norms"),
         ("eagle3-llama3.1-8b", {"qkv_bias": True}, UNKNOWN, "qkv_bias: expected false, got true"),
@@ -149,7 +170,12 @@ def test_it_is_refused_with_the_reason(name: str) -> None:
         ("eagle3-llama3.1-8b", {"num_aux_hidden_states": 4}, CheckpointError, "got 4"),
         ("nebius-gpt-oss-20b", {"truncated_vocab_size": 9}, CheckpointError, "got truncated_vocab_size=9 and draft"),
         ("specforge-qwen3-235b", {"eagle_aux_hidden_state_layer_ids": [2, 47, 91]}, CheckpointError, "keep the one"),
-        ("eagle3-llama3.1-8b", {"eagle_config": {"norm_before_fc": True}}, UNKNOWN, "eagle_config: norm"),
+        (
+            "eagle3-llama3.1-8b",
+            {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+            CheckpointError,
+            "the same norm_before_fc at the top level and in eagle_config",
+        ),
         ("eagle3-llama3.1-8b", {"eagle_config": {"parallel_draft_step": 4}}, UNKNOWN, "in one pass"),
         ("eagle3-llama3.1-8b", {"eagle_config": {"target_hidden_size": 8}}, UNKNOWN, "'target_hidden"),
     ],
@@ -163,12 +189,32 @@ def test_a_key_that_would_change_the_head_is_refused_by_name(
 
 def test_the_mirror_case_is_not_refused() -> None:
     """Values that change nothing, and remarks of transformers, are passed over."""
-    made = read("speculators-mistral-123b-eagle3.1", norm_before_fc=False, norm_output=False)
-    assert draft(made)[1:4] == ((2, 44, 85), 32000, (96, 8, 128)) and made.rope.type == "yarn"
     plain = read("eagle3-llama3.1-8b")
     assert read("eagle3-llama3.1-8b", use_sliding_window=False, sliding_window=4096, is_causal=True) == plain
     assert read("eagle3-llama3.1-8b", layer_types=["full_attention"], dtype="bfloat16", auto_map={}) == plain
     assert read("eagle3-llama3.1-8b", num_hidden_layers=40) == plain, "EAGLE3-Vicuna1.3-13B says so, and has one layer"
+
+
+def test_what_is_fed_back_is_said_where_trainers_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """In flat files; before its pull request 879, SpecForge trained with another meaning than readers have."""
+    read("speculators-mistral-123b-eagle3.1")
+    assert "norm_output" not in caplog.text
+    read("specforge-qwen3-30b-eagle3.1")
+    assert "norm_output: drafts read the state after the last norm, as in vLLM and SGLang" in caplog.text
+    assert "reads residual streams [2, 24, 45] of the target, which is a guess" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "ptd_token_id", "pard_token"])
+def test_a_p_eagle_head_is_read_with_the_id_of_unknown_tokens(key: str) -> None:
+    made = read("specforge-qwen3-8b-peagle", **{key: 151669, "parallel_drafting": True})
+    assert draft(made) == (3, (2, 18, 33), 32000, (32, 8, 128), 1e6, 40960)
+    assert (made.mask_token, made.num_layers, made.qk_norm) == (151669, 4, False)
+
+
+def test_a_layer_of_qwen3_has_norms_of_queries_and_keys() -> None:
+    inner = {**entry("speculators-qwen3-8b")["config"]["transformer_layer_config"], "model_type": "qwen3"}
+    made = read("speculators-qwen3-8b", transformer_layer_config=inner)
+    assert made.qk_norm and made.shapes()["layer.self_attn.k_norm.weight"] == (128,)
 
 
 def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,6 +241,8 @@ def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFi
         ("specforge-qwen3-235b", 3, "eagle"),
         ("angelslim-qwen3-4b", 3, "nxd"),  # names of layers.0 beside a flat configuration
         ("speculators-gemma4-31b", 3, "speculators"),
+        ("speculators-mistral-123b-eagle3.1", 3, "speculators"),
+        ("specforge-qwen3-30b-eagle3.1", 3, "eagle"),
     ],
 )
 def test_with_weights_of_these_names(
@@ -202,7 +250,7 @@ def test_with_weights_of_these_names(
 ) -> None:
     """The same configuration with the sizes of the tiny target, beside random weights."""
     target = replace(workshop.decoder(slots=1).config, num_layers=8)
-    made = random_head(tiny_config(target, version, layers=(2, 4, 5) if version == 3 else ()))
+    made = random_head(tiny_config(target, version, layers=(2, 4, 5) if version == 3 else (), **NEWER.get(name, {})))
     sizes = formats.written(made.config, "eagle")
     told = entry(name)["config"]
     inner = told.get("transformer_layer_config", told)
@@ -212,6 +260,10 @@ def test_with_weights_of_these_names(
         told["draft_vocab_size"] = made.config.draft_vocab_size
     if "eagle_config" in told:
         told["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
+    told.pop("target_hidden_size", None)
+    if "rope_parameters" in inner:
+        inner["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        del inner["rope_theta"]
     if "eagle_aux_hidden_state_layer_ids" in told:
         told["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
     tensors = {formats.foreign_name(own, layout, version): x for own, x in made.weights.items() if own != "ids"}

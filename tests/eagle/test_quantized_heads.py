@@ -37,9 +37,13 @@ def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDec
     )
 
 
+def matrix_of(head: EagleHead, name: str) -> object:
+    return getattr(head.held if name in ("fc", "head") else head.layers[0], name)
+
+
 def formats(head: EagleHead) -> list[WeightFormat | None]:
     """Of its matrices, the output layer last."""
-    found = [getattr(head, name) for name in OWN]
+    found = [matrix_of(head, name) for name in OWN]
     return [one.format if isinstance(one, PackedMatrix) else None for one in found]
 
 
@@ -49,7 +53,7 @@ def test_a_head_is_int8_over_integers_and_blocks(folder: Path, tmp_path: Path, f
     own = WeightFormat.INT8 if form is not None and "fp8" not in form.value else None
     three, one = (heads.drafter(tmp_path / str(v), target, v, Chain(2)).head for v in (3, 1))
     assert formats(three) == [own] * 6
-    assert formats(one) == [own] * 5 + [form] and one.head is target.body.model.head, "lent, not made anew"
+    assert formats(one) == [own] * 5 + [form] and one.held.head is target.body.model.head, "lent, not made anew"
     key = heads.drafter(tmp_path / "3", target, 3, Chain(2)).cache_key()
     assert key.get("quantization") == (None if own is None else "int8")
 
@@ -77,4 +81,4 @@ def test_its_matrices_are_those_of_the_file_quantised(folder: Path, tmp_path: Pa
     head = EagleDrafter.from_pretrained(tmp_path, target, Chain(2)).head
     qkv = torch.cat([made.weights[f"layer.self_attn.{side}_proj.weight"] for side in "qkv"])
     for name, weight in (("fc", made.weights["fc.weight"]), ("qkv", qkv), ("head", made.weights["lm_head.weight"])):
-        assert torch.equal(getattr(head, name).dequantize(), quantize(weight, WeightFormat.INT8).dequantize())
+        assert torch.equal(matrix_of(head, name).dequantize(), quantize(weight, WeightFormat.INT8).dequantize())

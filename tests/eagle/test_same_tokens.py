@@ -18,7 +18,7 @@ from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.engine.adaptive import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.eagle.heads import DRAFTED, drafter, features
+from tests.eagle.heads import DRAFTED, NEWER, PARALLEL, SHARED, drafter, features
 from tests.fakes import misfit
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
@@ -30,18 +30,42 @@ SAMPLINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
-def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, draft_tree: DraftTree) -> None:
+@pytest.mark.parametrize(
+    ("draft_tree", "changes"),
+    [*((draft_tree, {}) for draft_tree in GROWTHS), (Chain(3), NEWER), (GROWTHS[2], SHARED), (Chain(3), PARALLEL)],
+)
+def test_fused_or_not_the_same_is_drafted(
+    workshop: Workshop, tmp_path: Path, draft_tree: DraftTree, changes: dict[str, object]
+) -> None:
     """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
     target = workshop.decoder(slots=4)
     for sampling in SAMPLINGS:
         accepted = []
         for fused in (True, False):
-            generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target, fused=fused)
+            generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree, **changes), target, fused=fused)
             ours = generator.sample(PROMPTS, max_new_tokens=20, **sampling)
             assert torch.equal(ours, target.sample(PROMPTS, max_new_tokens=20, **sampling)), sampling
             accepted.append(generator.statistics.num_accepted_tokens_per_pos)
         assert accepted[0] == accepted[1]
+
+
+def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_trees(workshop: Workshop, tmp_path: Path) -> None:
+    """Sampled from its own probabilities too, at one position as at another; alone and among three."""
+    for slots in (1, 4):
+        target = workshop.decoder(slots=slots)
+        made = drafter(tmp_path, target, 3, Chain(3, drawn=True), **PARALLEL)
+        generator = SpeculativeGenerator(made, target, acceptor="reject")
+        for prompts in (PROMPTS[:1], PROMPTS[1:]):
+            assert torch.equal(generator.sample(prompts, max_new_tokens=20), target.sample(prompts, max_new_tokens=20))
+        generator.sample(PROMPTS, max_new_tokens=20, do_sample=True, temperature=0.8, seed=3)
+        assert generator.statistics.num_accepted_tokens > 0
+    for draft_tree in GROWTHS[1:]:
+        with pytest.raises(
+            ConfigurationError, match="expected chain for a P-EAGLE head, whose drafts do not read each"
+        ):
+            drafter(tmp_path, target, 3, draft_tree, **PARALLEL)
+    with pytest.raises(ConfigurationError, match=r"expected at most 128 cache rows .* got 130 for a chain 65 w"):
+        drafter(tmp_path, target, 3, Chain(65), **PARALLEL)
 
 
 @pytest.mark.parametrize("drafted", [DRAFTED, 96, 1])
@@ -119,7 +143,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
         assert set(generator.statistics.draft_lengths) == {0, 1, 4}
         other.add_request(0, text, features(target, text, other))
         read = len(text) - 8  # behind that, the last commits and drafts
-        for ours, wanted in ((made.head.keys, other.head.keys), (made.head.values, other.head.values)):
+        for ours, wanted in zip(made.head.caches()[0], other.head.caches()[0], strict=True):
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigurationError, match="got several; give one number, or let it draft a chain"):
         drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
@@ -202,13 +226,13 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
     """A target keeps the graphs of its drafters; a second head must not get those of the first."""
     target = workshop.decoder(slots=1)
     first, second = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
-    for name in ("fc", "qkv", "out", "mlp_gate_up", "mlp_down"):
+    for name in ("held.fc", *(f"layers.0.{part}" for part in ("qkv", "out", "mlp_gate_up", "mlp_down"))):
         second.head.get_parameter(name).data.neg_()
     accepted = []
     for made in (first, second, first):
         generator = SpeculativeGenerator(made, target)
         generator.sample(PROMPTS[:1], max_new_tokens=20)
-        accepted.append(made.head.keys.clone())
+        accepted.append(made.head.caches()[0][0].clone())
     assert torch.equal(accepted[0], accepted[2]) and not torch.equal(accepted[0], accepted[1])
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.models.config import ModelConfig
@@ -23,6 +25,7 @@ from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, muon, obj
 from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.eagle.heads import NEWER, PARALLEL
 from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream
 
 
@@ -43,13 +46,27 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "passes", "precision"), [(1, 1, "f32"), (3, 3, "f32"), (1, 1, "bf16"), (3, 3, "bf16")]
+    ("version", "passes", "changes", "options"),
+    [
+        (1, 1, {}, {}),
+        (3, 3, {}, {}),
+        (1, 1, {}, {"precision": "bf16"}),
+        (3, 3, {}, {"precision": "bf16"}),
+        (3, 3, NEWER, {"loss": "lk_hybrid"}),
+        (3, 3, PARALLEL, {"loss": "nla"}),
+    ],
 )
-def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int, precision: str) -> None:
-    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
-    options = EagleTraining(
-        tokens=24 * 64 * 6, ttt_steps=passes, batch_size=8, ce_weight=1.0, learning_rate=3e-3, precision=precision
-    )
+def test_a_head_learns(
+    workshop: Workshop,
+    tmp_path: Path,
+    version: int,
+    passes: int,
+    changes: dict[str, object],
+    options: dict[str, Any],
+) -> None:
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version, **changes)
+    given = {"tokens": 24 * 64 * 6, "ttt_steps": passes, "batch_size": 8, "ce_weight": 1.0, "learning_rate": 3e-3}
+    options = EagleTraining(**given, **options)
     texts = corpus.batch(1)
     before = float(objective(network, texts, options, head=output(frozen), vocabulary=vocabulary).detach())
     measured = corpus.eval_texts()
@@ -242,6 +259,40 @@ def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path
     assert shares is not None and (tmp_path / "head" / train.MEASURED).is_file()
     head = EagleDrafter.from_pretrained(tmp_path / "head", workshop.decoder(slots=1)).head
     assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS
+
+
+def test_a_p_eagle_head_is_trained_written_and_drafts(workshop: Workshop, tmp_path: Path) -> None:
+    """With every part that the options name; the id of unknown tokens is one that the data does not have."""
+    rare = stream()[stream() != 7]
+    asked = EagleHeadOptions(layers=LAYERS, depth=2, num_layers=2, qk_norm=True, fc_norm=True, peagle=True)
+    train.train(
+        workshop.checkpoint(),
+        rare,
+        asked,
+        texts=SHORT,
+        options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
+        work=tmp_path / "work",
+        out=tmp_path / "head",
+        report=lambda *_: None,
+    )
+    target = workshop.decoder(slots=1)
+    made = EagleDrafter.from_pretrained(tmp_path / "head", target)
+    found = made.head.config
+    assert (found.num_layers, found.qk_norm, found.fc_norm, found.mask_token) == (2, True, True, 7)
+    ours = SpeculativeGenerator(made, target).sample([[5, 17]], max_new_tokens=12)
+    assert torch.equal(ours, target.sample([[5, 17]], max_new_tokens=12))
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint())
+    for wrong, said in (
+        (replace(asked, version=1), "qk_norm: expected a head of version 3, got version 1"),
+        (replace(asked, num_layers=0), "at least one layer, and an id below 96 for a P-EAGLE head only, got 0"),
+        (replace(asked, mask_token=96), "got 2 and 96"),
+        (EagleHeadOptions(layers=LAYERS, depth=2, mask_token=5), "got 1 and 5"),
+        (EagleHeadOptions(depth=2, fc_norm=True, start=tmp_path / "head"), "its other parts, got fc_norm; omit"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            train.check(wrong, SHORT, sizes)
+    with pytest.raises(ConfigurationError, match="loss: expected one of ce, lk_hybrid, nla, got 'kl'"):
+        EagleTraining(tokens=1, loss="kl")
 
 
 def test_a_trained_head_is_trained_on(workshop: Workshop, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.draft.heads import DraftHead, HeadDrafter
 from paceline.eagle.head import LastPair
+from paceline.eagle.network import Attend
 from paceline.eagle.tree import DynamicTree, StaticTree
 from tests.fakes import TableDecoder
 
@@ -26,10 +27,6 @@ class TableHead(DraftHead):
         self.register_buffer("table", logits)
         self.ids = torch.arange(len(logits), dtype=torch.int32)
 
-    @property
-    def network(self) -> TableHead:
-        return self
-
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         raise NotImplementedError("a tree makes its own step")
 
@@ -39,19 +36,15 @@ class TableHead(DraftHead):
     def last_pair(self, tokens: Tensor, _features: Tensor, place: CachePosition, *, last: Tensor) -> LastPair:
         """A pair's row is one less than its token's."""
         hidden = tokens.gather(1, last.long().unsqueeze(1)).to(torch.float32).unsqueeze(-1)
-        return LastPair(hidden, (hidden, hidden, hidden), place.row + last - 1)
+        return LastPair(hidden, ((hidden, hidden, hidden),), place.row + last - 1)
 
-    def project(
-        self, tokens: Tensor, _hidden: Tensor, _at: Tensor, **_: object
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def run(self, tokens: Tensor, _hidden: Tensor, attend: Attend, **_: object) -> Tensor:
         stream = tokens.to(torch.float32).unsqueeze(-1)
-        return stream, (stream, stream, stream)
-
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], _place: CachePosition) -> Tensor:
-        return qkv[0]
-
-    def finish(self, stream: Tensor, *_: object) -> Tensor:
+        attend(0, (stream, stream, stream))
         return stream
+
+    def attend(self, _layer: int, qkv: tuple[Tensor, Tensor, Tensor], _place: CachePosition) -> Tensor:
+        return qkv[0]
 
     def scores(self, hidden: Tensor) -> Tensor:
         return self.get_buffer("table")[hidden.squeeze(-1).long()]

@@ -9,21 +9,22 @@ import torch
 from paceline.decoder.models.config import ModelConfig
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig
+from tests.eagle.heads import PARALLEL, random_head
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
-from tests.eagle.heads import random_head
 
 
 def save_heads(target: Path, folder: Path) -> None:
-    """``folder/medusa`` and ``folder/eagle`` for a target. What the heads propose does not matter."""
+    """``folder/medusa``, ``folder/eagle`` and ``folder/p-eagle`` for a target. What they propose does not matter."""
     config = ModelConfig.from_pretrained(target)
-    for name in ("medusa", "eagle"):
+    for name in ("medusa", "eagle", "p-eagle"):
         (folder / name).mkdir()
     sizes = MedusaConfig(3, 1, config.hidden_size, config.vocab_size, tied=True)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in sizes.shapes().items()}
     medusa_checkpoint.save(folder / "medusa", sizes, tensors)
     eagle_checkpoint.save(folder / "eagle", random_head(eagle_config(config, 3)))
+    eagle_checkpoint.save(folder / "p-eagle", random_head(eagle_config(config, 3, **PARALLEL)))
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
