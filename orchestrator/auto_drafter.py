@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline import auto, vocab_compat
@@ -20,9 +21,11 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
-from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, row_name
+from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, recognise, row_name
 from paceline.draft_spec import DraftSpec
+from paceline.heads.layouts import read_config
 from paceline.loadable import Loadable
 from paceline.registry import DRAFTERS, DrafterRow, resolve
 
@@ -127,7 +130,7 @@ class _Makers:
     def _given(self, spec: DraftSpec, value: object) -> Drafter:
         """A drafter from a Python object."""
         if isinstance(value, CompiledDecoder):
-            return self._model(value, self._k(spec))
+            return self._model(value, spec)
         if isinstance(value, type) and hasattr(value, "propose"):
             raise ConfigurationError(
                 f"draft: expected an object, got the class {value.__name__}; give an instance of it"
@@ -150,13 +153,17 @@ class _Makers:
             f"ids to ids, a list of these, or None, got a {type(value).__name__}; give one of them"
         )
 
-    def _model(self, decoder: CompiledDecoder, k: int) -> Drafter:
-        config, target = self.config, self.target
+    def _model(self, decoder: CompiledDecoder, spec: DraftSpec) -> Drafter:
+        config, target, k = self.config, self.target, self._k(spec)
         self.decoders.append(decoder)
         between = vocab_compat.between(decoder, target, config.vocabulary)
         confidence = config.confidence_threshold
         if isinstance(between, VocabMap):
-            return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+            make: Callable[..., ModelDrafter] = ModelDrafter
+            folder = decoder.folder
+            if folder is not None and (spec.name or recognise(str(folder))) == "pard":
+                make = partial(PardDrafter, mask=mask_token(read_config(folder)))
+            return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
         from paceline.draft.retokenizing import RetokenizingDrafter
 
         eos = next(iter(target.config.eos_token_ids), None)

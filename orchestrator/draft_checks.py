@@ -114,8 +114,8 @@ class _Checks:
             raise ConfigurationError(f"fused: {spec} cannot share a graph with the target; omit fused")
         options = check_options(row, dict(spec.options), f"the draft {spec}")
         k = config.max_k if spec.k is None else spec.k
-        if row.name == "model":
-            return self._model(spec, options, k)
+        if row.name in ("model", "pard"):
+            return self._model(row, spec, options, k=k)
         self._check_shape(spec, self._heads(row, spec, options) if row.trees else _text(row, options, k))
         return spec
 
@@ -132,7 +132,7 @@ class _Checks:
         parts = (self.spec(part if part.k is not None else replace(part, k=spec.k)) for part in spec.parts)
         return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
 
-    def _model(self, spec: DraftSpec, options: dict[str, Any], k: int) -> DraftSpec:
+    def _model(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftSpec:
         """Check a draft model, with the target's options where it has none."""
         path, target = str(spec.path), self.target.options
         last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
@@ -148,7 +148,7 @@ class _Checks:
         found = loadable(path, LoadOptions(**(defaults | options)))
         self._check_shape(spec, DraftShape.chain(k))
         vocab_compat.check(found, self.target, self.config.vocabulary)
-        return DraftSpec(k=spec.k, value=found)
+        return DraftSpec(row.name, k=spec.k, value=found)
 
     def _heads(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any]) -> DraftShape | None:
         """The shape that heads draft; None: their tensors say it."""
@@ -230,7 +230,7 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """Return the registry row of a checkpoint: ``model``, ``medusa`` or ``eagle``, by its config.json.
+    """Return the registry row of a checkpoint, by its config.json.
 
     Raises:
         CheckpointError: there is no such folder, or no config.json in it.
@@ -244,7 +244,9 @@ def recognise(path: str) -> str:
     fields = read_json_object(folder / "config.json")
     if is_medusa_config(fields):
         return "medusa"
-    return "eagle" if eagle_config.is_eagle_config(fields) else "model"
+    if eagle_config.is_eagle_config(fields):
+        return "eagle"
+    return "pard" if "pard_token" in fields else "model"
 
 
 def row_name(spec: DraftSpec) -> str:

@@ -90,6 +90,16 @@ DRAFTERS: dict[str, DrafterRow] = {
             options="paceline.decoder.options:LoadOptions",
         ),
         DrafterRow(
+            "pard",
+            "paceline.draft.pard:PardDrafter",
+            "a PARD model, which drafts all tokens in one pass",
+            given_as="folder",
+            draws=True,
+            fused=True,
+            masks=True,
+            options="paceline.decoder.options:LoadOptions",
+        ),
+        DrafterRow(
             "medusa",
             "paceline.medusa.drafter:MedusaDrafter.from_pretrained",
             "Medusa heads",
@@ -181,7 +191,18 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
 }
 
 _GIVEN = frozenset(
-    {"batch_size", "confidence", "confidence_threshold", "drawn", "eos", "k", "progress", "tokenizers", "vocabulary"}
+    {
+        "batch_size",
+        "confidence",
+        "confidence_threshold",
+        "drawn",
+        "eos",
+        "k",
+        "mask",
+        "progress",
+        "tokenizers",
+        "vocabulary",
+    }
 )
 """Keyword-only parameters that the target and the generator's options set."""
 

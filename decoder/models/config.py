@@ -134,6 +134,7 @@ HARMLESS: dict[str, str] = {
         "is a default of a generation, not of the model",
     ),
     "n_ctx": "says what n_positions says",
+    **dict.fromkeys(("pard_token", "spd_type"), "is of drafting in one pass, in `paceline.draft.pard`"),
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip
 """Keys without effect on a model's computation in Paceline, and why."""

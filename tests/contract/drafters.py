@@ -22,6 +22,7 @@ from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGe
 from paceline.auto import SamplingDecoder
 from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.pard import PardDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.draft_spec import DraftSpec, parse_draft
@@ -156,6 +157,11 @@ def tokenizers() -> TokenizerPair:
     return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
+def _pard(home: Home, k: Depth) -> SpeculativeGenerator:
+    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
+    return home.generator(PardDrafter(home.draft, deepest(k), mask=7, vocabulary=vocabulary), k)
+
+
 def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(home.draft, k, vocabulary=tokenizers())
 
@@ -212,6 +218,7 @@ ROWS: dict[str, Row] = {
     "model, fused": Row("model", _given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row("model", _given("draft", exact=False)),
     "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
+    "PARD": Row("pard", _pard),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
     "choice: model, function, by speed": Row("choice", _choice("draft", again, shadow_every=3)),

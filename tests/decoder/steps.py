@@ -17,8 +17,9 @@ from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
-from paceline.draft.heads import ChainStep, ReadStep
+from paceline.draft.heads import ChainStep, Kept, ReadStep
 from paceline.draft.model import ModelHead
+from paceline.draft.pard import PardStep
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.eagle.division import part_of, shard_of
 from paceline.eagle.head import EagleHead
@@ -93,7 +94,12 @@ def some_known(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full")
     target = {str(number): number for number in range(VOCABULARY)}
     own = {str(number if number % 5 else -number): VOCABULARY - 1 - number for number in range(VOCABULARY)}
     between = IntersectionVocabMap(target, own, sizes=(VOCABULARY, VOCABULARY))
-    return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3, kind=kind)
+    return draft(body, reach, drawn=False, vocabulary=between, kept=Kept(confidence=0.3), kind=kind)
+
+
+def pard(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """A model that drafts in one pass."""
+    return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=Kept(), kind=kind)
 
 
 STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
@@ -111,6 +117,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
+    "draft, PARD": pard,
     "fused": fused,
     "plain": partial(AutoregressiveStep, steps=3, width=3),
     "fused medusa": medusa,
