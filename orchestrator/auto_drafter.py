@@ -23,7 +23,7 @@ from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
-from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, recognise, row_name
+from paceline.draft_checks import block_k, check_depth, check_model_keys, make_rule, prepared, recognise, row_name
 from paceline.draft_spec import DraftSpec
 from paceline.heads.layouts import read_config
 from paceline.loadable import Loadable
@@ -114,7 +114,9 @@ class _Makers:
         if spec.parts:
             return self._choice(spec)
         row, options = DRAFTERS[row_name(spec)], dict(spec.options)
-        drafter: Drafter = self._heads(row, spec) if row.trees else resolve(row.path)(self._k(spec), **options)
+        drafter: Drafter = (
+            self._heads(row, spec) if row.given_as == "folder" else resolve(row.path)(self._k(spec), **options)
+        )
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
@@ -174,6 +176,10 @@ class _Makers:
         options = dict(spec.options)
         draft_tree = options.pop("draft_tree", None)
         maker = resolve(row.path)
+        if row.name == "dflash":
+            k = block_k(self.config, spec, self.target.config, k=self._k(spec))
+            block: Drafter = maker(spec.path, self.target, k, drawn=self.drawn, **options)
+            return block
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
         else:
@@ -183,8 +189,8 @@ class _Makers:
             if draft_tree is None or isinstance(draft_tree, str):
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree, **options)
-        k = self.config.k if spec.k is None else spec.k
-        check_depth(spec, heads.draft_shape, k, shortens=heads.draft_shape.is_chain)
-        if not isinstance(k, int) or k == heads.draft_shape.depth:
+        asked = self.config.k if spec.k is None else spec.k
+        check_depth(spec, heads.draft_shape, asked, shortens=heads.draft_shape.is_chain)
+        if not isinstance(asked, int) or asked == heads.draft_shape.depth:
             return heads
-        return heads.shortened(k)
+        return heads.shortened(asked)

@@ -123,6 +123,15 @@ DRAFTERS: dict[str, DrafterRow] = {
             options="paceline.eagle.config:EagleOptions",
         ),
         DrafterRow(
+            "dflash",
+            "paceline.draft.dflash.drafter:DFlashDrafter.from_pretrained",
+            "a DFlash, DFlash 2 or DSpark head",
+            given_as="folder",
+            draws=True,
+            fused=True,
+            listable=False,
+        ),
+        DrafterRow(
             "retokenizing",
             "paceline.draft.retokenizing:RetokenizingDrafter",
             "a model with another tokenizer (vocabulary=retokenize)",

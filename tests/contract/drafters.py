@@ -36,6 +36,7 @@ from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.draft.block_heads import drafter as block_head
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import drafter as eagle_head
 
@@ -162,6 +163,13 @@ def _pard(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(PardDrafter(home.draft, deepest(k), mask=7, vocabulary=vocabulary), k)
 
 
+def _block(variant: str) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        return home.generator(block_head(home.folder / variant, home.target, variant, deepest(k)), k)
+
+    return make
+
+
 def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(home.draft, k, vocabulary=tokenizers())
 
@@ -236,6 +244,9 @@ ROWS: dict[str, Row] = {
     "EAGLE 3 chain": Row("eagle", _eagle(3, Chain)),
     "EAGLE 3 static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,)),
     "EAGLE 3 dynamic tree": Row("eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,)),
+    "DFlash": Row("dflash", _block("DFlash")),
+    "DFlash 2": Row("dflash", _block("DFlash 2")),
+    "DSpark": Row("dflash", _block("DSpark")),
     "remote": Row("remote", _remote),
 }
 

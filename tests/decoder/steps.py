@@ -16,7 +16,10 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
+from paceline.decoder.json_fields import Fields
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
+from paceline.draft.dflash.config import parse
+from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
 from paceline.draft.heads import ChainStep, Kept, ReadStep
 from paceline.draft.model import ModelHead
 from paceline.draft.pard import PardStep
@@ -31,12 +34,14 @@ from paceline.medusa.tree import Choices
 from paceline.target.autoregressive import AutoregressiveStep
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
+from tests.draft.block_heads import fields, tensors
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
 FEATURES = {
     "fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 2": 32,
+    "fused DFlash": 2 * 32, "fused DFlash 2": 2 * 32, "fused DSpark": 2 * 32,
     "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
@@ -102,6 +107,17 @@ def pard(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn
     return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=Kept(), kind=kind)
 
 
+def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind = "full") -> nn.Module:
+    """A random head that drafts a block, and the target."""
+    told = fields(body, variant)
+    config = parse(Fields(told, "config.json"), body.config)
+    tables = Tables(torch.arange(config.vocab_size))
+    head = DFlashHead(
+        config, tensors(body, told), lent=body.lent, tables=tables, kernels=body.kernels, options=body.options
+    )
+    return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
+
+
 STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "prefill": PrefillStep,
     "prefill, states": partial(PrefillStep, reads=FeatureSpec((0, 2))),
@@ -128,6 +144,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused eagle 2": partial(eagle, version=1, draft_tree=DynamicTree(5, depth=2, width=2)),
     "fused eagle 3": partial(eagle, version=3, draft_tree=DynamicTree(5, depth=2, width=2)),
     "fused eagle 3, chain": partial(eagle, version=3, draft_tree=Chain(NODES)),
+    **{f"fused {variant}": partial(block, variant=variant) for variant in ("DFlash", "DFlash 2", "DSpark")},
     "fused eagle 3, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0))),
 }
 
