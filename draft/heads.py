@@ -15,6 +15,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -74,11 +75,11 @@ class DraftHead(nn.Module, ABC):
         """The step that drafts chains of ``k``; see `paceline.core.protocols.TraceableDrafter.step`."""
 
 
-class AutoregressiveHead(DraftHead):
-    """A head that drafts one token after the other.
+class CachedHead(DraftHead):
+    """A head that reads the committed tokens into a cache.
 
-    Row p of its caches belongs to the token at position p; if it reads features, to the pair of the feature at p and
-    the token at p + 1, since ``features[:, i]`` are the state that predicted ``tokens[:, i]``.
+    Row p of its caches belongs to the token at position p; if it reads features, to the feature at p, since
+    ``features[:, i]`` are the state that predicted ``tokens[:, i]``.
     """
 
     @abstractmethod
@@ -86,23 +87,8 @@ class AutoregressiveHead(DraftHead):
         """Read committed tokens into the caches, at the rows of ``place``.
 
         tokens [b, n] int32, any id where there is none; features [b, n, F] or None; last [b] int32, the last real token
-        of each line -> hidden [b, 1, H] of that token, which predicts the first drafted one.
+        of each line -> hidden [b, 1, H] of that token, or anything finite.
         """
-
-    @abstractmethod
-    def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
-        """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]."""
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, n, H] -> logits [B, n, V] float32 over the target's ids."""
-
-    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """hidden [B, n, H], positions [B, n] int32 -> tokens [B, n] int32, chosen as the target chooses."""
-        return self.kernels.sample_tokens(self.logits(hidden).contiguous(), positions, sampling)
-
-    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
-        return ChainStep(self, k, bucket, kind=kind)
 
     def place(
         self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None, sampling: SamplingTensors | None = None
@@ -119,10 +105,40 @@ class AutoregressiveHead(DraftHead):
         slots = first_slots(self.slots, len(row))
         return CachePosition(row, real, slots, bucket, padded=padded, tree=tree, in_order=True)
 
+    def place_real(self, row: Tensor, count: Tensor, bucket: int, *, sampling: SamplingTensors) -> CachePosition:
+        """``count`` [B] int32 rows of a window from row [B] on, as `place`; the rest of the window is padding."""
+        row = row.clamp(min=0, max=self.options.n_positions - 1)
+        slots = first_slots(self.slots, len(row))
+        padded = self.kernels.skips_padding
+        return CachePosition(row, count * sampling.seated, slots, bucket, padded=padded, in_order=True)
+
     def allocate_cache(self, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """Empty keys and values of a layer, to be registered as buffers."""
         shape = (self.options.batch_size, groups, self.options.rows, width)
         return torch.zeros(shape, dtype=self.options.dtype), torch.zeros(shape, dtype=self.options.dtype)
+
+
+class AutoregressiveHead(CachedHead):
+    """A head that drafts one token after the other. What it has read and what it drafted are in its cache.
+
+    If it reads features, a row belongs to a pair: the feature at p and the token at p + 1. `read` returns the hidden
+    state that predicts the first drafted token.
+    """
+
+    @abstractmethod
+    def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
+        """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, n, H] -> logits [B, n, V] float32 over the target's ids."""
+
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+        """hidden [B, n, H], positions [B, n] int32 -> tokens [B, n] int32, chosen as the target chooses."""
+        return self.kernels.sample_tokens(self.logits(hidden).contiguous(), positions, sampling)
+
+    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
+        return ChainStep(self, k, bucket, kind=kind)
 
 
 class ParallelHead(DraftHead):
@@ -139,14 +155,7 @@ class ParallelHead(DraftHead):
 
 
 class ChainStep(nn.Module):
-    """Read a commit, then draft ``k`` tokens one by one.
-
-    drawn       sample from the head's probabilities and report them; otherwise choose with the target's noise
-    confidence  from the first position whose largest probability (no temperature, no filter) is below it, drafts are
-                PAD
-    reports     also return these probabilities, [B, k] float32, of all positions
-    kind        sampling mode of its rounds
-    """
+    """Read a commit, then draft ``k`` tokens one by one. ``kind``: sampling mode of its rounds."""
 
     def __init__(
         self,
@@ -155,13 +164,12 @@ class ChainStep(nn.Module):
         bucket: int,
         *,
         drawn: bool = False,
-        confidence: float = 0.0,
-        reports: bool = False,
+        kept: Kept | None = None,
         kind: SamplingKind = "full",
     ) -> None:
         super().__init__()
         self.head, self._k, self._bucket, self._kind = head, k, bucket, kind
-        self._drawn, self._confidence, self._reports = drawn, confidence, reports
+        self._kept = kept or Kept(drawn)
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
@@ -173,30 +181,76 @@ class ChainStep(nn.Module):
         shift = row_shift(head)
         place = head.place(first_row - shift, tokens.shape[1], self._bucket, sampling=sampling)
         hidden = head.read(tokens.clamp(min=0), features[0] if features else None, place, last=count - 1)
-        drafts: list[Tensor] = []
-        distributions: list[Tensor] = []
-        largest: list[Tensor] = []
+        drafts = DraftedTokens(head.kernels, sampling, self._kept)
         for index in range(self._k):
             position = first_row + count + index  # of the token being sampled
             if index:
                 place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
-                hidden = head.next(drafts[-1], hidden, place)
-            if not (self._drawn or self._confidence or self._reports):
-                drafts.append(head.sample_tokens(hidden, position.unsqueeze(1), sampling))
-                continue
-            logits = head.logits(hidden).contiguous()
-            if self._confidence > 0 or self._reports:
-                largest.append(probs.softmax(logits).amax(-1))
-            stream = noise.DRAFT if self._drawn else noise.TARGET
-            drafts.append(head.kernels.sample_tokens(logits, position.unsqueeze(1), sampling, stream=stream))
-            if self._drawn:
-                distributions.append(head.kernels.probabilities(logits, sampling))
-        chain = torch.cat(drafts, 1)
-        if self._confidence > 0:
-            doubts = (~(torch.cat(largest, 1) >= self._confidence)).to(torch.float32).cumsum(-1)
+                hidden = head.next(drafts.last, hidden, place)
+            if self._kept.tokens_only:
+                drafts.add(head.sample_tokens(hidden, position.unsqueeze(1), sampling))
+            else:
+                drafts.choose(head.logits(hidden).contiguous(), position.unsqueeze(1))
+        return drafts.outputs()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Values of its choices that a step uses, besides the tokens.
+
+    drawn       sample from the head's probabilities and report them; otherwise choose with the target's noise
+    confidence  from the first position whose largest probability (no temperature, no filter) is below it, drafts are
+                PAD
+    reports     also return these probabilities, [B, k] float32, of all positions
+    """
+
+    drawn: bool = False
+    confidence: float = 0.0
+    reports: bool = False
+
+    @property
+    def tokens_only(self) -> bool:
+        return not (self.drawn or self.confidence or self.reports)
+
+
+class DraftedTokens:
+    """The tokens that a step has chosen so far, with what is kept of their choice."""
+
+    def __init__(self, kernels: Kernels, sampling: SamplingTensors, kept: Kept) -> None:
+        self._kernels, self._sampling, self._kept = kernels, sampling, kept
+        self._tokens: list[Tensor] = []
+        self._distributions: list[Tensor] = []
+        self._largest: list[Tensor] = []
+
+    @property
+    def last(self) -> Tensor:
+        """Tokens of the last call, [B, n] int32."""
+        return self._tokens[-1]
+
+    def add(self, tokens: Tensor) -> None:
+        """Append chosen tokens [B, n] int32."""
+        self._tokens.append(tokens)
+
+    def choose(self, logits: Tensor, positions: Tensor) -> None:
+        """Choose and append tokens: logits [B, n, V] of positions [B, n] int32."""
+        kept = self._kept
+        if kept.confidence > 0 or kept.reports:
+            self._largest.append(probs.softmax(logits).amax(-1))
+        stream = noise.DRAFT if kept.drawn else noise.TARGET
+        if kept.drawn:
+            self._distributions.append(self._kernels.probabilities(logits, self._sampling))
+        self.add(self._kernels.sample_tokens(logits, positions, self._sampling, stream=stream))
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Return the drafts [B, k] int32, their probabilities [B, k, V] if they are sampled, and those of
+        ``reports``.
+        """
+        kept, chain = self._kept, torch.cat(self._tokens, 1)
+        if kept.confidence > 0:
+            doubts = (~(torch.cat(self._largest, 1) >= kept.confidence)).to(torch.float32).cumsum(-1)
             chain = torch.where(doubts == 0, chain, PAD)
-        out = (chain, torch.cat(distributions, 1)) if self._drawn else (chain,)
-        return (*out, torch.cat(largest, 1)) if self._reports else out
+        out = (chain, torch.cat(self._distributions, 1)) if kept.drawn else (chain,)
+        return (*out, torch.cat(self._largest, 1)) if kept.reports else out
 
 
 class ParallelStep(nn.Module):
@@ -228,7 +282,7 @@ class ParallelStep(nn.Module):
 class ReadStep(nn.Module):
     """Read tokens of a text into one slot."""
 
-    def __init__(self, head: AutoregressiveHead, bucket: int) -> None:
+    def __init__(self, head: CachedHead, bucket: int) -> None:
         super().__init__()
         self.head, self._bucket = head, bucket
 
@@ -432,7 +486,7 @@ class HeadDrafter(TraceableDrafter):
         shared   they are the prompt of a request, whose rows do not change until it leaves the slot: a drafter may copy
                    them between slots whose requests have the same prompt
         """
-        assert isinstance(self.head, AutoregressiveHead), "only those have caches"
+        assert isinstance(self.head, CachedHead), "only those have caches"
         offset, chunks = 0, self.decoder.options.chunks
         while offset < len(tokens):
             remaining = len(tokens) - offset

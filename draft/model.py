@@ -21,7 +21,7 @@ from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.steps import prefill_in_chunks, window
-from paceline.draft.heads import AutoregressiveHead, ChainStep, HeadDrafter, at_index
+from paceline.draft.heads import AutoregressiveHead, ChainStep, HeadDrafter, Kept, at_index
 from paceline.draft.vocab_map import VocabMap
 
 
@@ -94,9 +94,11 @@ class ModelDrafter(HeadDrafter):
         return self.decoder.body
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        k = self.draft_shape.num_draft_tokens
-        confidence, reports = (0.0, True) if self._reports else (self.confidence_threshold, False)
-        return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=confidence, reports=reports, kind=kind)
+        return ChainStep(self._model, self.draft_shape.num_draft_tokens, bucket, kept=self._kept, kind=kind)
+
+    @property
+    def _kept(self) -> Kept:
+        return Kept(self._drawn, 0.0 if self._reports else self.confidence_threshold, self._reports)
 
     def step_key(self, bucket: int) -> DraftKey:
         return DraftKey("draft", self.draft_shape, bucket, self._drawn, self._variant)

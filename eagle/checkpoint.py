@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import formats
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, MASKED, OFFSETS
 from paceline.heads import layouts
-from paceline.heads.checkpoint import Checkpoint, check, read, write
+from paceline.heads.checkpoint import Checkpoint, check, drafted_ids, read, write
 from paceline.heads.layouts import read_config
 
 
@@ -91,9 +91,6 @@ def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
     return ""
 
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-
-
 Head = Checkpoint[EagleConfig]
 """A head as read from a checkpoint; version 3 has ``ids`` [U] int64 instead of d2t and t2d."""
 
@@ -151,7 +148,7 @@ def load(
     if version == 1:
         _same_head(folder, tensors.pop(HEAD, None), head, size=target.vocab_size)
     maps = (tensors.pop(OFFSETS, None), tensors.pop(MASK, None)) if version == 3 else (None, None)
-    ids = drafted_ids(config, *maps, where=str(folder))
+    ids = drafted_ids((config.draft_vocab_size, config.vocab_size), *maps, where=str(folder))
     if config.shares_output and not torch.equal(ids, torch.arange(config.vocab_size)):
         raise CheckpointError(
             f"{folder}: expected no {OFFSETS} in a head that shares the target's output layer, got one that changes "
@@ -235,48 +232,6 @@ def convert(
     checkpoint = load(source, target, head=None if tensors is None else tensors.head)
     save(out, checkpoint, layout=layout, target=tensors, base=base)
     return checkpoint
-
-
-def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
-    """Return the target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
-
-    Raises:
-        CheckpointError: they are missing, not integers, contradict each other, or leave the vocabulary.
-    """
-    count, every = config.draft_vocab_size, config.vocab_size
-    for name, value in ((OFFSETS, offsets), (MASK, mask)):
-        if value is not None and value.dtype not in _WHOLE:  # bfloat16 cannot hold every integer above 256
-            raise CheckpointError(
-                f"{where}: expected whole numbers in {name}, got {value.dtype}; download the checkpoint again"
-            )
-    if offsets is None:
-        if count != every:
-            raise MissingWeightsError(
-                f"{where}: expected the tensor {OFFSETS}, which lists the {count} of {every} ids that the head "
-                "drafts, got none; download the checkpoint in full"
-            )
-        offsets = torch.zeros(count, dtype=torch.int64)
-    if offsets.shape != (count,):
-        raise WeightShapeError(
-            f"{where}: expected {OFFSETS} of shape [{count}], got {list(offsets.shape)}; download the checkpoint again"
-        )
-    ids = offsets.to(torch.int64) + torch.arange(count)
-    if bool((ids < 0).any()) or bool((ids >= every).any()) or len(ids.unique()) != count:
-        raise CheckpointError(
-            f"{where}: expected {count} different ids below {every} as id + d2t[id], got other values in {OFFSETS}; "
-            "download the checkpoint again"
-        )
-    if mask is not None:
-        if mask.shape != (every,):
-            raise WeightShapeError(
-                f"{where}: expected {MASK} of shape [{every}], got {list(mask.shape)}; download the checkpoint again"
-            )
-        if not torch.equal(mask.nonzero().flatten(), ids.sort().values):
-            raise CheckpointError(
-                f"{where}: expected the same ids in {MASK} and {OFFSETS}, got different ones; download the "
-                "checkpoint again"
-            )
-    return ids
 
 
 def _same_head(folder: Path, copy: Tensor | None, head: Tensor | None, *, size: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightShapeError
@@ -93,3 +94,49 @@ def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object
     write_weight_file(path, {name: x.detach().clone().contiguous() for name, x in tensors.items()})
     write_json(path.parent / CONFIG, config, indent=2)
     return path
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def drafted_ids(sizes: tuple[int, int], offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
+    """Return the target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
+
+    sizes  U and V
+
+    Raises:
+        CheckpointError: they are missing, not integers, contradict each other, or leave the vocabulary.
+    """
+    count, every = sizes
+    for name, value in (("d2t", offsets), ("t2d", mask)):
+        if value is not None and value.dtype not in _WHOLE:  # bfloat16 cannot hold every integer above 256
+            raise CheckpointError(
+                f"{where}: expected whole numbers in {name}, got {value.dtype}; download the checkpoint again"
+            )
+    if offsets is None:
+        if count != every:
+            raise MissingWeightsError(
+                f"{where}: expected the tensor d2t, which lists the {count} of {every} ids that the head "
+                "drafts, got none; download the checkpoint in full"
+            )
+        offsets = torch.zeros(count, dtype=torch.int64)
+    if offsets.shape != (count,):
+        raise WeightShapeError(
+            f"{where}: expected d2t of shape [{count}], got {list(offsets.shape)}; download the checkpoint again"
+        )
+    ids = offsets.to(torch.int64) + torch.arange(count)
+    if bool((ids < 0).any()) or bool((ids >= every).any()) or len(ids.unique()) != count:
+        raise CheckpointError(
+            f"{where}: expected {count} different ids below {every} as id + d2t[id], got other values in d2t; "
+            "download the checkpoint again"
+        )
+    if mask is not None:
+        if mask.shape != (every,):
+            raise WeightShapeError(
+                f"{where}: expected t2d of shape [{every}], got {list(mask.shape)}; download the checkpoint again"
+            )
+        if not torch.equal(mask.nonzero().flatten(), ids.sort().values):
+            raise CheckpointError(
+                f"{where}: expected the same ids in t2d and d2t, got different ones; download the checkpoint again"
+            )
+    return ids

@@ -72,7 +72,7 @@ class TraceableKernels(PlainOperations):
         lines, window, heads, width = q.shape
         groups, share = k.shape[2], heads // k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
-        if self._prompts is not None and place.padded and place.tree is None and lines == 1:
+        if self._prompts is not None and place.padded and lines == 1 and place.tree is None and not place.both_ways:
             chunk = Chunk(window, place.bucket - window, heads, groups, width, cache[0].dtype)
             if self._prompts.takes(chunk, rule):
                 return read_prompt(qkv, cache, place, before=chunk.before, window=rule.window)
@@ -175,6 +175,8 @@ def read_prompt(
 def visible(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     """Mark which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.both_ways:
+        return (columns < (place.row + place.count).unsqueeze(1)).unsqueeze(1).expand(-1, rows.shape[1], -1)
     if place.tree is None:
         return columns <= rows.unsqueeze(-1)
     here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], cache row of each row of the window

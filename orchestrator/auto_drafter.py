@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline import auto, vocab_compat
@@ -20,9 +21,11 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
-from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, row_name
+from paceline.draft_checks import block_k, check_depth, check_model_keys, make_rule, prepared, recognise, row_name
 from paceline.draft_spec import DraftSpec
+from paceline.heads.layouts import read_config
 from paceline.loadable import Loadable
 from paceline.registry import DRAFTERS, DrafterRow, resolve
 
@@ -108,7 +111,9 @@ class _Makers:
         if spec.parts:
             return self._choice(spec)
         row, options = DRAFTERS[row_name(spec)], dict(spec.options)
-        drafter: Drafter = self._heads(row, spec) if row.trees else resolve(row.path)(self._k(spec), **options)
+        drafter: Drafter = (
+            self._heads(row, spec) if row.given_as == "folder" else resolve(row.path)(self._k(spec), **options)
+        )
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
@@ -124,7 +129,7 @@ class _Makers:
     def _given(self, spec: DraftSpec, value: object) -> Drafter:
         """A drafter from a Python object."""
         if isinstance(value, CompiledDecoder):
-            return self._model(value, self._k(spec))
+            return self._model(value, spec)
         if isinstance(value, type) and hasattr(value, "propose"):
             raise ConfigurationError(
                 f"draft: expected an object, got the class {value.__name__}; give an instance of it"
@@ -147,13 +152,17 @@ class _Makers:
             f"ids to ids, a list of these, or None, got a {type(value).__name__}; give one of them"
         )
 
-    def _model(self, decoder: CompiledDecoder, k: int) -> Drafter:
-        config, target = self.config, self.target
+    def _model(self, decoder: CompiledDecoder, spec: DraftSpec) -> Drafter:
+        config, target, k = self.config, self.target, self._k(spec)
         self.decoders.append(decoder)
         between = vocab_compat.between(decoder, target, config.vocabulary)
         confidence = config.confidence_threshold
         if isinstance(between, VocabMap):
-            return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+            make: Callable[..., ModelDrafter] = ModelDrafter
+            folder = decoder.folder
+            if folder is not None and (spec.name or recognise(str(folder))) == "pard":
+                make = partial(PardDrafter, mask=mask_token(read_config(folder)))
+            return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
         from paceline.draft.retokenizing import RetokenizingDrafter
 
         eos = next(iter(target.config.eos_token_ids), None)
@@ -164,6 +173,10 @@ class _Makers:
         options = dict(spec.options)
         draft_tree = options.pop("draft_tree", None)
         maker = resolve(row.path)
+        if row.name == "dflash":
+            k = block_k(self.config, spec, self.target.config, k=self._k(spec))
+            block: Drafter = maker(spec.path, self.target, k, drawn=self.drawn, **options)
+            return block
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
         else:
@@ -173,8 +186,8 @@ class _Makers:
             if draft_tree is None or isinstance(draft_tree, str):
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree, **options)
-        k = self.config.k if spec.k is None else spec.k
-        check_depth(spec, heads.draft_shape, k, shortens=heads.draft_shape.is_chain)
-        if not isinstance(k, int) or k == heads.draft_shape.depth:
+        asked = self.config.k if spec.k is None else spec.k
+        check_depth(spec, heads.draft_shape, asked, shortens=heads.draft_shape.is_chain)
+        if not isinstance(asked, int) or asked == heads.draft_shape.depth:
             return heads
-        return heads.shortened(k)
+        return heads.shortened(asked)

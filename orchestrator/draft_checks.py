@@ -24,9 +24,11 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions, check_width
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
+from paceline.draft.dflash.config import head_form, is_dflash_config, parse
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
 from paceline.eagle import config as eagle_config
 from paceline.eagle.config import EagleOptions
+from paceline.heads.layouts import read_config
 from paceline.loadable import Loadable, loadable
 from paceline.medusa.config import is_medusa_config
 from paceline.medusa.tree import parse_choices, shipped_choices
@@ -82,6 +84,19 @@ def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool
         )
 
 
+def block_k(config: SpeculativeConfig, spec: DraftSpec, target: ModelConfig, *, k: int) -> int:
+    """Return the number of tokens that a DFlash head drafts: ``k``, or what its block holds where none was asked for.
+
+    Raises:
+        CheckpointError, PairingError: its config.json cannot be used, or is for another target.
+        ConfigurationError: more tokens are asked for than the block holds.
+    """
+    head = parse(read_config(checkpoint_path(str(spec.path))), target)
+    k = min(k, head.most) if (config.k if spec.k is None else spec.k) in (None, "auto") else k
+    head.check_k(k)
+    return k
+
+
 def check_trees(rule: AcceptanceRule, shape: DraftShape) -> None:
     """Raise ConfigurationError if a rule is for chains, and these are none."""
     if not shape.is_chain and not rule.trees:
@@ -114,9 +129,9 @@ class _Checks:
             raise ConfigurationError(f"fused: {spec} cannot share a graph with the target; omit fused")
         options = check_options(row, dict(spec.options), f"the draft {spec}")
         k = config.max_k if spec.k is None else spec.k
-        if row.name == "model":
-            return self._model(spec, options, k)
-        self._check_shape(spec, self._heads(row, spec, options) if row.trees else _text(row, options, k))
+        if row.name in ("model", "pard"):
+            return self._model(row, spec, options, k=k)
+        self._check_shape(spec, self._heads(row, spec, options) if row.given_as == "folder" else _text(row, options, k))
         return spec
 
     def _choice(self, spec: DraftSpec) -> DraftSpec:
@@ -132,7 +147,7 @@ class _Checks:
         parts = (self.spec(part if part.k is not None else replace(part, k=spec.k)) for part in spec.parts)
         return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
 
-    def _model(self, spec: DraftSpec, options: dict[str, Any], k: int) -> DraftSpec:
+    def _model(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftSpec:
         """Check a draft model, with the target's options where it has none."""
         path, target = str(spec.path), self.target.options
         last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
@@ -148,7 +163,7 @@ class _Checks:
         found = loadable(path, LoadOptions(**(defaults | options)))
         self._check_shape(spec, DraftShape.chain(k))
         vocab_compat.check(found, self.target, self.config.vocabulary)
-        return DraftSpec(k=spec.k, value=found)
+        return DraftSpec(row.name, k=spec.k, value=found)
 
     def _heads(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any]) -> DraftShape | None:
         """The shape that heads draft; None: their tensors say it."""
@@ -156,9 +171,12 @@ class _Checks:
         if row.name == "medusa":
             choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
             return None if choices is None else tree.draft_shape(choices.parents)
+        k = self.config.max_k if spec.k is None else spec.k
+        if row.name == "dflash":
+            head_form(options.get("quantization"))
+            return DraftShape.chain(block_k(self.config, spec, self.target.config, k=k))
         EagleOptions(**options)
         eagle_config.check_own(folder, self.target.config)
-        k = self.config.max_k if spec.k is None else spec.k
         if draft_tree is None:
             return DraftShape.chain(k)
         if isinstance(draft_tree, str):
@@ -230,7 +248,7 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """Return the registry row of a checkpoint: ``model``, ``medusa`` or ``eagle``, by its config.json.
+    """Return the registry row of a checkpoint, by its config.json.
 
     Raises:
         CheckpointError: there is no such folder, or no config.json in it.
@@ -244,7 +262,11 @@ def recognise(path: str) -> str:
     fields = read_json_object(folder / "config.json")
     if is_medusa_config(fields):
         return "medusa"
-    return "eagle" if eagle_config.is_eagle_config(fields) else "model"
+    if is_dflash_config(fields):
+        return "dflash"
+    if eagle_config.is_eagle_config(fields):
+        return "eagle"
+    return "pard" if "pard_token" in fields else "model"
 
 
 def row_name(spec: DraftSpec) -> str:

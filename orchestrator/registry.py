@@ -90,6 +90,16 @@ DRAFTERS: dict[str, DrafterRow] = {
             options="paceline.decoder.options:LoadOptions",
         ),
         DrafterRow(
+            "pard",
+            "paceline.draft.pard:PardDrafter",
+            "a PARD model, which drafts all tokens in one pass",
+            given_as="folder",
+            draws=True,
+            fused=True,
+            masks=True,
+            options="paceline.decoder.options:LoadOptions",
+        ),
+        DrafterRow(
             "medusa",
             "paceline.medusa.drafter:MedusaDrafter.from_pretrained",
             "Medusa heads",
@@ -111,6 +121,15 @@ DRAFTERS: dict[str, DrafterRow] = {
             ladder="chains",
             listable=False,
             options="paceline.eagle.config:EagleOptions",
+        ),
+        DrafterRow(
+            "dflash",
+            "paceline.draft.dflash.drafter:DFlashDrafter.from_pretrained",
+            "a DFlash, DFlash 2 or DSpark head",
+            given_as="folder",
+            draws=True,
+            fused=True,
+            listable=False,
         ),
         DrafterRow(
             "retokenizing",
@@ -181,7 +200,18 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
 }
 
 _GIVEN = frozenset(
-    {"batch_size", "confidence", "confidence_threshold", "drawn", "eos", "k", "progress", "tokenizers", "vocabulary"}
+    {
+        "batch_size",
+        "confidence",
+        "confidence_threshold",
+        "drawn",
+        "eos",
+        "k",
+        "mask",
+        "progress",
+        "tokenizers",
+        "vocabulary",
+    }
 )
 """Keyword-only parameters that the target and the generator's options set."""
 

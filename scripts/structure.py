@@ -34,6 +34,7 @@ SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 # Subfolders (and files) that see less than their folder, or more; the longest name counts.
 _COUNTS = {"core", "decoder", "neuron", "placement.planning.instances"}
 SUBFOLDERS: dict[str, frozenset[str]] = {
+    "draft/dflash": frozenset({"core", "decoder", "draft", "heads"}),
     "neuron/chips.py": frozenset({"core"}),
     "neuron/round_graphs.py": frozenset({"core", "decoder", "draft", "target", "eagle", "neuron"}),
     "neuron/round_cost.py": frozenset({*_COUNTS, "target"}),

@@ -51,6 +51,7 @@ class CachePosition:
     padded whether ``count`` may be smaller than the window: then padding need not be computed
     tree   set where the window is a tree and not a run of consecutive tokens
     in_order  batch row b is slot b: the batch is the first slots, whose part of a cache is read in place
+    both_ways  real tokens attend to all real tokens of the window, also to later ones
     """
 
     row: Tensor
@@ -60,6 +61,7 @@ class CachePosition:
     padded: bool = False
     tree: Tree | None = None
     in_order: bool = False
+    both_ways: bool = False
 
     def positions(self, window: int) -> Tensor:
         """Sequence position of every token of a window. [b, T] int32"""
@@ -132,8 +134,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to the token's own.
 
-        In a tree, attend to all rows before the window and to the token's own ancestors. Scores are divided by the
-        root of D; a family that scales otherwise scales its queries.
+        In a tree, attend to all rows before the window and to the token's own ancestors; if ``place.both_ways``, to all
+        rows before the end of the window's real ones. A sliding window begins at the same row in each case. Scores are
+        divided by the root of D; a family that scales otherwise scales its queries.
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
 

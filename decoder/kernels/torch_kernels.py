@@ -168,6 +168,8 @@ def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
 def _seen(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     """Mark which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.both_ways:
+        return (columns < (place.row + place.count).unsqueeze(1)).unsqueeze(1).expand(-1, rows.shape[1], -1)
     if place.tree is None:
         return columns <= rows.unsqueeze(-1)
     window = rows.shape[1]

@@ -141,6 +141,7 @@ HARMLESS: dict[str, str] = {
     "moe_norm_min": "keeps a sum of probabilities from being zero, which it is not",
     "attention_layers": "says what attention_types says",
     "learned_pos_emb": "has no effect beside ALiBi, without which its family is refused",
+    **dict.fromkeys(("pard_token", "spd_type"), "is of drafting in one pass, in `paceline.draft.pard`"),
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip
 """Keys without effect on a model's computation in Paceline, and why."""

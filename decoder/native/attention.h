@@ -17,6 +17,7 @@ struct Attend {
   int64_t reach = 0;  // positions that a token attends to, its own included; 0: all
   float cap = 0;  // scores become cap * tanh(score / cap); 0: no cap
   const float* slopes = nullptr;  // [heads], times the distance of a key, added to scores; null: none
+  bool both_ways = false;  // every real row of a window attends to all of them, also to those after it; without slopes
   bool plain() const { return !reach && cap == 0 && !slopes; }
   int64_t group() const { return heads / kv_heads; }
   int64_t first(int64_t seen) const { return reach && seen > reach ? seen - reach : 0; }  // first position in reach

@@ -47,14 +47,14 @@ struct Ways {
 
 constexpr int64_t SOON = 2048;  // bytes of keys
 
-// QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has a
+// QUERIES rows of one key-value head at once, of a window of n real rows: the cache is read and widened once for all of them. Each sum has a
 // separate accumulator, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are processed
 // together. In a tree the rows before the window are common to all; each row then walks its own ancestors (`ways`,
 // window rows from the root down) as if they were consecutive: the arithmetic of a chain, and so the same bits. The
 // scale of a key of 8 bits is applied to its score, that of a value to its weight, once the weights are summed.
 template <class T, int QUERIES>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
-                  float* scratch, const Ways& ways) {
+                  int64_t n, float* scratch, const Ways& ways) {
   constexpr int DEEP = ABREAST * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * ABREAST : 4;
   const bool tree = a.parents;
   const int64_t D = a.width, group = a.group(), whole = D / VL, vectors = (D + VL - 1) / VL, padded = vectors * VL;
@@ -63,15 +63,16 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   float *scores = scratch, *query = scores + QUERIES * stride;
   float* to[QUERIES];
   const int32_t* way[QUERIES];
-  int64_t seen[QUERIES], longest = 0, start = a.rows;
+  int64_t seen[QUERIES], reached[QUERIES], longest = 0, start = a.rows;
   for (int i = 0; i < QUERIES; i++) {
     int64_t t = (first + i) / group, head = (first + i) % group * D;
     const float* from = h.q + t * h.q_step + head;
     to[i] = h.out + t * h.out_step + head;
     way[i] = tree ? ways.of(t) : nullptr;
-    seen[i] = row + (tree ? ways.length(t) : t + 1);
+    seen[i] = row + (tree ? ways.length(t) : a.both_ways ? n : t + 1);
+    reached[i] = a.first(a.both_ways ? row + t + 1 : seen[i]);
     longest = tree ? row : std::max(longest, seen[i]);
-    start = std::min(start, a.first(seen[i]));
+    start = std::min(start, reached[i]);
     for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[d] * scale : 0.0f;
   }
   // Of the N positions from p on.
@@ -131,7 +132,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   float inverse[QUERIES];
   for (int i = 0; i < QUERIES; i++) {
     float* line = scores + i * stride;
-    const int64_t from = a.first(seen[i]), aligned = from / VL * VL;  // sums begin at whole vectors
+    const int64_t from = reached[i], aligned = from / VL * VL;  // sums begin at whole vectors
     if (!a.plain()) bend(a, line, from, seen[i], h.head + (first + i) % group);
     std::fill(line + aligned, line + from, -1e30f);
     inverse[i] = weigh(line + aligned, seen[i] - aligned);
@@ -198,7 +199,7 @@ void attend_typed(const Attend& a, int64_t b, int64_t g, const Heads& h, const C
   for (int64_t first = 0, left = n * a.group(); left > 0;) {
     const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     auto block = take == 4 ? attend_block<T, 4> : take == 2 ? attend_block<T, 2> : attend_block<T, 1>;
-    block(a, h, keys, values, first, row, scratch.data(), ways);
+    block(a, h, keys, values, first, row, n, scratch.data(), ways);
     first += take, left -= take;
   }
 }

@@ -64,7 +64,8 @@ extern "C" void paceline_attend(const float* q, const float* k, const float* v, 
                                 const int32_t* row, const int32_t* count, const int32_t* slots,
                                 const int32_t* parents, const int64_t* sizes, int64_t format, int64_t reach, float cap,
                                 const float* slopes) {
-  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents, reach, cap, slopes};
+  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents, reach, cap, slopes,
+           sizes[6] != 0};
   attend(a, q, k, v, Cache{keys, values, format}, out);
 }
 

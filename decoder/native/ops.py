@@ -164,7 +164,7 @@ class Native:
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)
         at = (place.row, place.count, place.slots, None if place.tree is None else place.tree.parents)
-        bent = (rule.slopes, rule.window, rule.cap)
+        bent = (rule.slopes, rule.window, rule.cap, place.both_ways)
         attended: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, *at, *bent)
         return attended
 

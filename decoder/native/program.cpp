@@ -102,9 +102,9 @@ static Tensor row_linear_real(const Tensor& x, const Tensor& w, const Maybe& sca
 
 static Tensor row_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
                          const Tensor& row, const Tensor& count, const Tensor& slots, const Maybe& parents,
-                         const Maybe& slopes, int64_t reach, double cap) {
+                         const Maybe& slopes, int64_t reach, double cap, bool both_ways) {
   const Tensor out = like(q, {q.size(0), q.size(1), q.size(2) * q.size(3)});
-  const int64_t sizes[6] = {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), keys.size(2)};
+  const int64_t sizes[7] = {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), keys.size(2), both_ways};
   paceline_attend(data<float>(q), data<float>(k), data<float>(v), data(keys), data(values), data<float>(out),
                   data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots), data<int32_t>(parents), sizes,
                   code(keys), reach, (float)cap, data<float>(slopes));
@@ -229,7 +229,8 @@ TORCH_LIBRARY(paceline, library) {
   library.def("row_linear(Tensor x, Tensor w, Tensor? scales, int format) -> Tensor");
   library.def("row_linear_real(Tensor x, Tensor w, Tensor? scales, Tensor count, int format) -> Tensor");
   library.def("row_attend(Tensor q, Tensor k, Tensor v, " CACHE
-              "Tensor count, Tensor slots, Tensor? parents, Tensor? slopes, int reach, float cap) -> Tensor");
+              "Tensor count, Tensor slots, Tensor? parents, Tensor? slopes, int reach, float cap, bool both_ways) "
+              "-> Tensor");
   library.def("row_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, Tensor out, "
               "Tensor? out_bias, Tensor cos, Tensor sin, " CACHE
               "Tensor count, Tensor slots, Tensor? parents, Tensor? qkv_scales, Tensor? out_scales, int qkv_format, "

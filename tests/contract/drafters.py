@@ -22,6 +22,7 @@ from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGe
 from paceline.auto import SamplingDecoder
 from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.pard import PardDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.draft_spec import DraftSpec, parse_draft
@@ -35,6 +36,7 @@ from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.draft.block_heads import drafter as block_head
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import NEWER, PARALLEL, SHARED
 from tests.eagle.heads import drafter as eagle_head
@@ -157,6 +159,18 @@ def tokenizers() -> TokenizerPair:
     return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
+def _pard(home: Home, k: Depth) -> SpeculativeGenerator:
+    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
+    return home.generator(PardDrafter(home.draft, deepest(k), mask=7, vocabulary=vocabulary), k)
+
+
+def _block(variant: str) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        return home.generator(block_head(home.folder / variant, home.target, variant, deepest(k)), k)
+
+    return make
+
+
 def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(home.draft, k, vocabulary=tokenizers())
 
@@ -215,6 +229,7 @@ ROWS: dict[str, Row] = {
     "model, fused": Row("model", _given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row("model", _given("draft", exact=False)),
     "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
+    "PARD": Row("pard", _pard),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
     "choice: model, function, by speed": Row("choice", _choice("draft", again, shadow_every=3)),
@@ -237,6 +252,9 @@ ROWS: dict[str, Row] = {
         "eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3), **SHARED), depths=(3,)
     ),
     "P-EAGLE": Row("eagle", _eagle(3, Chain, **PARALLEL)),
+    "DFlash": Row("dflash", _block("DFlash")),
+    "DFlash 2": Row("dflash", _block("DFlash 2")),
+    "DSpark": Row("dflash", _block("DSpark")),
     "remote": Row("remote", _remote),
 }
 

@@ -17,11 +17,15 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache, load_rank
+from paceline.decoder.json_fields import Fields
 from paceline.decoder.parallel.collectives import DeviceGroup, SingleRank
 from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
-from paceline.draft.heads import ChainStep, ReadStep
+from paceline.draft.dflash.config import parse
+from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.heads import ChainStep, Kept, ReadStep
 from paceline.draft.model import ModelHead
+from paceline.draft.pard import PardStep
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.eagle.division import part_of, shard_of
 from paceline.eagle.head import EagleHead
@@ -33,12 +37,14 @@ from paceline.medusa.tree import Choices
 from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
+from tests.draft.block_heads import fields, tensors
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
 FEATURES = {
     "fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 2": 32,
+    "fused DFlash": 2 * 32, "fused DFlash 2": 2 * 32, "fused DSpark": 2 * 32,
     "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
@@ -108,7 +114,23 @@ def some_known(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full")
     target = {str(number): number for number in range(VOCABULARY)}
     own = {str(number if number % 5 else -number): VOCABULARY - 1 - number for number in range(VOCABULARY)}
     between = IntersectionVocabMap(target, own, sizes=(VOCABULARY, VOCABULARY))
-    return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3, kind=kind)
+    return draft(body, reach, drawn=False, vocabulary=between, kept=Kept(confidence=0.3), kind=kind)
+
+
+def pard(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """A model that drafts in one pass."""
+    return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=Kept(), kind=kind)
+
+
+def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind = "full") -> nn.Module:
+    """A random head that drafts a block, and the target."""
+    told = fields(body, variant)
+    config = parse(Fields(told, "config.json"), body.config)
+    tables = Tables(torch.arange(config.vocab_size))
+    head = DFlashHead(
+        config, tensors(body, told), lent=body.lent, tables=tables, kernels=body.kernels, options=body.options
+    )
+    return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
 
 
 STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
@@ -126,6 +148,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
+    "draft, PARD": pard,
     "fused": fused,
     "plain": partial(AutoregressiveStep, steps=3, width=3),
     "fused medusa": medusa,
@@ -136,6 +159,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused eagle 2": partial(eagle, version=1, draft_tree=DynamicTree(5, depth=2, width=2)),
     "fused eagle 3": partial(eagle, version=3, draft_tree=DynamicTree(5, depth=2, width=2)),
     "fused eagle 3, chain": partial(eagle, version=3, draft_tree=Chain(NODES)),
+    **{f"fused {variant}": partial(block, variant=variant) for variant in ("DFlash", "DFlash 2", "DSpark")},
     "fused eagle 3, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0))),
 }
 

@@ -27,24 +27,27 @@ RULES = {
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def attend(kernels: Kernels, given: Case, rule: AttentionRule, *, tree: bool = False) -> Tensor:
+def attend(
+    kernels: Kernels, given: Case, rule: AttentionRule, *, tree: bool = False, both_ways: bool = False
+) -> Tensor:
     own = given.copied()
-    return kernels.attend(own.qkv, own.cache, planted(own, TREE) if tree else own.place, rule=rule)
+    place = planted(own, TREE) if tree else replace(own.place, both_ways=both_ways)
+    return kernels.attend(own.qkv, own.cache, place, rule=rule)
 
 
-def textbook(given: Case, rule: AttentionRule) -> Tensor:
-    """Line by line and head by head, in float64."""
+def textbook(given: Case, rule: AttentionRule, *, both_ways: bool = False) -> Tensor:
+    """Line by line and head by head, in float64; rows after the count are zero."""
     q, k, v = given.qkv
-    _, window, heads, width = q.shape
+    heads, width = q.shape[2:]
     out = torch.zeros(*q.shape, dtype=torch.float64)
     for b, (row, slot) in enumerate(zip(given.row, given.slots, strict=True)):
         keys, values = (
             torch.cat((cache[slot, :, :row], new[b].transpose(0, 1)), 1).double()
             for cache, new in zip(given.cache, (k, v), strict=True)
         )
-        for t in range(window):
-            end = row + t + 1
-            begin = max(0, end - rule.window) if rule.window else 0
+        for t in range(given.count[b]):
+            begin = max(0, row + t + 1 - rule.window) if rule.window else 0
+            end = row + (given.count[b] if both_ways else t + 1)
             for h in range(heads):
                 g = h * k.shape[2] // heads
                 scores = keys[g, begin:end] @ q[b, t, h].double() / width**0.5
@@ -65,6 +68,18 @@ def test_every_kernel_follows_the_rule(native: Native, rule: AttentionRule, widt
             torch.testing.assert_close(
                 attend(kernels, given, rule).double(), textbook(given, rule), rtol=1e-4, atol=1e-5
             )
+
+
+@pytest.mark.parametrize("name", ["slides", "slides within its window", "capped"])
+def test_rows_that_look_both_ways_see_the_real_rows_of_their_window(native: Native, name: str) -> None:
+    for window, count in ((1, [1, 1, 1]), (5, [5, 3, 1]), (9, [9, 4, 7])):
+        given = case(HEADS, 16, window=window, seed=window)
+        given.count = count
+        wanted = textbook(given, RULES[name], both_ways=True)
+        for kernels in (native, TorchKernels(), TraceableKernels()):
+            made = attend(kernels, given, RULES[name], both_ways=True).double()
+            for b, n in enumerate(count):
+                torch.testing.assert_close(made[b, :n], wanted[b, :n], rtol=1e-4, atol=1e-5)
 
 
 @every_rule

@@ -19,6 +19,6 @@ needs_speculators = [
 
 def run_script(script: Path, *arguments: str | Path) -> None:
     """Run a script with the interpreter that has speculators; raises with its output where it fails."""
-    command = [PYTHON, str(script), *map(str, arguments)]
+    command = [PYTHON, "-P", str(script), *map(str, arguments)]  # this folder has a module of that name
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0, f"{script.name} failed:\n{result.stdout}\n{result.stderr}"

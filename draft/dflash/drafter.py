@@ -1,0 +1,174 @@
+"""DFlash as a drafter: folders of heads, loaded for a target.
+
+Tensors have the names of speculators, which are z-lab's and DeepSpec's too; those of transformers are translated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import PairingError
+from paceline.core.types import DraftKey, SamplingKind
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.files import check_finite
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.hub import checkpoint_path
+from paceline.decoder.weights.quantize import PackedMatrix
+from paceline.draft.dflash.config import DFlashConfig, head_form, parse
+from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.heads import HeadDrafter, Kept
+from paceline.heads import layouts
+from paceline.heads.checkpoint import check, drafted_ids, read
+from paceline.heads.layouts import read_config
+
+log = logging.getLogger("paceline")
+
+EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_MODEL = "model."  # before every name, if a head was saved as a part of a model
+_PREFIXES = (
+    ("fc.", "encoder.fc."),
+    ("hidden_norm.", "encoder.output_norm_enc."),
+    ("candidate_selector.predecessor_codebook", "candidate_selector.predecessor_codebook.weight"),
+    ("candidate_selector.successor_codebook", "candidate_selector.successor_codebook.weight"),
+)
+_HARMLESS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def load(folder: Path, target: ModelConfig) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Read a head for this target: its configuration and tensors, with ``ids`` [U] in place of d2t and t2d.
+
+    Raises:
+        CheckpointError: the folder's contents cannot be used.
+        PairingError: it is a head for another target.
+    """
+    raw, fields = read(folder), read_config(folder)
+    found = layouts.sources({name: _own_name(name) for name in raw})
+    tensors = {name: raw[source] for name, source in found.items()}
+    output = tensors.get(HEAD)
+    config = parse(fields, target, drafted=None if output is None else len(output))
+    offsets, mask = tensors.pop(OFFSETS, None), tensors.pop(MASK, None)
+    log.info("%s: the head reads residual streams %s of the target", folder, list(config.layers))
+    shapes = config.shapes()
+    if EMBEDDING in tensors:
+        shapes[EMBEDDING] = (config.vocab_size, config.hidden_size)
+    if HEAD in tensors or config.draft_vocab_size != config.vocab_size:
+        shapes[HEAD] = (config.draft_vocab_size, config.hidden_size)
+    check(folder, tensors, shapes)
+    sizes = (config.draft_vocab_size, config.vocab_size)
+    return config, {**tensors, "ids": drafted_ids(sizes, offsets, mask, where=str(folder))}
+
+
+def _own_name(name: str) -> str | None:
+    """Return our name of a tensor; None if it has no effect."""
+    name = name.removeprefix(_MODEL)
+    if any(name.endswith(end) for end in _HARMLESS):
+        return None
+    return layouts.own_name(name, _PREFIXES)
+
+
+class DFlashDrafter(HeadDrafter):
+    """Drafts chains of ``k`` tokens with a DFlash head on a target's features. ``drawn``: sampled from the head's
+    probabilities, for `Reject`.
+
+    Raises:
+        PairingError: the head is for another target.
+        ConfigurationError: ``k`` is out of range.
+    """
+
+    def __init__(self, head: DFlashHead, target: CompiledDecoder, k: int, *, drawn: bool = False) -> None:
+        head.config.check_k(k)
+        head.config.check_target(target.config)
+        super().__init__(head, target, k)
+        self.head: DFlashHead = head
+        self._drawn = drawn
+        self.max_positions = min(target.n_positions, head.config.max_position_embeddings)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        target: CompiledDecoder,
+        k: int | None = None,
+        *,
+        drawn: bool = False,
+        quantization: str | None = None,
+    ) -> DFlashDrafter:
+        """Load a head for ``target``, which shares its embedding and, unless the head has its own, its output layer.
+
+        path          folder in the layout of z-lab, DeepSpec, speculators or transformers, or an id of the Hugging Face
+                      hub
+        k             drafted tokens per round; default: 4, or as many as the head drafts
+        quantization  format of the layers' matrices, a `WeightFormat`'s name, or "amp": the target's ``amp``; default:
+                      int8 over a target whose matrices are integers or blocks, else "amp"
+
+        Raises:
+            CheckpointError: the folder cannot be used, or its weights not in the target's number format.
+            PairingError: the head is for another target.
+            ConfigurationError: ``k`` or ``quantization`` is out of range.
+        """
+        model, folder, dtype = target.body.model, checkpoint_path(path), target.options.dtype
+        config, weights = load(folder, target.config)
+        if target.config.blueprint.head_bias:
+            raise PairingError(
+                "draft: expected a target whose output layer has no bias, which a DFlash head cannot share, got one "
+                "with; use another drafter"
+            )
+        weights |= {name: check_finite(name, x, dtype, where=folder) for name, x in weights.items() if name != "ids"}
+        head = DFlashHead(
+            config,
+            weights,
+            lent=target.body.lent,
+            tables=Tables(
+                weights.pop("ids"),
+                _unless_equal(weights.pop(EMBEDDING, None), model.embedding),
+                _unless_equal(weights.pop(HEAD, None), model.head),
+            ),
+            kernels=target.backend.kernels,
+            options=target.options,
+            form=_form(target, quantization),
+        )
+        return cls(head, target, min(4, config.most) if k is None else k, drawn=drawn)
+
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
+        """Return the step that reads a commit and drafts."""
+        return BlockStep(self.head, self.draft_shape.num_draft_tokens, bucket, kept=Kept(self._drawn), kind=kind)
+
+    def step_key(self, bucket: int) -> DraftKey:
+        """Return the part of the graph key that identifies the step."""
+        return DraftKey("dflash", self.draft_shape, bucket, self._drawn)
+
+    def cache_key(self) -> dict[str, object]:
+        """Facts on which the drafter's graphs depend."""
+        head, model = self.head, self.decoder.body.model
+        own = [head.embedding is not model.embedding, head.output is not model.head]
+        key: dict[str, object] = {"dflash": json.loads(json.dumps(asdict(head.config))), "own": own}
+        return key if head.form is None else {**key, "quantization": head.form.value}
+
+
+def _unless_equal(own: Tensor | None, shared: object) -> Tensor | None:
+    """Return a head's own table, unless its first rows, those of rank 0, equal the target's."""
+    if own is None or (
+        isinstance(shared, Tensor)
+        and shared.shape[1:] == own.shape[1:]
+        and len(own) >= len(shared)
+        and torch.equal(own[: len(shared)], shared)
+    ):
+        return None
+    return own
+
+
+def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:
+    """Return the format of a head's matrices; None: the target's ``amp``. ConfigurationError as `head_form`."""
+    if quantization is not None:
+        return head_form(quantization)
+    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
+    packed = [one.format for one in target.body.modules() if isinstance(one, PackedMatrix)]
+    return WeightFormat.INT8 if any(form not in floats for form in packed) else None

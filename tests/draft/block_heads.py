@@ -1,0 +1,114 @@
+"""Random DFlash heads for the tiny target, in the layouts in which they are published; no tests in here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.json_fields import Fields
+from paceline.draft.dflash.config import parse
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.heads import DraftedTokens
+from tests.sampled import run, texts
+
+MASK, BLOCK = 7, 9
+VARIANTS: dict[str, dict[str, Any]] = {
+    "DFlash": {"architectures": ["DFlashDraftModel"]},
+    "DFlash 2": {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "dflash_config": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
+    },
+    "DSpark": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 6, "markov_head_type": "rnn"},
+}
+"""What distinguishes the files of z-lab and DeepSpec."""
+
+
+def fields(target: SamplingDecoder | ModelWithCache, variant: str, **changes: object) -> dict[str, Any]:
+    """The config.json of a head of two layers, the first of which slides."""
+    sizes = target.config
+    own = VARIANTS[variant]
+    block = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, *range(sizes.num_layers - 1)]}
+    return {
+        "model_type": "qwen3",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "num_target_layers": sizes.num_layers,
+        **own,
+        "dflash_config": {**block, **own.get("dflash_config", {})},
+        **changes,
+    }
+
+
+def tensors(target: SamplingDecoder | ModelWithCache, told: dict[str, Any], *, seed: int = 1) -> dict[str, Tensor]:
+    """Weights that are neither zero nor one anywhere, so that no mix-up is hidden."""
+    torch.manual_seed(seed)
+    shapes = parse(Fields(told, "config.json"), target.config).shapes()
+    return {
+        name: torch.randn(shape) * (0.3 if len(shape) > 1 else 0.2) + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def write(folder: Path, told: dict[str, Any], made: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(told))
+    save_file(made, folder / "model.safetensors")
+    return folder
+
+
+def drafter(folder: Path, target: SamplingDecoder, variant: str, k: int, **changes: object) -> DFlashDrafter:
+    """A drafter with a random head, through the disk."""
+    told = fields(target, variant, **changes)
+    return DFlashDrafter.from_pretrained(write(folder, told, tensors(target, told)), target, k)
+
+
+Round = tuple[list[int], Tensor]
+"""Drafts of a round, and the logits [k, V] of their positions."""
+
+
+def rounds(made: DFlashDrafter, target: SamplingDecoder, prompt: list[int], new: int) -> tuple[list[int], list[Round]]:
+    """The text that a drafter on the backend eager drafts for, greedily, and its rounds."""
+    found, logits, propose, add = list[Round](), list[Tensor](), made.propose, DraftedTokens.choose
+
+    def noted(*inputs: Any) -> Any:
+        logits.clear()
+        proposal = propose(*inputs)
+        found.append((proposal.tokens[0].tolist(), torch.cat(logits, 1)[0]))
+        return proposal
+
+    def chosen(self: DraftedTokens, values: Tensor, positions: Tensor) -> None:
+        logits.append(values)
+        add(self, values, positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made, "propose", noted)
+        patch.setattr(DraftedTokens, "choose", chosen)
+        generator = SpeculativeGenerator(made, target, fused=False)
+        return texts(run(generator, [prompt], max_new_tokens=new))[0], found
+
+
+def accepted(text: list[int], start: int, drafts: list[int]) -> int:
+    """How many drafts after the first ``start`` tokens of a greedy text are right."""
+    wanted = text[start : start + len(drafts)]
+    return next((i for i, one in enumerate(drafts) if i >= len(wanted) or one != wanted[i]), len(drafts))
