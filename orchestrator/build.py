@@ -239,6 +239,8 @@ class RoundBuilder:
         drafter = self.drafter
         if self.fused is False or not isinstance(drafter, TraceableDrafter):
             return False
+        if drafter.state is self.target.body and self.target.backend.device_state:
+            return False  # an exporter cannot follow changes to one cache through two modules
         return not _on_other_ranks(drafter.state, self.target)
 
 

@@ -134,6 +134,7 @@ HARMLESS: dict[str, str] = {
         "is a default of a generation, not of the model",
     ),
     "n_ctx": "says what n_positions says",
+    "num_nextn_predict_layers": "says how many MTP layers draft, which no token depends on",
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip
 """Keys without effect on a model's computation in Paceline, and why."""

@@ -234,7 +234,7 @@ class Family:
         if plan.embedding_norm:
             specs |= _norm(outer["embedding norm"], hidden, plan)
         for index in range(config.num_layers):
-            specs |= self._layer(config, self.names.layer.format(i=index))
+            specs |= self.layer_tensors(config, self.names.layer.format(i=index))
         specs |= _norm(outer["norm"], hidden, plan)
         if not tied:
             specs[head] = table
@@ -252,7 +252,8 @@ class Family:
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
 
-    def _layer(self, config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    def layer_tensors(self, config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+        """Every tensor of one layer, by its name."""
         plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
         inner = {part: prefix + name for part, name in self.names.inner.items()}
         specs = _attention(config, inner, transposed=turned)

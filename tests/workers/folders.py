@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 
 from paceline.decoder.models.config import ModelConfig
+from paceline.draft.mlp_speculator import MlpSpeculatorConfig
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig
+from tests.draft.random_heads import random_weights, save_mlp_speculator, save_mtp
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 
 def save_heads(target: Path, folder: Path) -> None:
-    """``folder/medusa`` and ``folder/eagle`` for a target. What the heads propose does not matter."""
+    """Heads of every kind for a target, each in the folder of its row. What they propose does not matter."""
     config = ModelConfig.from_pretrained(target)
     for name in ("medusa", "eagle"):
         (folder / name).mkdir()
@@ -24,6 +26,10 @@ def save_heads(target: Path, folder: Path) -> None:
     tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in sizes.shapes().items()}
     medusa_checkpoint.save(folder / "medusa", sizes, tensors)
     eagle_checkpoint.save(folder / "eagle", random_head(eagle_config(config, 3)))
+    stages = MlpSpeculatorConfig(3, config.hidden_size, 24, config.vocab_size, tied=True, scale_input=True)
+    save_mlp_speculator(folder / "mlp_speculator", stages, random_weights(stages.shapes()))
+    if config.model_type == "qwen3":
+        save_mtp(folder / "mtp", config)
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
@@ -41,4 +47,7 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
         "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
         "medusa": {"path": str(heads / "medusa")},
         "eagle": {"path": str(heads / "eagle"), "k": 2},
+        "mtp": {"path": str(heads / "mtp"), "k": 2},
+        "mlp_speculator": {"path": str(heads / "mlp_speculator"), "k": 2},
+        "layerskip": "layerskip:layers=1,k=2",
     }
