@@ -111,9 +111,10 @@ class _Makers:
         if spec.parts:
             return self._choice(spec)
         row, options = DRAFTERS[row_name(spec)], dict(spec.options)
-        drafter: Drafter = (
-            self._heads(row, spec) if row.given_as == "folder" else resolve(row.path)(self._k(spec), **options)
-        )
+        if row.given_as == "folder":
+            return self._heads(row, spec)
+        parts = (self._k(spec), self.target) if row.given_as == "target" else (self._k(spec),)
+        drafter: Drafter = resolve(row.path)(*parts, **options)
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
@@ -179,6 +180,8 @@ class _Makers:
             return block
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
+        elif not row.trees:
+            heads = maker(spec.path, self.target, self._k(spec), **options)
         else:
             from paceline.eagle.tree import parse_draft_tree
 

@@ -106,8 +106,10 @@ class _Builder:
             )
         # If a row's bits depend on the number of rows, every round of an exact generator has the same number.
         self.shape, self.can_fuse = shape, config.fused is not False and isinstance(drafter, TraceableDrafter)
-        if isinstance(drafter, TraceableDrafter) and _on_other_ranks(drafter.state, target):
-            self.can_fuse = False
+        if isinstance(drafter, TraceableDrafter):
+            # An exporter cannot follow changes to one cache through two modules.
+            shared = drafter.state is target.body and target.backend.device_state
+            self.can_fuse = self.can_fuse and not shared and not _on_other_ranks(drafter.state, target)
         self.one_width = config.exact and shape.is_chain and not target.body.kernels.batch_invariant
         self.fixed = verify_width is not None or self.one_width
         # With two graphs a drafter may propose nothing, and every width would need a narrow graph for that.

@@ -131,7 +131,13 @@ class _Checks:
         k = config.max_k if spec.k is None else spec.k
         if row.name in ("model", "pard"):
             return self._model(row, spec, options, k=k)
-        self._check_shape(spec, self._heads(row, spec, options) if row.given_as == "folder" else _text(row, options, k))
+        if row.trees or row.name == "dflash":
+            shape = self._heads(row, spec, options)
+        elif row.given_as == "name":
+            shape = _text(row, options, k)
+        else:
+            shape = self._made_for_target(row, spec, options, k=k)
+        self._check_shape(spec, shape)
         return spec
 
     def _choice(self, spec: DraftSpec) -> DraftSpec:
@@ -184,6 +190,13 @@ class _Checks:
 
             draft_tree = parse_draft_tree(draft_tree, k=k, drawn=self.rule.draft_probs)
         return cast("DraftShape", draft_tree.draft_shape)
+
+    def _made_for_target(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftShape:
+        """The longest chain of a drafter whose class checks the target's configuration, and its own folder."""
+        maker = resolve(row.path)
+        folders = () if spec.path is None else (checkpoint_path(spec.path),)
+        longest: int | None = getattr(maker, "__self__", maker).check(self.target.config, *folders, **options)
+        return DraftShape.chain(longest or k)
 
     def _check_shape(self, spec: DraftSpec, shape: DraftShape | None) -> None:
         if shape is not None:
@@ -248,7 +261,7 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """Return the registry row of a checkpoint, by its config.json.
+    """Return the registry row of a checkpoint, by its config.json: ``model`` unless it is one of heads.
 
     Raises:
         CheckpointError: there is no such folder, or no config.json in it.
@@ -257,16 +270,24 @@ def recognise(path: str) -> str:
     if is_gguf(folder):
         return "model"
     if not folder.is_dir():
-        names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
+        names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as in ("name", "target"))
         raise CheckpointError(f"draft: expected a folder or one of {names}, got {path!r}; correct it")
     fields = read_json_object(folder / "config.json")
     if is_medusa_config(fields):
         return "medusa"
     if is_dflash_config(fields):
         return "dflash"
+    for row in DRAFTERS.values():
+        if any(_has_mark(fields, *mark) for mark in row.marks):
+            return row.name
     if eagle_config.is_eagle_config(fields):
         return "eagle"
     return "pard" if "pard_token" in fields else "model"
+
+
+def _has_mark(fields: Mapping[str, object], key: str, value: object) -> bool:
+    found = fields.get(key)
+    return isinstance(found, int) and found > 0 if value is None else found == value
 
 
 def row_name(spec: DraftSpec) -> str:

@@ -162,7 +162,7 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     if name == CHOICE:
         return _choice(options)
     if name is not None:
-        choosable = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
+        choosable = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "target", "folder")]
         names = [*choosable, CHOICE]
         if name not in names:
             raise ConfigurationError(

@@ -23,8 +23,9 @@ class DrafterRow:
     name       in the grammar of `paceline.draft_spec`, or a name of its kind if it is not in the grammar
     path       its constructor, "module:Class" or "module:Class.method", whose keyword-only parameters are the options
     summary    one line for tables
-    given_as   name: by its name; folder: by a folder, whose kind is detected; vocabulary: by the option of a draft
-               model; list: by several drafters; object: a Python object; process: a separate model with ``draft_of``
+    given_as   name: by its name; target: by its name, and made of the target; folder: by a folder, whose kind is
+               detected; vocabulary: by the option of a draft model; list: by several drafters; object: a Python object;
+               process: a separate model with ``draft_of``
     trees      can propose trees
     draws      can report the probabilities its tokens were sampled from (acceptor="reject")
     fused      can share a graph with the target
@@ -33,12 +34,13 @@ class DrafterRow:
     ladder     which of its drafts have several lengths (k="auto")
     listable   can be in a list
     options    callable that its options are read from, if it is not ``path``
+    marks      keys of the config.json by which its folder is recognised, with their values; None: a number above 0
     """
 
     name: str
     path: str
     summary: str
-    given_as: Literal["name", "folder", "vocabulary", "list", "object", "process"]
+    given_as: Literal["name", "target", "folder", "vocabulary", "list", "object", "process"]
     trees: bool = False
     draws: bool = False
     fused: bool = False
@@ -46,6 +48,7 @@ class DrafterRow:
     ladder: Literal["all", "chains", "none"] = "all"
     listable: bool = True
     options: str = ""
+    marks: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,31 @@ DRAFTERS: dict[str, DrafterRow] = {
             draws=True,
             fused=True,
             listable=False,
+        ),
+        DrafterRow(
+            "mtp",
+            "paceline.draft.mtp:MtpDrafter.from_pretrained",
+            "an MTP layer, of the target's own checkpoint or of speculators",
+            given_as="folder",
+            fused=True,
+            listable=False,
+            marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
+        ),
+        DrafterRow(
+            "mlp_speculator",
+            "paceline.draft.mlp_speculator:MlpSpeculatorDrafter.from_pretrained",
+            "IBM's MLP speculator",
+            given_as="folder",
+            fused=True,
+            listable=False,
+            marks=(("model_type", "mlp_speculator"),),
+        ),
+        DrafterRow(
+            "layerskip",
+            "paceline.draft.layerskip:LayerSkipDrafter",
+            "the target's first layers, with its weights and cache",
+            given_as="target",
+            fused=True,
         ),
         DrafterRow(
             "retokenizing",

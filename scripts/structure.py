@@ -19,7 +19,7 @@ PARTS: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
     "decoder": frozenset({"core", "decoder"}),
     "neuron": frozenset({"core", "decoder", "neuron"}),
-    "draft": frozenset({"core", "decoder", "draft"}),
+    "draft": frozenset({"core", "decoder", "draft", "heads"}),
     "target": frozenset({"core", "decoder", "target"}),
     "heads": frozenset({"core", "decoder", "heads"}),
     "medusa": frozenset({"core", "decoder", "draft.heads", "heads", "medusa"}),

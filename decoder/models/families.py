@@ -149,6 +149,14 @@ _QWEN2 = Family(
     reads={**ACTIVATION, **_QWEN_WINDOWS},
     defaults=_QWEN_DEFAULTS,
 )
+_MIMO = Family(
+    "mimo",
+    "MiMo; its MTP layer drafts",
+    plan=_QWEN2.plan,
+    reads={**ACTIVATION, "qkv_bias": flag("attention_bias", True), **_QWEN_WINDOWS},
+    defaults=_QWEN_DEFAULTS,
+    ignored=r"model\.mtp_layers\..+",  # `paceline.draft.mtp` reads them
+)
 _QWEN3 = Family(
     "qwen3",
     "Qwen3, dense",
@@ -504,6 +512,7 @@ FAMILIES = (
     _QWEN3_MOE,
     _QWEN2,
     _QWEN2_MOE,
+    _MIMO,
     _MISTRAL,
     MIXTRAL,
     _MINISTRAL,

@@ -237,7 +237,8 @@ class Family:
         if plan.embedding_norm:
             specs |= _norm(outer.get("embedding norm", ""), hidden, plan)
         for index in range(config.num_layers):
-            specs |= self._layer(config, index)
+            dense = plan.experts is not None and bool(plan.experts.dense) and plan.experts.dense[index]
+            specs |= self.layer_tensors(config, self.names.layer.format(i=index), dense=dense)
         specs |= _norm(outer["norm"], hidden, plan)
         if not tied:
             specs[head] = table
@@ -256,9 +257,9 @@ class Family:
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
 
-    def _layer(self, config: ModelConfig, index: int) -> dict[str, TensorSpec]:
+    def layer_tensors(self, config: ModelConfig, prefix: str, *, dense: bool = False) -> dict[str, TensorSpec]:
+        """Every tensor of one layer, by its name. ``dense``: it has one MLP in place of experts."""
         plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
-        prefix = self.names.layer.format(i=index)
         inner = {part: prefix + name for part, name in self.names.inner.items()}
         specs = _latent(config, inner) if plan.latent else _attention(config, inner, transposed=turned)
         if plan.norms != "after":
@@ -268,7 +269,7 @@ class Family:
         if plan.norms != "after" and not plan.shared_norm:
             specs |= _norm(inner["mlp norm"], hidden, plan)
         mixture = plan.experts
-        if mixture is None or (mixture.dense and mixture.dense[index]):
+        if mixture is None or dense:
             one = inner if mixture is None else parts(inner, "dense")
             specs |= _mlp(config.intermediate_size, config, one, transposed=turned)
         else:

@@ -70,12 +70,12 @@ class DecoderModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the requested features [b, T, F].
 
-        Changes ``caches`` in place.
+        Changes ``caches`` in place. With the caches of the first layers alone, the others are left out.
         """
         at = place.positions(tokens.shape[1]).clamp(max=self._last)
         hidden = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
         streams = [hidden]
-        for layer, cache, rotation in zip(self.layers, caches, self._rotations(at), strict=True):
+        for layer, cache, rotation in zip(self.layers, caches, self._rotations(at), strict=False):
             hidden = layer(hidden, place, cache, rotation)
             streams.append(hidden)
         hidden = self.norm(hidden)

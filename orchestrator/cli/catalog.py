@@ -53,6 +53,7 @@ def list_rows(
         console.out().print(table)
 
 
+_UNSHOWN = ("path", "options", "marks")
 _IN_BLOCKS = ("drafters", "acceptance rules", "backends")
 """Tables too wide for a terminal of 80 columns: a row is a block of lines there."""
 
@@ -112,7 +113,13 @@ def _example(title: str, row: Mapping[str, object]) -> str:
     given = (
         {}
         if name == "none"
-        else {"name": name, "folder": "DIR", "vocabulary": "DIR --vocabulary retokenize", "list": "ngram --draft DIR"}
+        else {
+            "name": name,
+            "target": name,
+            "folder": "DIR",
+            "vocabulary": "DIR --vocabulary retokenize",
+            "list": "ngram --draft DIR",
+        }
     )
     if name == CHOICE:
         return """--draft 'choice:drafts=["ngram", "suffix"]'"""
@@ -135,10 +142,10 @@ def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, 
     if isinstance(row, Family):
         names = [name for name, one in ARCHITECTURES.items() if row.name in one.families]
         return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names)}
-    values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in ("path", "options")}
+    values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in _UNSHOWN}
     if isinstance(row, BackendRow):
         return {**values, "divided": bool(row.divided)}
-    askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder") or row.name == CHOICE
+    askable = isinstance(row, RuleRow) or row.given_as in ("name", "target", "folder") or row.name == CHOICE
     return {**values, "options": list(options_of(row)) if askable else []}
 
 

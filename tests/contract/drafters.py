@@ -21,6 +21,7 @@ import torch
 from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
 from paceline.draft.choice import ChoiceDrafter
+from paceline.draft.layerskip import LayerSkipDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.pard import PardDrafter
 from paceline.draft.suffix import SuffixDrafter
@@ -37,6 +38,7 @@ from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.block_heads import drafter as block_head
+from tests.draft.random_heads import mlp_speculator, mtp
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import NEWER, PARALLEL, SHARED
 from tests.eagle.heads import drafter as eagle_head
@@ -197,6 +199,18 @@ def _eagle(
     return make
 
 
+def _mtp(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(mtp(home.target, deepest(k)), k)
+
+
+def _mlp_speculator(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k)), k)
+
+
+def _layerskip(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(LayerSkipDrafter(deepest(k), home.target, layers=1), k)
+
+
 def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
     """Behind a socket; the other end is a thread, which saves the time to start a process."""
     address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
@@ -255,6 +269,12 @@ ROWS: dict[str, Row] = {
     "DFlash": Row("dflash", _block("DFlash")),
     "DFlash 2": Row("dflash", _block("DFlash 2")),
     "DSpark": Row("dflash", _block("DSpark")),
+    "MTP": Row("mtp", _mtp),
+    "MLP speculator": Row("mlp_speculator", _mlp_speculator),
+    "LayerSkip": Row("layerskip", _layerskip),
+    "list: ngram, LayerSkip": Row(
+        "fallback", lambda home, k: home.generator(["ngram", ("layerskip:layers=1", deepest(k))], k)
+    ),
     "remote": Row("remote", _remote),
 }
 

@@ -51,7 +51,8 @@ def wanted(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def test_every_family_has_a_case() -> None:
-    assert {kind for kind, _ in FAMILIES.values()} | {"llama"} == set(MODEL_FAMILIES)
+    """transformers has no MiMo: `tests.draft.test_mtp` compares it with a Qwen2 of the same weights."""
+    assert {kind for kind, _ in FAMILIES.values()} | {"llama", "mimo"} == set(MODEL_FAMILIES)
 
 
 @every_family

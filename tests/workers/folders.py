@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 
 from paceline.decoder.models.config import ModelConfig
+from paceline.draft.mlp_speculator import MlpSpeculatorConfig
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig
+from tests.draft.random_heads import random_weights, save_mlp_speculator, save_mtp
 from tests.eagle.heads import PARALLEL, random_head
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
 
 
 def save_heads(target: Path, folder: Path) -> None:
-    """``folder/medusa``, ``folder/eagle`` and ``folder/p-eagle`` for a target. What they propose does not matter."""
+    """Heads of every kind for a target, each in the folder of its row. What they propose does not matter."""
     config = ModelConfig.from_pretrained(target)
     for name in ("medusa", "eagle", "p-eagle"):
         (folder / name).mkdir()
@@ -25,6 +27,10 @@ def save_heads(target: Path, folder: Path) -> None:
     medusa_checkpoint.save(folder / "medusa", sizes, tensors)
     eagle_checkpoint.save(folder / "eagle", random_head(eagle_config(config, 3)))
     eagle_checkpoint.save(folder / "p-eagle", random_head(eagle_config(config, 3, **PARALLEL)))
+    stages = MlpSpeculatorConfig(3, config.hidden_size, 24, config.vocab_size, tied=True, scale_input=True)
+    save_mlp_speculator(folder / "mlp_speculator", stages, random_weights(stages.shapes()))
+    if config.model_type == "qwen3":
+        save_mtp(folder / "mtp", config)
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
@@ -42,4 +48,7 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
         "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
         "medusa": {"path": str(heads / "medusa")},
         "eagle": {"path": str(heads / "eagle"), "k": 2},
+        "mtp": {"path": str(heads / "mtp"), "k": 2},
+        "mlp_speculator": {"path": str(heads / "mlp_speculator"), "k": 2},
+        "layerskip": "layerskip:layers=1,k=2",
     }

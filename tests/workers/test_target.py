@@ -27,7 +27,7 @@ from tests.workers.heard import asked
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
-ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"]
+ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "mtp", "mlp_speculator", "layerskip"]
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
@@ -40,17 +40,19 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
 
 
 def test_every_row_that_a_file_can_name_is_served() -> None:
-    named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")}
+    named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "target", "folder")}
     assert named == {*ROWS} - {"list", "choice"}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp_path: Path, row: str) -> None:
-    save_heads(workshop.checkpoint(), tmp_path)
+    kind = "qwen3" if row == "mtp" else "grouped"
+    target = workshop.checkpoint(kind=kind)
+    save_heads(target, tmp_path)
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
-    host = make_target(settings(workshop.checkpoint(), draft=draft), None)
+    host = make_target(settings(target, draft=draft, n_positions=96), None)
     width = host._generator.drafter.draft_shape.num_draft_tokens + 1
-    plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=width)
+    plain = SpeculativeGenerator(None, fresh(target, batch_size=2), k=0, verify_width=width)
     expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
     texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
     for output in asked(host, "t", PROMPTS, SamplingParams(**SAMPLED)):  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""IBM's MLP speculator (Wertheimer et al., arXiv 2404.19124): a chain of small recurrent stages.
+
+Stage i turns a state and the embedding of the last token into the next state, ``gelu(norm(proj state + c emb token))``,
+and its own output layer turns that into logits. The first state is the target's last hidden state. There is no cache.
+Files: ibm-ai-platform/*-accelerator, ibm-granite/*-accelerator.
+
+Letters: B slots, W tokens of a commit, H width of the target, I of the stages, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import CheckpointError, PairingError
+from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import DecoderOptions
+from paceline.decoder.weights.files import check_finite
+from paceline.decoder.weights.hub import checkpoint_path
+from paceline.draft.heads import DraftHead, HeadDrafter, at_index
+from paceline.heads.checkpoint import check, read
+from paceline.heads.layouts import Keys, MustBe, read_config
+
+_EPS = 1e-6
+_KEYS = Keys(
+    "an MLP speculator",
+    {
+        *("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),
+        *("n_candidates", "top_k_tokens_per_head", "num_lookahead_tokens"),  # of the trees of other programs
+        *("_name_or_path", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"),
+        "hidden_size",  # another name of emb_dim
+    },
+    {"model_type": MustBe(("mlp_speculator",), "it is another kind of head")},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpeculatorConfig:
+    """Sizes of a speculator.
+
+    stages       the most tokens it drafts
+    inner_size   I
+    tied         stages share their weights, but for the first projection
+    scale_input  the target's state is normalised first
+    """
+
+    stages: int
+    hidden_size: int
+    inner_size: int
+    vocab_size: int
+    tied: bool
+    scale_input: bool
+
+    @classmethod
+    def read(cls, folder: Path, target: ModelConfig) -> MlpSpeculatorConfig:
+        """Read a folder's config.json.
+
+        Raises:
+            CheckpointError: it is absent, or a value is wrong.
+            UnknownArchitectureError: a key is not understood.
+            PairingError: it is for another target.
+        """
+        fields = read_config(folder)
+        _KEYS.check(fields)
+        size = fields.integer("emb_dim", fields.integer("hidden_size", 4096))
+        made = cls(
+            stages=fields.integer("n_predict", 3),
+            hidden_size=size,
+            inner_size=fields.integer("inner_dim", 0, minimum=0) or size,
+            vocab_size=fields.integer("vocab_size", 32000),
+            tied=fields.flag("tie_weights", False),
+            scale_input=fields.flag("scale_input", False),
+        )
+        if (made.hidden_size, made.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise PairingError(
+                f"{fields.where}: expected a target of width {made.hidden_size} with {made.vocab_size} ids, got "
+                f"{target.hidden_size} and {target.vocab_size}; use the target that it was trained for"
+            )
+        if made.tied and made.stages == 1:
+            raise CheckpointError(f"{fields.where}: tie_weights: expected false for one stage, got true; correct it")
+        return made
+
+    def stage(self, part: str, index: int) -> str:
+        """The name of a stage's module."""
+        first = min(index, 1 if part == "proj" else 0)
+        return f"{part}.{first if self.tied else index}"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor."""
+        inner, shapes = self.inner_size, dict[str, tuple[int, ...]]()
+        for index in range(self.stages):
+            shapes[f"{self.stage('emb', index)}.weight"] = (self.vocab_size, inner)
+            shapes[f"{self.stage('proj', index)}.weight"] = (inner, inner if index else self.hidden_size)
+            shapes[f"{self.stage('head', index)}.weight"] = (self.vocab_size, inner)
+            for kind in ("weight", "bias"):
+                shapes[f"{self.stage('ln', index)}.{kind}"] = (inner,)
+        return shapes
+
+
+def load(folder: Path, target: ModelConfig) -> tuple[MlpSpeculatorConfig, dict[str, Tensor]]:
+    """Read a folder: sizes, and tensors by the names of `MlpSpeculatorConfig.shapes`.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        PairingError: it is for another target.
+    """
+    config = MlpSpeculatorConfig.read(folder, target)
+    found = {name.removeprefix("speculator."): x for name, x in read(folder).items()}
+    weights = dict(found)
+    for part in ("emb", "proj", "head", "ln") if config.tied else ():
+        for index in range(config.stages):
+            own, kept = f"{part}.{index}", config.stage(part, index)
+            for kind in ("weight", "bias") if own != kept else ():
+                copy = weights.pop(f"{own}.{kind}", None)
+                if copy is not None and not torch.equal(copy, found.get(f"{kept}.{kind}", copy[:0])):
+                    raise CheckpointError(
+                        f"{folder}: expected {own}.{kind} equal to {kept}.{kind}, since tie_weights is true, got "
+                        "another tensor; download the checkpoint again, or correct its config.json"
+                    )
+    check(folder, weights, config.shapes())
+    return config, weights
+
+
+class MlpSpeculatorHead(DraftHead):
+    """All stages. ``weights`` are in the number format of ``options``."""
+
+    reads = FeatureSpec()
+    ones: Tensor
+
+    def __init__(
+        self, config: MlpSpeculatorConfig, weights: Mapping[str, Tensor], *, kernels: Kernels, options: DecoderOptions
+    ) -> None:
+        super().__init__(kernels, options)
+        self.config = config
+        for name, x in weights.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(x.contiguous(), requires_grad=False))
+        self.register_buffer("ones", torch.ones(config.hidden_size))
+        kept = 0.5 ** (0.5 / config.stages)  # the share of the state, whose square is halved over all stages
+        self._added = math.sqrt((1 - kept**2) * config.inner_size / 2) / kept
+
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        return self.seated_rows(sampling, window)
+
+    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
+        return MlpSpeculatorStep(self, k, kind=kind)
+
+    def first(self, state: Tensor) -> Tensor:
+        """The target's state [B, 1, H] -> what the first stage reads."""
+        return self.kernels.norm(state, self.ones, eps=_EPS) / math.sqrt(2) if self.config.scale_input else state
+
+    def stage(self, index: int, state: Tensor, token: Tensor, *, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """state [B, 1, H or I], token [B, 1] int32 -> the next state [B, 1, I], and its logits [B, 1, V]."""
+        added = self.kernels.embed(self._of("emb", index), token) * self._added
+        x = self.kernels.linear(state, self._of("proj", index), real) + added
+        x = self.kernels.norm(x, self._of("ln", index), eps=_EPS) + self._of("ln", index, "bias")
+        state = self.kernels.activate(x.contiguous(), "gelu", gated=False)
+        return state, self.kernels.linear(state, self._of("head", index), real)
+
+    def _of(self, part: str, index: int, kind: str = "weight") -> nn.Parameter:
+        return self.get_parameter(f"{self.config.stage(part, index)}.{kind}".replace(".", "_"))
+
+
+class MlpSpeculatorStep(nn.Module):
+    """Draft ``k`` tokens, each by its stage. ``kind``: of sampling, of the rounds it is for."""
+
+    def __init__(self, head: MlpSpeculatorHead, k: int, *, kind: SamplingKind = "full") -> None:
+        super().__init__()
+        self.head, self._k, self._kind = head, k, kind
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
+    ) -> tuple[Tensor]:
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, H] -> drafts [B, k] int32."""
+        head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
+        real = head.real_rows(sampling, 1)
+        state = head.first(at_index(features, count - 1).contiguous())
+        drafts = [at_index(tokens, count - 1).clamp(min=0, max=head.config.vocab_size - 1)]
+        for index in range(self._k):
+            state, logits = head.stage(index, state, drafts[-1], real=real)
+            position = (first_row + count + index).unsqueeze(1)
+            drafts.append(head.kernels.sample_tokens(logits.contiguous(), position, sampling))
+        return (torch.cat(drafts[1:], 1),)
+
+
+class MlpSpeculatorDrafter(HeadDrafter):
+    """Drafts chains of up to as many tokens as the speculator has stages."""
+
+    head: MlpSpeculatorHead
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int | None = None
+    ) -> MlpSpeculatorDrafter:
+        """Load a speculator for a target.
+
+        path  folder with its config.json and weights, or an id of the Hugging Face hub
+        k     drafted tokens; None, or more than there are stages: one for each stage
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            PairingError: it is for another target.
+        """
+        folder, dtype = checkpoint_path(path), target.options.dtype
+        config, found = load(folder, target.config)
+        weights = {name: check_finite(name, x, dtype, where=folder) for name, x in found.items()}
+        head = MlpSpeculatorHead(config, weights, kernels=target.backend.kernels, options=target.options)
+        return cls(head, target, config.stages if k is None else min(k, config.stages))
+
+    @staticmethod
+    def check(target: ModelConfig, folder: Path) -> int:
+        """Check the config.json; return the most tokens it drafts. Errors as in `from_pretrained`."""
+        return MlpSpeculatorConfig.read(folder, target).stages
+
+    def cache_key(self) -> dict[str, object]:
+        """Facts on which the drafter's graphs depend."""
+        return {"mlp speculator": asdict(self.head.config), "dtype": str(self.head.options.dtype)}

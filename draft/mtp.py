@@ -1,0 +1,278 @@
+"""MTP layers (multi-token prediction) as a head: one layer of the target's family, trained with the target.
+
+The layer reads the target's last hidden state and the embedding of the next token, each normalised, through one
+product. Its normed output gives the logits by the target's output layer, and is the state of the next draft; further
+tokens take the same layer again. Row p of its cache belongs to the pair of the state at p and the token at p + 1.
+
+Layouts: the layer within the target's own checkpoint (MiMo), and folders of the speculators library.
+
+Letters: b lines, n pairs of a call, H width of the target, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import PairingError, UnknownArchitectureError
+from paceline.core.types import FeatureSpec, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.kernels.protocol import CachePosition, Kernels
+from paceline.decoder.models import registry
+from paceline.decoder.models.blueprint import Names
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.layers import Weights
+from paceline.decoder.models.network import DecoderLayer, Part
+from paceline.decoder.models.rope import rope_tables, rotation_at
+from paceline.decoder.options import DecoderOptions
+from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.parallel.sharding import WHOLE, Shard
+from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, whole
+from paceline.decoder.parallel.vocab_part import VocabPart
+from paceline.decoder.weights.files import check_finite
+from paceline.decoder.weights.hub import checkpoint_path
+from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
+from paceline.heads.checkpoint import check, read
+from paceline.heads.layouts import Keys, MustBe, read_config
+
+_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
+"""Tensors of speculators' files that its own readers replace by the target's."""
+
+_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a layer is stored, and in which details it is computed.
+
+    families      ``model_type`` of the targets, whose layer it has
+    prefix        of its tensors
+    hidden_first  the product reads the state before the embedding, not after it
+    masks_first   the embedding of the first pair of a text is zero
+    """
+
+    name: str
+    families: tuple[str, ...]
+    prefix: str
+    hidden_first: bool = False
+    masks_first: bool = False
+
+
+MIMO = Layout("mimo", ("mimo",), "model.mtp_layers.0.", hidden_first=True, masks_first=True)
+SPECULATORS = Layout("speculators", ("qwen3",), "mtp_layers.0.")
+_SPECULATORS_KEYS = Keys(
+    "an MTP head",
+    {
+        *("transformer_layer_config", "speculators_config", "speculators_version", "architectures", "auto_map"),
+        *("torch_dtype", "dtype", "transformers_version", "_name_or_path", "has_no_defaults_at_init"),
+        "tie_word_embeddings",  # the target's tables are used
+    },
+    {
+        "speculators_model_type": MustBe(("mtp",), "it is another kind of head"),
+        "model_type": MustBe(("speculator_model", "mtp"), "it is another kind of model"),
+        "num_nextn_predict_layers": MustBe((1,), "only one layer is read"),
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """One layer: ``layer`` has its sizes and options."""
+
+    layout: Layout
+    layer: ModelConfig
+
+    @classmethod
+    def read(cls, folder: Path, target: ModelConfig) -> MtpConfig:
+        """Read the config.json of a head, or of a target with MTP layers.
+
+        Raises:
+            CheckpointError: it is absent, or a value is wrong.
+            UnknownArchitectureError: it has several layers, sliding windows, or a key that is not understood.
+            PairingError: it is for another target.
+        """
+        fields = read_config(folder)
+        if "speculators_model_type" in fields.values:
+            layout, layer = SPECULATORS, cls._speculators(fields)
+        else:
+            layout, layer = MIMO, ModelConfig.from_pretrained(folder)
+            key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in fields.values else "num_mtp_layers"
+            if fields.integer(key) != 1:
+                raise UnknownArchitectureError(
+                    f"{fields.where}: {key}: expected 1, got {fields.integer(key)}, and only one layer is read; use "
+                    "another drafter"
+                )
+        if layer.model_type not in layout.families:
+            raise UnknownArchitectureError(
+                f"{fields.where}: model_type: expected one of {', '.join(layout.families)} for MTP layers in this "
+                f"layout, got {layer.model_type!r}; use another drafter"
+            )
+        if any(layer.blueprint.windows):
+            raise UnknownArchitectureError(
+                f"{fields.where}: expected an MTP layer that sees all positions, got sliding windows; use another "
+                "drafter"
+            )
+        for name in ("model_type", "hidden_size", "vocab_size"):
+            if getattr(layer, name) != getattr(target, name):
+                raise PairingError(
+                    f"{fields.where}: {name}: expected the target's {getattr(target, name)}, got "
+                    f"{getattr(layer, name)}; use the target that the head was trained for"
+                )
+        return cls(layout, replace(layer, blueprint=replace(layer.blueprint, windows=())))
+
+    @classmethod
+    def _speculators(cls, fields: Fields) -> ModelConfig:
+        _SPECULATORS_KEYS.check(fields)
+        inner = fields.child("transformer_layer_config")
+        if inner is None:
+            raise UnknownArchitectureError(
+                f"{fields.where}: expected the key transformer_layer_config, got none; download the checkpoint again"
+            )
+        return ModelConfig.from_fields(inner)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor, without the prefix."""
+        size = self.layer.hidden_size
+        family = registry.family(self.layer.model_type)
+        return {
+            **{f"{name}.weight": (size,) for name in _NORMS},
+            "input_proj.weight": (size, 2 * size),
+            **{name: spec.shape for name, spec in family.layer_tensors(self.layer, "").items()},
+        }
+
+
+def load(folder: Path, target: ModelConfig) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.shapes`.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        PairingError: it is for another target.
+    """
+    config = MtpConfig.read(folder, target)
+    prefix, of_target = config.layout.prefix, config.layout is MIMO
+
+    def wanted(name: str) -> bool:
+        return name.startswith(prefix) if of_target else name not in _COPIES
+
+    weights = {name.removeprefix(prefix): x for name, x in read(folder, wanted=wanted).items()}
+    check(folder, weights, config.shapes())
+    return config, weights
+
+
+class MtpHead(AutoregressiveHead):
+    """The layer with its cache. ``lent``: the target's embedding and output layer, not copied."""
+
+    reads = FeatureSpec()
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    ids: Tensor
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        lent: SharedHead,
+        kernels: Kernels,
+        options: DecoderOptions,
+    ) -> None:
+        super().__init__(kernels, options)
+        layer, own = config.layer, Weights(weights)
+        names = registry.family(layer.model_type).names
+        part = Part(
+            Shard(layer, WHOLE, 0), kernels, SingleRank(), Names(names.outer, "", names.inner, names.transposed)
+        )
+        self.config, self._group = config, lent.group
+        self.embedding, self.output = lent.embedding, lent.head
+        self.token_norm, self.hidden_norm, self.norm = (part.norm(own, name) for name in _NORMS)
+        self.fuse = nn.Parameter(torch.as_tensor(own.pop("input_proj.weight")).contiguous(), requires_grad=False)
+        self.layer = DecoderLayer(part, own, 0)
+        assert not own, "`load` has checked the names"
+        cos, sin = rope_tables(layer.rope, layer.rotated, options.n_positions)
+        keys, values = self.allocate_cache(layer.num_kv_heads, layer.head_dim)
+        none = lent.ids[:0]  # only a sharded target's tables need their ids
+        rows = lent.ids if lent.group.degree > 1 else none
+        buffers = {"cos": cos, "sin": sin, "keys": keys, "values": values, "rows": rows}
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.register_buffer("ids", lent.ids)
+
+    def caches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.keys, self.values)]
+
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        return None if self._group.degree > 1 else self.seated_rows(sampling, window)
+
+    def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
+        assert features is not None, "`reads` asks for them"
+        return self.norm(at_index(self._pairs(tokens, features, place), last).contiguous())  # type: ignore[no-any-return]
+
+    def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
+        return self.norm(self._pairs(token, hidden, place))  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return whole(self.kernels.linear(hidden, self.output), self.config.layer.vocab_size, self._group)
+
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+        part = VocabPart(self.ids, self.config.layer.vocab_size, self._group)
+        scores = self.kernels.linear(hidden, self.output, self.real_rows(sampling, hidden.shape[1]))
+        return choose(scores.contiguous(), positions, sampling, part=part, kernels=self.kernels)
+
+    def _pairs(self, tokens: Tensor, states: Tensor, place: CachePosition) -> Tensor:
+        """tokens [b, n] int32, states [b, n, H] -> the layer's output [b, n, H], before its last norm."""
+        positions = place.positions(tokens.shape[1])
+        inputs = embedded(tokens, self.embedding, self.rows, group=self._group, kernels=self.kernels)
+        if self.config.layout.masks_first:
+            inputs = torch.where((positions > 0).unsqueeze(-1), inputs, 0.0)
+        pair = [self.token_norm(inputs), self.hidden_norm(states.contiguous())]
+        both = torch.cat(pair[::-1] if self.config.layout.hidden_first else pair, -1)
+        at = positions.clamp(max=self.cos.shape[0] - 1)
+        rotation = rotation_at(at, self.cos, self.sin, kernels=self.kernels)
+        fused = self.kernels.linear(both, self.fuse, place.real)
+        return self.layer(fused, place, (self.keys, self.values), rotation)  # type: ignore[no-any-return]
+
+
+class MtpDrafter(HeadDrafter):
+    """Drafts chains of ``k`` tokens with one MTP layer."""
+
+    head: MtpHead
+
+    def __init__(self, head: MtpHead, target: CompiledDecoder, k: int) -> None:
+        super().__init__(head, target, k)
+        self.max_positions = min(target.n_positions, head.config.layer.max_position_embeddings)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int = 4) -> MtpDrafter:
+        """Load a layer for a target.
+
+        path  the target's own folder, if it holds the layer, or a folder of the speculators library; or an id of the
+              Hugging Face hub
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            PairingError: it is for another target.
+        """
+        folder, dtype = checkpoint_path(path), target.options.dtype
+        config, found = load(folder, target.config)
+        weights = {name: check_finite(name, x, dtype, where=folder) for name, x in found.items()}
+        kernels, options = target.backend.kernels, target.options
+        return cls(MtpHead(config, weights, lent=target.body.lent, kernels=kernels, options=options), target, k)
+
+    @staticmethod
+    def check(target: ModelConfig, folder: Path) -> None:
+        """Check the config.json; errors as in `from_pretrained`. -> None, for no limit to the length of drafts"""
+        MtpConfig.read(folder, target)
+
+    def cache_key(self) -> dict[str, object]:
+        """Facts on which the drafter's graphs depend."""
+        config, options = self.head.config, self.head.options
+        return {"mtp": config.layout.name, "layer": config.layer.to_dict(), "dtype": str(options.dtype)}

@@ -1,0 +1,161 @@
+"""Random MTP layers and MLP speculators for any target, and rounds as a plain loop counts them; no tests in here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.config import ModelConfig
+from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorDrafter
+from paceline.draft.mtp import SPECULATORS, Layout, MtpConfig, MtpDrafter, MtpHead
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], *, seed: int = 1) -> dict[str, Tensor]:
+    """Values that are neither zero nor one anywhere, so that no mix-up is hidden."""
+    torch.manual_seed(seed)
+    return {
+        name: torch.randn(shape) * (0.3 if len(shape) > 1 else 0.2) + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def mtp_config(hidden_size: int, vocab_size: int, layout: Layout = SPECULATORS) -> MtpConfig:
+    """A small layer of the layout's family."""
+    fields = {
+        "model_type": layout.families[0],
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
+    return MtpConfig(layout, ModelConfig.from_fields(Fields(fields, "a random layer")))
+
+
+def mtp(target: SamplingDecoder, k: int, layout: Layout = SPECULATORS) -> MtpDrafter:
+    """A drafter with a random layer."""
+    made = mtp_config(target.config.hidden_size, target.config.vocab_size, layout)
+    weights = {name: x.to(target.options.dtype) for name, x in random_weights(made.shapes()).items()}
+    head = MtpHead(made, weights, lent=target.body.lent, kernels=target.backend.kernels, options=target.options)
+    return MtpDrafter(head, target, k)
+
+
+def mlp_speculator(
+    folder: Path, target: SamplingDecoder, k: int, *, tied: bool = False, scale_input: bool = True
+) -> MlpSpeculatorDrafter:
+    """A drafter with random stages, through the disk, under the names of published files."""
+    sizes = MlpSpeculatorConfig(
+        max(k, 2), target.config.hidden_size, 24, target.config.vocab_size, tied=tied, scale_input=scale_input
+    )
+    weights = random_weights(sizes.shapes())
+    for name in weights:
+        if name.startswith("head"):
+            weights[name][FREQUENT:] *= 0.05
+    save_mlp_speculator(folder, sizes, weights)
+    return MlpSpeculatorDrafter.from_pretrained(folder, target, k)
+
+
+def save_mlp_speculator(folder: Path, sizes: MlpSpeculatorConfig, weights: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "emb_dim": sizes.hidden_size,
+        "inner_dim": sizes.inner_size,
+        "model_type": "mlp_speculator",
+        "n_candidates": 5,
+        "n_predict": sizes.stages,
+        "scale_input": sizes.scale_input,
+        "tie_weights": sizes.tied,
+        "top_k_tokens_per_head": [1] * sizes.stages,
+        "torch_dtype": "float16",
+        "vocab_size": sizes.vocab_size,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({f"speculator.{name}": x for name, x in weights.items()}, folder / "model.safetensors")
+
+
+def save_mtp(folder: Path, target: ModelConfig) -> dict[str, Tensor]:
+    """Write a random layer for a Qwen3 as the speculators library does; return its tensors without their prefix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layer = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "layer_types": ["full_attention"] * target.num_layers,
+        "max_position_embeddings": target.max_position_embeddings,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": target.num_heads,
+        "num_hidden_layers": target.num_layers,
+        "num_key_value_heads": target.num_kv_heads,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_parameters": {"rope_theta": target.rope.theta, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": target.vocab_size,
+    }
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "auto_map": {"": "config.MTPSpeculatorConfig"},
+        "dtype": "float32",
+        "num_nextn_predict_layers": 1,
+        "speculators_config": {"algorithm": "mtp", "proposal_methods": [{"speculative_tokens": 3}]},
+        "speculators_model_type": "mtp",
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "transformers_version": "5.19.0",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = random_weights(MtpConfig.read(folder, target).shapes())
+    copies = {"verifier_lm_head.weight": torch.zeros(target.vocab_size, target.hidden_size)}
+    save_file({**{SPECULATORS.prefix + name: x for name, x in weights.items()}, **copies}, folder / "model.safetensors")
+    return weights
+
+
+FREQUENT = 6
+"""Ids that a target of `save_narrowed` writes nearly always, so that random heads are right now and then."""
+
+
+def save_narrowed(source: Path, folder: Path, more: dict[str, Tensor] | None = None, **config: object) -> Path:
+    """Copy a checkpoint, with an output layer that prefers a few ids, more tensors, and other keys of a config.json."""
+    folder.mkdir(parents=True)
+    fields = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, **config}))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"][FREQUENT:] *= 0.05
+    save_file({**tensors, **(more or {})}, folder / "model.safetensors")
+    return folder
+
+
+def simulated_rounds(text: list[int], begin: int, k: int, draft: Callable[[list[int]], list[int]]) -> list[int]:
+    """Accepted drafts of each round of a text whose first ``begin`` tokens are known, while k more are known."""
+    accepted = []
+    while begin + k <= len(text):
+        drafted = draft(text[:begin])
+        right = next((i for i, token in enumerate(drafted) if token != text[begin + i]), k)
+        accepted.append(right)
+        begin += right + 1
+    return accepted
+
+
+def rounds(generator: SpeculativeGenerator, prompt: list[int], new: int) -> tuple[list[int], list[int]]:
+    """A greedy text, and the accepted drafts of each of its rounds."""
+    outputs = list(generator.stream([prompt], max_new_tokens=new))
+    text = [*prompt, *(token for output in outputs for token in output.tokens)]
+    return text, [output.accepted for output in outputs if output.index == 0][1:]

@@ -1,0 +1,192 @@
+"""MTP layers as heads: compared with transformers' `MtpModel`, and with targets whose checkpoints hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from paceline import AutoDrafter, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import CheckpointError, MissingWeightsError, PairingError, UnknownArchitectureError
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.steps import prefill
+from paceline.draft.mtp import MIMO, MtpConfig, MtpDrafter
+from tests.decoder.tiny import Workshop, fresh
+from tests.draft.random_heads import random_weights, rounds, save_mtp, save_narrowed, simulated_rounds
+
+PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
+SAMPLINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8, "seed": 11}]
+_NAMES = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "post_norm",
+}
+
+
+def mimo(workshop: Workshop, folder: Path) -> dict[str, Tensor]:
+    """Make a Qwen2 checkpoint a MiMo with a random MTP layer; return the layer's tensors without their prefix."""
+    source = workshop.checkpoint(kind="qwen2")
+    named = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
+    sizes = ModelConfig.from_pretrained(source)
+    weights = random_weights(MtpConfig(MIMO, replace(sizes, model_type="mimo")).shapes())
+    tensors = {MIMO.prefix + name: x for name, x in weights.items()}
+    save_narrowed(source, folder, tensors, **named, num_nextn_predict_layers=1)
+    return weights
+
+
+class Oracle:
+    """transformers' own layer over whole sequences, without a cache."""
+
+    def __init__(self, model: PreTrainedModel, weights: dict[str, Tensor], *, of_mimo: bool) -> None:
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+        model.config.mtp_hidden_states_first = of_mimo
+        self.model, self.of_mimo, self.mtp = model, of_mimo, MtpModel(model, 1).eval()
+        named = {}
+        for name, x in weights.items():
+            module, _, kind = name.rpartition(".")
+            named[f"layers.0.{_NAMES.get(module, f'mtp_block.{module}')}.{kind}"] = x
+        missing, surplus = self.mtp.load_state_dict(named, strict=False)
+        assert not surplus and all(not name.startswith("layers") for name in missing)
+
+    @torch.inference_mode()
+    def states(self, text: list[int]) -> Tensor:
+        """The target's last hidden states, [n, H]."""
+        return self.model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def pairs(self, tokens: list[int], states: Tensor) -> Tensor:
+        """tokens [n], states [n, H] -> the layer's output [n, H]."""
+        embeds = self.mtp.embed_tokens(torch.tensor([tokens])).clone()
+        if self.of_mimo:
+            embeds[:, 0] = 0
+        at, cache = torch.arange(len(tokens)).unsqueeze(0), MtpCache(config=self.model.config.get_mtp_config())
+        return self.mtp.forward_layer(0, states.unsqueeze(0), at, cache, inputs_embeds=embeds)[0]
+
+    @torch.inference_mode()
+    def drafted(self, text: list[int], k: int) -> tuple[list[int], list[Tensor]]:
+        """Drafts that follow a text, and their logits; the target has not read its last token."""
+        tokens, states = text[1:], self.states(text[:-1])
+        drafts: list[int] = []
+        logits: list[Tensor] = []
+        for _ in range(k):
+            last = self.pairs(tokens, states)[-1:]
+            logits.append(self.model.lm_head(last)[0])
+            drafts.append(int(logits[-1].argmax()))
+            tokens, states = [*tokens, drafts[-1]], torch.cat([states, last])
+        return drafts, logits
+
+
+Made = tuple[SamplingDecoder, Callable[..., MtpDrafter], Oracle]
+
+
+@pytest.fixture(params=["qwen3", "mimo"])
+def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path) -> Made:
+    """A target, its drafter of a length through the disk, and what transformers computes."""
+    source = workshop.checkpoint(kind="qwen2" if request.param == "mimo" else "qwen3")
+    folder, model = tmp_path / "target", save_narrowed(source, tmp_path / "for transformers")
+    if request.param == "mimo":
+        weights = mimo(workshop, folder)
+        target = fresh(folder, batch_size=4)
+    else:
+        target = fresh(save_narrowed(source, folder), batch_size=4)
+        weights = save_mtp(folder := tmp_path / "head", target.config)
+    network = (Qwen2ForCausalLM if request.param == "mimo" else Qwen3ForCausalLM).from_pretrained(model).eval()
+    oracle = Oracle(network, weights, of_mimo=request.param == "mimo")
+    return target, lambda k=3: AutoDrafter.from_pretrained(folder, target, k=k), oracle  # type: ignore[return-value]
+
+
+def test_the_target_is_a_qwen2(workshop: Workshop, tmp_path: Path) -> None:
+    mimo(workshop, tmp_path / "mimo")
+    model = Qwen2ForCausalLM.from_pretrained(
+        save_narrowed(workshop.checkpoint(kind="qwen2"), tmp_path / "qwen2")
+    ).eval()
+    logits, _ = prefill(fresh(tmp_path / "mimo"), 0, PROMPTS[0])
+    with torch.inference_mode():
+        assert torch.allclose(logits[0, 0], model(torch.tensor(PROMPTS[:1])).logits[0, -1], atol=1e-4)
+
+
+def test_logits_are_those_of_transformers_step_by_step(made: Made) -> None:
+    target, drafter, oracle = made
+    text = PROMPTS[2]
+    drafts, wanted = oracle.drafted(text, 4)
+    head, states = drafter().head, oracle.states(text[:-1])
+    numbers = [torch.tensor([n], dtype=torch.int32) for n in (0, len(text) - 2)]
+    place = head.place(numbers[0], len(text) - 1, target.bucket_for(64))
+    hidden = head.read(torch.tensor([text[1:]]).int(), states.unsqueeze(0), place, last=numbers[1])
+    for index, (token, logits) in enumerate(zip(drafts, wanted, strict=True)):
+        assert torch.allclose(head.logits(hidden)[0, 0], logits, atol=1e-4)
+        place = head.place(numbers[1] + 1 + index, 1, target.bucket_for(64))
+        hidden = head.next(torch.tensor([[token]]).int(), hidden, place)
+
+
+def test_rounds_are_those_of_a_simulation(made: Made) -> None:
+    target, drafter, oracle = made
+    text, accepted = rounds(SpeculativeGenerator(drafter(), target), PROMPTS[0], 40)
+    expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
+    assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
+
+
+def test_no_token_changes(made: Made) -> None:
+    target, drafter, _ = made
+    for sampling in SAMPLINGS:
+        for prompts in (PROMPTS[:1], PROMPTS):
+            wanted, found = target.sample(prompts, max_new_tokens=24, **sampling), []
+            for fused in (True, False):
+                generator = SpeculativeGenerator(drafter(), target, fused=fused)
+                assert torch.equal(generator.sample(prompts, max_new_tokens=24, **sampling), wanted)
+                found.append(generator.statistics.num_accepted_tokens_per_pos)
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"num_nextn_predict_layers": 2}, UnknownArchitectureError, "num_nextn_predict_layers: expected 1, got 2"),
+        ({"hidden_layernorm_type": "x"}, UnknownArchitectureError, "'hidden_layernorm_type' is not a known setting"),
+        ({"transformer_layer_config": None}, UnknownArchitectureError, "expected the key transformer_layer_config"),
+        ({"model_type": "llama"}, UnknownArchitectureError, "model_type: expected one of qwen3 for MTP layers"),
+        ({"model_type": "qwen3_next"}, UnknownArchitectureError, "got 'qwen3_next'"),
+        ({"hidden_size": 64}, PairingError, "hidden_size: expected the target's 32, got 64"),
+        ({"rope_interleaved": True}, UnknownArchitectureError, "rope_interleaved: expected False"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            UnknownArchitectureError,
+            "sliding",
+        ),
+        ({"intermediate_size": 44}, CheckpointError, "mlp.gate_proj.weight: expected shape"),
+        ({"attention_bias": True}, MissingWeightsError, "self_attn.k_proj.bias"),
+    ],
+)
+def test_what_would_change_the_head_is_refused_by_name(
+    workshop: Workshop, tmp_path: Path, changes: dict[str, object], error: type[Exception], said: str
+) -> None:
+    target = workshop.decoder(kind="qwen3")
+    save_mtp(tmp_path, target.config)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    inside = layer if changes.keys() <= {*layer, "rope_interleaved"} else config
+    inside.update(changes)
+    if "use_sliding_window" in changes:
+        del layer["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=said):
+        AutoDrafter.from_pretrained(tmp_path, target, k=2)
+
+
+def test_a_target_with_several_layers_is_refused_before_it_drafts_wrong(workshop: Workshop, tmp_path: Path) -> None:
+    mimo(workshop, folder := tmp_path / "mimo")
+    target = fresh(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 3}))
+    with pytest.raises(UnknownArchitectureError, match="num_nextn_predict_layers: expected 1, got 3"):
+        SpeculativeGenerator(str(folder), target, k=2)
