@@ -27,8 +27,8 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.blueprint import Names
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Weights
-from paceline.decoder.models.network import DecoderLayer, Part
+from paceline.decoder.models.layers import Part, Weights
+from paceline.decoder.models.network import DecoderLayer
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import SingleRank
