@@ -73,7 +73,7 @@ class TargetText:
         for first in range(len(pieces)):
             committed = [*chain(*(ids for ids, _ in pieces[first:])), *self._unfinished]
             ids = self._encode("".join(piece for _, piece in pieces[first:]) + text)
-            if ids[: len(committed)] == committed:
+            if ids[: len(committed)] == committed and (len(ids) > len(committed) or not text):
                 return ids[len(committed) :]
         ids = self._encode(text)
         if ids[: len(self._unfinished)] != self._unfinished:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -122,6 +122,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it() -> None:
 
 
 @settings(max_examples=200)
+@example(text="  ", cut=1, marked=True, fine=False)  # the first space of a text is lost
 @given(
     text=st.text("achet \u00e9\u65e5", max_size=40), cut=st.integers(0, 60), marked=st.booleans(), fine=st.booleans()
 )
