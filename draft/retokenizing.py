@@ -73,14 +73,18 @@ class TargetText:
         for first in range(len(pieces)):
             committed = [*chain(*(ids for ids, _ in pieces[first:])), *self._unfinished]
             ids = self._encode("".join(piece for _, piece in pieces[first:]) + text)
-            if ids[: len(committed)] == committed and (len(ids) > len(committed) or not text):
+            if ids[: len(committed)] == committed and self._adds(committed, ids[len(committed) :], text):
                 return ids[len(committed) :]
         ids = self._encode(text)
         if ids[: len(self._unfinished)] != self._unfinished:
             return None
         last = [] if not pieces else pieces[-1][0]
-        both = plain_text(self._tokenizer, [*last, *ids])
-        return ids[len(self._unfinished) :] if both == plain_text(self._tokenizer, last) + text else None
+        return ids[len(self._unfinished) :] if self._adds(last, ids, text) else None
+
+    def _adds(self, committed: list[int], ids: list[int], text: str) -> bool:
+        """Whether ``ids`` add ``text``: a tokenizer may lose the first space of a text."""
+        before = plain_text(self._tokenizer, committed)
+        return plain_text(self._tokenizer, [*committed, *ids]) == before + text
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
