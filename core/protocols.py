@@ -257,26 +257,13 @@ class HostText(Protocol):
     output_scores  whether the log-probability of each token in its processed logits is reported
     """
 
-    @property
-    def text(self) -> list[int]: ...
-
-    @property
-    def prompt_length(self) -> int: ...
-
-    @property
-    def processing(self) -> TextProcessing | None: ...
-
-    @property
-    def num_logprobs(self) -> int | None: ...
-
-    @property
-    def num_prompt_logprobs(self) -> int | None: ...
-
-    @property
-    def output_scores(self) -> bool: ...
-
-    @property
-    def prediction(self) -> Sequence[int]: ...
+    text: list[int]
+    prompt_length: int
+    processing: TextProcessing | None
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    prediction: Sequence[int]
+    output_scores: bool
 
     def append(self, token: int) -> object:
         """Add a token; return something true if the sequence stops with it."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.config import VOCABULARIES
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.decoder.json_fields import read_json_object
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 LEAST_SHARED = 0.05
 """Minimum share of the target's tokens in common. With fewer, nearly no draft would be accepted."""
-
-
-KINDS = ("same", "intersection", "retokenize")
 
 
 def check(draft: Loadable | CompiledDecoder, target: Loadable | CompiledDecoder, kind: object = "same") -> None:
@@ -57,9 +55,9 @@ def between(
     from paceline.draft.retokenizing import TokenizerPair
     from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 
-    if not isinstance(kind, TokenizerPair) and kind not in KINDS:
+    if not isinstance(kind, TokenizerPair) and kind not in VOCABULARIES:
         raise ConfigurationError(
-            f"vocabulary: expected {', '.join(map(repr, KINDS))}, or TokenizerPair(target=..., draft=...), got "
+            f"vocabulary: expected {', '.join(map(repr, VOCABULARIES))}, or TokenizerPair(target=..., draft=...), got "
             f"{kind!r}; use one of them"
         )
     check(draft, target, kind)

@@ -83,10 +83,10 @@ def compile_graphs(
                 finish(steps.prefill_in_chunks(target, 0, [0] * size, start=start, reads=reads, each=_unread))
             for used, rows in product(fills(decoders), lengths(target)):
                 most = RoundLimits([shape.max_accept] * slots, rows, used_slots=used)
-                for seldom in (rounds.plan_for("on_host"), rounds.plan_for("predicted")):
+                for seldom in (rounds.on_host, rounds.predicted):
                     if seldom is not None:
-                        rounds(commit, batch.sampling, most, plan=seldom)
-                        _verify_both(seldom.verifier, commit, sampling=batch.sampling, limits=most)
+                        rounds(commit, batch.sampling, most, plan=seldom())
+                        _verify_both(seldom().verifier, commit, sampling=batch.sampling, limits=most)
             for draft, rows in product(decoders[1:], (1, width)):  # a draft model's choice from processed logits
                 for bucket in draft.kv_buckets:
                     steps.window(draft, torch.zeros(slots, rows, dtype=torch.int32), commit.count, bucket=bucket)

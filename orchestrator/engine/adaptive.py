@@ -114,7 +114,6 @@ class Exploration:
 ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
 
 
-@dataclass(slots=True)
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
@@ -126,28 +125,22 @@ class DraftLengthController:
     that has become useful is soon used. ``rounds``: number of rounds of the last choice.
     """
 
-    draft_lengths: tuple[int, ...]
-    rounds: int = field(init=False, default=1)
-    _hits: list[float] = field(init=False)
-    _tries: list[float] = field(init=False)
-    _step_times: StepTimes = field(init=False, default_factory=StepTimes)
-    _exploration: Exploration = field(init=False, default_factory=Exploration)
-    _length: int = field(init=False)
-    _recorded: list[tuple[int, list[int], list[int], float | None]] = field(init=False, default_factory=list)
-    _settled: bool = field(init=False, default=False)
-    _idle: int = field(init=False, default=0)
-    _pause: int = field(init=False, default=PROBE_AFTER[0])
+    def __init__(self, draft_lengths: tuple[int, ...]) -> None:
+        self.draft_lengths = draft_lengths
+        self._hits, self._tries = [0.0] * draft_lengths[-1], [0.0] * draft_lengths[-1]
+        self._begin()
 
-    def __post_init__(self) -> None:
-        self._hits, self._tries = [0.0] * self.draft_lengths[-1], [0.0] * self.draft_lengths[-1]
-        self._length = self.draft_lengths[-1]
+    def _begin(self) -> None:
+        """Forget the times and the choice, but not the acceptance statistics."""
+        self.rounds, self._length, self._settled = 1, self.draft_lengths[-1], False
+        self._step_times, self._exploration = StepTimes(), Exploration()
+        self._recorded: list[tuple[int, list[int], list[int], float | None]] = []
+        self._idle, self._pause = 0, PROBE_AFTER[0]
 
     def sibling(self: ControllerSelf) -> ControllerSelf:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
         sibling = copy.copy(self)
-        sibling._step_times, sibling._exploration, sibling._recorded = StepTimes(), Exploration(), []
-        sibling._length, sibling._settled, sibling.rounds = self.draft_lengths[-1], False, 1
-        sibling._idle, sibling._pause = 0, PROBE_AFTER[0]
+        sibling._begin()
         return sibling
 
     def choose(self, deepest: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RequestError
-from paceline.core.protocols import Reading
+from paceline.core.protocols import Reading, TextProcessing
 from paceline.core.sampling import IDLE_ROW, sampling_tensors, widest
 from paceline.core.types import (
     IDLE,
@@ -68,10 +68,13 @@ class Slot(StopChecker):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request.stopping, request.prompt)
-        self.request, self.prompt_length, self.prediction = request, len(request.prompt), request.prediction
+        self.request, self.prompt_length = request, len(request.prompt)
         self.num_logprobs, self.num_prompt_logprobs = request.num_logprobs, request.num_prompt_logprobs
         self.output_scores = request.output_scores
-        self.processing = None if request.rules is None else RowProcessing(request.rules, self.prompt_length)
+        self.prediction: Sequence[int] = request.prediction
+        self.processing: TextProcessing | None = None
+        if request.rules is not None:
+            self.processing = RowProcessing(request.rules, self.prompt_length)
         self.sampling = sampling_tensors([request.sampling])
         self.error: RequestError | None = None
         self.kind: SamplingKind | None = None

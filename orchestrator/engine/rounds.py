@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -64,8 +65,8 @@ class Rounds:
     slots      the request of every slot, or None; shared with the engine
     pace       chooses the draft length in every round; None = there is one
     rest       several plain steps, in place of length 0 while every sequence has positions for them
-    on_host    makes the plan for batches in which a request is decided on the host
-    predicted  makes the plan for batches in which a request has a prediction; None = none may
+    on_host    makes the plan for batches in which a request is decided on the host, at its first call; None = none may
+    predicted  the same for batches in which a request has a prediction
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Rounds:
         self.drafter, self.plans, self.rest, self._slots, self._pace = drafter, dict(plans), rest, slots, pace
         self._usual = next(reversed(self.plans.values()))
         self.verifier = self._usual.verifier  # any: prefill, finish and moves are the same for all
-        self._make = {"on_host": on_host, "predicted": predicted}
-        self._made: dict[str, RoundPlan] = {}
+        self.on_host = None if on_host is None else cache(on_host)
+        self.predicted = None if predicted is None else cache(predicted)
         self._special: RoundPlan | None = None  # while some request needs it
         self._seated: set[int] = set()  # slots that take part in rounds
         self._behind = True  # the drafter may have commits to read before a fused round
@@ -124,20 +125,13 @@ class Rounds:
         if self._pace is not None:
             self._pace.move(slot, to)
 
-    def plan_for(self, needs: str) -> RoundPlan | None:
-        """The plan for requests that are "on_host" or "predicted", where they may be."""
-        make = self._make[needs]
-        if needs not in self._made and make is not None:
-            self._made[needs] = make()
-        return self._made.get(needs)
-
     def _requests_changed(self) -> None:
         requests = [slot.request for slot in self._slots if slot is not None]
         self._special = None
         if any(request.on_host for request in requests):
-            self._special = self.plan_for("on_host")
+            self._special = None if self.on_host is None else self.on_host()
         elif any(request.prediction for request in requests):
-            self._special = self.plan_for("predicted")
+            self._special = None if self.predicted is None else self.predicted()
 
     # ---- rounds
 

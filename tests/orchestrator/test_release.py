@@ -12,7 +12,6 @@ from torch import Tensor
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.protocols import Drafter
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.engine.rounds import Rounds
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableDecoder, near, table
 
@@ -115,8 +114,6 @@ def test_the_host_verifier_forgets_texts_and_scores() -> None:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
     one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    rounds = one.engine.rounds
-    assert isinstance(rounds, Rounds)
-    plan = rounds.plan_for("on_host")
-    assert plan is not None and isinstance(plan.verifier, HostVerifier)
-    assert plan.verifier.scores is None and one.engine.slots == [None, None]
+    assert one.engine.rounds.on_host is not None
+    verifier = one.engine.rounds.on_host().verifier
+    assert isinstance(verifier, HostVerifier) and verifier.scores is None and one.engine.slots == [None, None]
