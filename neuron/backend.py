@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
-from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
@@ -33,7 +33,7 @@ from paceline.neuron.lowering import Lowered, lower, state_of
 from paceline.neuron.noise_record import ChecksNoise
 
 
-class NeuronBackend(ChecksNoise):
+class NeuronBackend(ChecksNoise, Backend):
     """Graphs on the first NeuronCores that this process sees, one per rank of the model."""
 
     name = "neuron"
@@ -50,9 +50,6 @@ class NeuronBackend(ChecksNoise):
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
         self._folders: dict[Path, None] = {}  # folders of this decoder's graphs, in order of creation or loading
-
-    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
-        return requested
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Trace, and compile unless the graph is in the cache. The device loads it at its first call.
@@ -109,9 +106,6 @@ class NeuronBackend(ChecksNoise):
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """Register the other ranks' tensors in place of rank 0's."""
         self._chip.names.divide(first, others)
-
-    def close(self) -> None:
-        """Do nothing: the process holds its cores until it ends."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy every graph of this decoder."""

@@ -243,12 +243,15 @@ class _Rows:
 
 
 def sample_tokens(
-    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int = noise.TARGET
+    logits: Tensor,
+    positions: Tensor,
+    sampling: SamplingTensors,
+    *,
+    stream: int = noise.TARGET,
+    part: VocabPart | None = None,
 ) -> Tensor:
-    """Sample tokens from logits of this rank's ids, as `paceline.core.probs.sample_tokens`. [b, T, n] -> [b, T]
-    int32
-    """
-    rows = _Rows(logits, positions, sampling, part=part, stream=stream)
+    """Sample tokens from logits of this rank's ids (None: all). [b, T, n] -> [b, T] int32"""
+    rows = _Rows(logits, positions, sampling, part=part or VocabPart.whole(logits), stream=stream)
     own = rows.part
     if sampling.kind == "greedy":
         return _largest(rows.logits, own.ids, own)
@@ -262,14 +265,13 @@ def sample_tokens(
 
 
 def rank_tokens(
-    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, part: VocabPart
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, part: VocabPart | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rank tokens from logits of this rank's ids, as `paceline.core.probs.rank_tokens`. [b, T, n] -> [b, T, count]
-    twice
+    """Rank tokens from logits of this rank's ids (None: all). [b, T, n] -> [b, T, count] twice
 
     Tokens that a filter cuts come after all kept ones, in any order.
     """
-    rows = _Rows(logits, positions, sampling, part=part, stream=noise.TARGET)
+    rows = _Rows(logits, positions, sampling, part=part or VocabPart.whole(logits), stream=noise.TARGET)
     own = rows.part
     if sampling.kind in ("greedy", "wide"):
         scores = rows.logits if sampling.kind == "greedy" else rows.filtered()

@@ -13,14 +13,13 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.core import noise, probs, reduce
+from paceline.core import probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.cache_rows import flat, store
 from paceline.decoder.kernels.plain import PlainOperations
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
-from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 from paceline.neuron import graph_product, graph_sampling, prompt_attention
 from paceline.neuron.prompt_attention import Chunk, PromptAttention
@@ -104,35 +103,9 @@ class TraceableKernels(PlainOperations):
             taken = part.view(total * groups * room, width).index_select(0, flat(part, slots, source))
             store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
 
-    def sample_tokens(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sampling: SamplingTensors,
-        *,
-        stream: int = noise.TARGET,
-        part: VocabPart | None = None,
-    ) -> Tensor:
-        """Sample a token per position, as `Kernels.sample_tokens`; the sampling mode determines the operations."""
-        part = part or VocabPart.whole(logits)
-        return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
-
-    def rank_tokens(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sampling: SamplingTensors,
-        *,
-        count: int,
-        part: VocabPart | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rank the best tokens, as `Kernels.rank_tokens`."""
-        part = part or VocabPart.whole(logits)
-        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
-
-    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Return the distribution, as `Kernels.probabilities`."""
-        return graph_sampling.probabilities(logits, sampling)
+    sample_tokens = staticmethod(graph_sampling.sample_tokens)
+    rank_tokens = staticmethod(graph_sampling.rank_tokens)
+    probabilities = staticmethod(graph_sampling.probabilities)
 
     def cuts(self, sampling: SamplingTensors) -> bool:
         """Return whether a filter may be on, as `Kernels.cuts`."""

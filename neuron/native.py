@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.backends.eager import RankedBackend
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel import vocab_part
@@ -99,7 +99,7 @@ def runtime() -> Runtime:
     return Runtime(torch.device(DEVICE), DEVICE, versions)
 
 
-class NeuronNativeBackend(ChecksNoise, LocalBackend):
+class NeuronNativeBackend(ChecksNoise, Backend):
     """Graphs on the first NeuronCore that this process sees. TorchNeuron keeps compiled graphs in its own cache."""
 
     name = "neuron-native"

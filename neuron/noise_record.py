@@ -55,15 +55,16 @@ def write(sdk: Stack, *, outcome: bool) -> None:
 
 
 class ChecksNoise:
-    """Implementation of `paceline.decoder.backends.base.ChecksNoise` for a backend on this ``stack``."""
+    """A `paceline.decoder.backends.base.Backend` on this ``stack``, whose noise must be checked on each machine."""
 
     stack: Stack
 
     def sampling_refusal(self) -> str | None:
         return refusal(self.stack)
 
-    def record_noise_check(self, *, passed: bool) -> None:
+    def record_noise_check(self, *, passed: bool) -> bool:
         write(self.stack, outcome=passed)
+        return True
 
 
 def facts(sdk: Stack) -> dict[str, object]:

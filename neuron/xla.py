@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import BackendError
-from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.neuron import environment
@@ -28,7 +28,7 @@ from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, TopK, lower, state_of
 
 
-class XlaBackend(LocalBackend):
+class XlaBackend(Backend):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"

@@ -19,7 +19,6 @@ from paceline.config import SpeculativeConfig
 from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.sampling import COMPILED_KINDS, known_kinds
-from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
 from paceline.engine.engine import ListQueue, RequestQueue
@@ -64,7 +63,7 @@ class SpeculativeGenerator:
         self._last_holder = object()  # of the decoders, in the last call
         self._warned = False  # that values of sampling change nothing
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule, verify_width=verify_width)
-        refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
+        refusals = (refusal for one in self.decoders if (refusal := one.backend.sampling_refusal()) is not None)
         self.limits = replace(
             request_limits(target, self._rule),
             sampling_refusal=next(refusals, None),

@@ -1,6 +1,6 @@
 """Make graphs before their first use, by running each once on arbitrary tokens.
 
-A backend that needs all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them from this
+A backend that needs all graphs before it runs one (`Backend.prepare`) gets them from this
 module.
 """
 
@@ -50,7 +50,7 @@ def compile_graphs(
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(holder))
-            stack.enter_context(backends.prepare(decoder.backend))
+            stack.enter_context(decoder.backend.prepare())
         for decoder in decoders[1:]:
             for start, size in gaps(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)

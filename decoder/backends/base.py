@@ -65,37 +65,45 @@ class Graph:
         return str(self.key)
 
 
-class Backend(Protocol):
-    """Compiles steps, records them, or runs them as they are written."""
+class Backend:
+    """Compiles steps, records them, or runs them as they are written.
 
-    @property
-    def name(self) -> str: ...
+    The defaults are those of one rank whose graphs work on this process's own tensors, with nothing to save. A backend
+    adds ``name``, ``kernels`` and `compile`.
 
-    @property
-    def kernels(self) -> Kernels: ...
+    group          the ranks that the graphs run on
+    device_state   whether inputs and outputs are copied to and from a device: data that only the next graph reads is
+                   then kept on it
+    draft_lengths  draft lengths among which k="auto" chooses, 0 for rounds without a draft; () = the default lengths
+    """
 
-    @property
-    def group(self) -> Collectives:
-        """The ranks that the graphs run on."""
-
-    @property
-    def device_state(self) -> bool:
-        """Whether inputs and outputs are copied to and from a device: data that only the next graph reads is then kept
-        on it.
-        """
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """Draft lengths among which k="auto" chooses, 0 for rounds without a draft; () = the default lengths."""
-
-    def read_state(self, state: Tensor) -> Tensor:
-        """Return a copy of the current value of a state of its graphs."""
-
-    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the buckets of the cache length for which this backend makes graphs, out of the requested ones."""
+    name: str
+    kernels: Kernels
+    group: Collectives = SingleRank()
+    device_state = False
+    draft_lengths: tuple[int, ...] = ()
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Compile a graph, or load it from the cache. ``announce`` is called before anything slow."""
+        raise NotImplementedError
+
+    def prepare(self) -> AbstractContextManager[None]:
+        """Context for requesting graphs before their first use; results of calls in it are meaningless. May be nested.
+
+        A backend that compiles better if it knows all graphs compiles and loads them at its end.
+
+        Raises:
+            BackendError: at the end, if some graphs cannot be used. The other graphs can.
+        """
+        return nullcontext()
+
+    def read_state(self, state: Tensor) -> Tensor:
+        """Return a copy of the current value of a state of its graphs."""
+        return state.clone()
+
+    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the buckets of the cache length for which this backend makes graphs, out of the requested ones."""
+        return requested
 
     def attach(self, body: nn.Module, path: str) -> None:
         """Accept rank 0's `ModelWithCache` and the checkpoint folder; called once, before the first graph."""
@@ -110,84 +118,27 @@ class Backend(Protocol):
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy the compiled files of these graphs into a folder."""
+        raise ArtefactError(f"backend: expected one that saves compiled graphs, got {self.name!r}; use {_savers()}")
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         """Load compiled graphs from a folder; ``facts`` are those of the decoder."""
-
-
-@runtime_checkable
-class ChecksNoise(Protocol):
-    """A backend whose sampling noise must be checked on each machine before requests may sample.
-
-    Other backends compute integers as PyTorch does, which the test suite checks.
-    """
+        raise ArtefactError(f"backend: expected one that loads compiled graphs, got {self.name!r}; use {_savers()}")
 
     def sampling_refusal(self) -> str | None:
-        """Return why sampling requests are rejected on this machine, with a remedy; None if they are accepted."""
+        """Return why sampling requests are rejected on this machine, with a remedy; None if they are accepted.
 
-    def record_noise_check(self, *, passed: bool) -> None:
-        """Store the result of the noise check (`paceline selftest`) for later processes."""
-
-
-@runtime_checkable
-class PreparesGraphs(Protocol):
-    """A backend that compiles better if it knows all graphs before it runs the first."""
-
-    def prepare(self) -> AbstractContextManager[None]:
-        """Context in which steps are created and return zeros of their shapes; at its end they are compiled and loaded.
-        May be nested.
-
-        Raises:
-            BackendError: at the end, if some graphs cannot be used. The other graphs can.
+        A backend whose device may compute the noise's integers otherwise rejects them until that was checked.
         """
+        return None
+
+    def record_noise_check(self, *, passed: bool) -> bool:
+        """Store the result of the noise check (`paceline selftest`) for later processes; return whether it matters."""
+        return False
 
 
 def compiles(backend: Backend) -> bool:
     """Return whether graphs take long to compile; assumed for a backend without a row."""
     return backend.name not in BACKENDS or BACKENDS[backend.name].compiles
-
-
-def prepare(backend: Backend) -> AbstractContextManager[None]:
-    """Context for requesting graphs before their first use; results of calls in it are meaningless."""
-    return backend.prepare() if isinstance(backend, PreparesGraphs) else nullcontext()
-
-
-def sampling_refusal(backend: Backend) -> str | None:
-    """Return why sampling requests are rejected on a backend, with a remedy; None if they are accepted."""
-    return backend.sampling_refusal() if isinstance(backend, ChecksNoise) else None
-
-
-class LocalBackend:
-    """Defaults for a backend of one rank whose graphs work on this process's own tensors, with nothing to save.
-
-    A subclass adds ``name``, ``kernels`` and ``compile``.
-    """
-
-    name = "local"
-    group: Collectives = SingleRank()
-    device_state = False
-    draft_lengths: tuple[int, ...] = ()
-
-    def read_state(self, state: Tensor) -> Tensor:
-        return state.clone()
-
-    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
-        return requested
-
-    def attach(self, body: nn.Module, path: str) -> None:
-        """Do nothing: one rank only."""
-
-    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Do nothing: one rank only."""
-
-    def close(self) -> None:
-        """Do nothing: all resources are in this process."""
-
-    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        raise ArtefactError(f"backend: expected one that saves compiled graphs, got {self.name!r}; use {_savers()}")
-
-    def load(self, folder: Path, facts: dict[str, object]) -> None:
-        raise ArtefactError(f"backend: expected one that loads compiled graphs, got {self.name!r}; use {_savers()}")
 
 
 def check_formats(name: str, weights: Iterable[Stored]) -> None:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.parallel.ranks import EAGER, shared
+from paceline.decoder.parallel.ranks import EAGER, eager_step, shared
 
 
-class EagerBackend(LocalBackend):
+class EagerBackend(Backend):
     """Runs steps directly."""
 
     name = "eager"
@@ -26,14 +25,10 @@ class EagerBackend(LocalBackend):
         self.kernels: Kernels = TorchKernels()
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        def run(*inputs: Tensor) -> list[Tensor]:
-            with torch.no_grad():  # not inference_mode: the host writes into commits
-                return list(graph.module(*inputs))
-
-        return run
+        return eager_step(graph)
 
 
-class RankedBackend(LocalBackend):
+class RankedBackend(Backend):
     """`EagerBackend` on several ranks, for one decoder. ``kind``: class of the `paceline.decoder.parallel.ranks`
     members.
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, use_huge_pages
 from paceline.decoder.native.program import Program
 
 
-class NativeBackend(LocalBackend):
+class NativeBackend(Backend):
     """Recorded steps on native kernels."""
 
     name = "native"

@@ -98,13 +98,18 @@ class EagerMember:
         leave(self.group)
 
     def compile(self, graph: Graph) -> Step:
-        """Return the step itself, without gradients."""
+        """Return the step itself."""
+        return eager_step(graph)
 
-        def run(*inputs: Tensor) -> list[Tensor]:
-            with torch.no_grad():
-                return list(graph.module(*inputs))
 
-        return run
+def eager_step(graph: Graph) -> Step:
+    """Return the callable that runs a step as it is written, without gradients."""
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        with torch.no_grad():  # not inference_mode: the host writes into commits
+            return list(graph.module(*inputs))
+
+    return run
 
 
 def make_member(path: str, rank: int, degree: int, *, name: str) -> Member:

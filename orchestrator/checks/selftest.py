@@ -26,7 +26,7 @@ from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
 from paceline.decoder import steps
-from paceline.decoder.backends.base import ChecksNoise, Graph, make, sampling_refusal
+from paceline.decoder.backends.base import Graph, make
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
@@ -116,8 +116,7 @@ def _noise(backend: str) -> tuple[bool, str]:
     step = NoiseStep()
     graph = Graph(GraphKey("selftest noise"), step, (seeds, positions), {"graph": "noise"})
     engine = make(backend)
-    if isinstance(engine, ChecksNoise):
-        engine.record_noise_check(passed=False)  # from now on an older record is invalid
+    engine.record_noise_check(passed=False)  # from now on an older record is invalid
     got, expected = engine.compile(graph, _quiet)(seeds, positions), step(seeds, positions)
     wrong = [int((one != other).sum()) for one, other in zip(got, expected, strict=True)]
     # The noise uses the backend's logarithm: two units in the last place of float32.
@@ -127,8 +126,7 @@ def _noise(backend: str) -> tuple[bool, str]:
         f"{wrong[0] + wrong[1]} of {2 * got[0].numel()} limbs differ, {wrong[2]} uniform numbers; noise {apart:.1f} ulp"
     )
     passed = sum(wrong[:3]) == 0 and apart <= 2
-    if passed and isinstance(engine, ChecksNoise):
-        engine.record_noise_check(passed=True)
+    if passed and engine.record_noise_check(passed=True):
         seen += "; recorded, so that requests may sample on this machine"
     return passed, seen
 
@@ -159,7 +157,7 @@ def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, a
         gap = max(_gap(reference, *pair) for pair in zip(rows, expected, strict=True))
         seen = f"{_compared(rows, expected)[1]}, of greedy texts; the largest gap there is {gap:.1%} of the logits"
         return gap < NEAR_TIE, seen
-    sampled = sampling_refusal(decoder.backend) is None
+    sampled = decoder.backend.sampling_refusal() is None
     passed, seen = _compared(_texts(source, sampled=sampled), _texts(_load("eager", target, amp), sampled=sampled))
     return passed, seen if sampled else f"{seen}, of greedy texts alone: the noise has not passed"
 

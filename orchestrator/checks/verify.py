@@ -30,7 +30,6 @@ from paceline.core.acceptance.base import keeps_tokens
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, row_seed
-from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
@@ -140,7 +139,7 @@ def verify(
     settings = settings or VerifySettings()
     generator = SpeculativeGenerator(draft, target, **options)
     plain = SpeculativeGenerator(None, target, k=0)
-    sampled = sampling_refusal(target.backend) is None
+    sampled = target.backend.sampling_refusal() is None
     known = [list(prompt) for prompt in settings.prompts] or own_prompts(plain, sampled=sampled, seed=settings.seed)
     longest = max(map(len, known))
     if longest + _LEAST_ROOM > target.n_positions:

@@ -20,7 +20,6 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.decoder import steps
-from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
@@ -113,7 +112,7 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
     ``width``: tokens of the widest commit. ``rereads``: the drafter drafts asynchronously, and rereads rows for that.
     """
     decoder = drafter.decoder
-    with backends.prepare(decoder.backend):
+    with decoder.backend.prepare():
         for start, size in warmup.gaps(decoder):
             drafter.read(0, [0] * size, start=start)
         slots = decoder.batch_size

@@ -80,51 +80,36 @@ def worker_specs(
     secret, addresses = secrets.token_bytes(32), _addresses(placements, locations)
     specs = {}
     for item in placements:
-        draft, location = draft_of(item, placements), locations[item.label]
-        listens = item if item.role == "draft" else draft
+        location, env, link = locations[item.label], item.env, None
+        if location.cores != item.cores:
+            threads = int(dict(env)["OMP_NUM_THREADS"])
+            env = environment.planned(instance, location.cores, label=item.label, threads=threads, timeout=item.timeout)
+        draft = next((one for one in placements if (item.name, item.replica) in one.drafts_for), None)
+        if draft is not None:
+            contract = DrafterContract(
+                num_draft_tokens=draft.model.k,
+                slots=item.model.options.slots,
+                vocab_size=item.model.config.vocab_size,
+                max_positions=draft.model.n_positions,
+                target=item.label,
+            )
+            at, timeouts = locations[draft.label], fault_policy.draft_timeouts
+            link = DrafterLink(contract, timeouts, at.actor, at.node, fault_policy.startup_timeout_s)
         specs[item.label] = WorkerSpec(
             actor=location.actor,
             label=item.label,
             node=location.node,
             cores=location.cores,
-            env=variables(instance, item, location.cores),
+            env=env,
             affinity=cpus_of(instance, location.cores),
             vcpus=instance.vcpus,
             maker=fault_policy.makers[item.role],
             settings=_settings(item, placements, fault_policy),
             secret=secret,
-            address=None if listens is None else addresses[listens.label],
-            link=None if draft is None else _link(item, draft, fault_policy, location=locations[draft.label]),
+            address=addresses.get((draft or item).label),
+            link=link,
         )
     return specs
-
-
-def variables(instance: Instance, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
-    """Return the variables of the plan, adapted if ``cores`` is not the planned range."""
-    if cores == item.cores:
-        return item.env
-    threads = int(dict(item.env)["OMP_NUM_THREADS"])
-    return environment.planned(instance, cores, label=item.label, threads=threads, timeout=item.timeout)
-
-
-def draft_of(item: Placement, placements: Sequence[Placement]) -> Placement | None:
-    """Return the draft of a target; None if it has none."""
-    return next((draft for draft in placements if (item.name, item.replica) in draft.drafts_for), None)
-
-
-def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, location: Location) -> DrafterLink:
-    """Return the link from a target to its draft. ``location``: the draft's."""
-    model = target.model
-    contract = DrafterContract(
-        num_draft_tokens=draft.model.k,
-        slots=model.options.slots,
-        vocab_size=model.config.vocab_size,
-        max_positions=draft.model.n_positions,
-        target=target.label,
-    )
-    return DrafterLink(
-        contract, fault_policy.draft_timeouts, location.actor, location.node, fault_policy.startup_timeout_s
-    )
 
 
 def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location]) -> dict[str, Address]:

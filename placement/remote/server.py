@@ -29,30 +29,18 @@ from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel, RequestWarmer
 
 
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    """Drafter that a target got at its handshake.
-
-    lookahead  the same drafter, if it drafts asynchronously
-    """
-
-    drafter: Drafter
-    lookahead: LookaheadDrafter | None
-
-    @classmethod
-    def of(cls, drafter: Drafter) -> _Grant:
-        """Return the grant of a drafter; its type is checked once, since every round depends on it."""
-        lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
-        return cls(drafter, lookahead)
-
-
 class _TargetSession:
-    """Connected target. ``time_used``: total time of its messages, on the server's clock."""
+    """Connected target, and the drafter that it got at its handshake.
+
+    time_used  total time of its messages, on the server's clock
+    lookahead  the drafter, if it drafts asynchronously: its type is checked once, since every round depends on it
+    """
 
     def __init__(self, channel: Channel, time_used: float) -> None:
         self.channel = channel
         self.time_used = time_used
-        self.grant: _Grant | None = None
+        self.drafter: Drafter | None = None
+        self.lookahead: LookaheadDrafter | None = None
         self.inbox: deque[bytearray] = deque()
         self.warmer = RequestWarmer(self._encoded)
         self._sampling: SamplingTensors | None = None
@@ -62,8 +50,11 @@ class _TargetSession:
     @property
     def works_ahead(self) -> bool:
         """Whether its drafter has work to do before the target's next request."""
-        lookahead = None if self.grant is None else self.grant.lookahead
-        return lookahead is not None and not lookahead.idle
+        return self.lookahead is not None and not self.lookahead.idle
+
+    def grant(self, drafter: Drafter) -> None:
+        """Give it its drafter."""
+        self.drafter, self.lookahead = drafter, drafter if isinstance(drafter, LookaheadDrafter) else None
 
     def charge(self, seconds: float) -> None:
         """Add seconds spent on this target."""
@@ -71,7 +62,7 @@ class _TargetSession:
 
     def add_request(self, request: messages.AddRequest) -> None:
         """Read a prompt. No reply is due; the next reply reports a failure."""
-        drafter = self._granted().drafter
+        drafter = self._granted()
         try:
             drafter.add_request(request.slot, request.prompt)
         except Exception as error:  # a drafter may raise anything; the target decides how to handle it
@@ -79,13 +70,13 @@ class _TargetSession:
 
     def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
         """Return the encoded reply to a round: a proposal, or the reason for none. ``frame``: as received."""
-        grant = self._granted()
+        drafter = self._granted()
         error, self._error = self._error, ""
         if error:
             return messages.encode(messages.ErrorReply(request.number, error))
         try:
             for slot, text in request.texts:
-                grant.drafter.add_request(slot, text)
+                drafter.add_request(slot, text)
             if request.sampling is not None:
                 self._sampling = request.sampling.tensors()
                 self._used_slots = _used_slots(self._sampling)
@@ -95,11 +86,11 @@ class _TargetSession:
                     "version on both sides"
                 )
             buffer, commit, limits = self.warmer.commit(request)
-            if request.pause_us and grant.lookahead is not None:
-                grant.lookahead.paused(request.pause_us / 1e6)
-            grant.drafter.update(commit)
+            if request.pause_us and self.lookahead is not None:
+                self.lookahead.paused(request.pause_us / 1e6)
+            drafter.update(commit)
             limits = replace(limits, used_slots=self._used_slots)
-            proposal = grant.drafter.propose(commit, self._sampling, limits)
+            proposal = drafter.propose(commit, self._sampling, limits)
             reply = self._encoded(request.number, proposal)
             self.warmer.prepared(buffer, proposal, None if request.texts else frame)
             return reply
@@ -109,29 +100,28 @@ class _TargetSession:
 
     def work_ahead(self) -> None:
         """Do one unit of asynchronous drafting work."""
-        lookahead = self._granted().lookahead
-        assert lookahead is not None
+        assert self.lookahead is not None
         try:
-            lookahead.work()
+            self.lookahead.work()
         except Exception as error:  # as above
             self._error = repr(error)
 
     def _encoded(self, number: int, proposal: Proposal) -> bytes:
         """Encode a proposal as the reply to the request of that number."""
-        grant, rows = self._granted(), _undrawn_rows(proposal)
-        if len(grant.drafter.draft_lengths) > 1:  # proposals are padded when they are sent
-            width = grant.drafter.draft_shape.num_draft_tokens
+        drafter, rows = self._granted(), _undrawn_rows(proposal)
+        if len(drafter.draft_lengths) > 1:  # proposals are padded when they are sent
+            width = drafter.draft_shape.num_draft_tokens
             rows = [row + [PAD] * (width - len(row)) for row in rows]
         tokens = messages.pack_words([*chain.from_iterable(rows)])
-        ahead = grant.lookahead is not None and grant.lookahead.hit
+        ahead = self.lookahead is not None and self.lookahead.hit
         return messages.encode(messages.ProposeReply(number, len(rows), len(rows[0]), tokens, ahead))
 
-    def _granted(self) -> _Grant:
-        if self.grant is None:
+    def _granted(self) -> Drafter:
+        if self.drafter is None:
             raise ChannelError(
                 "expected a handshake from the target first, got a request; run the same version on both sides"
             )
-        return self.grant
+        return self.drafter
 
 
 def _used_slots(sampling: SamplingTensors) -> int:
@@ -270,7 +260,7 @@ class Turns:
 
     def granted(self, session: _TargetSession) -> None:
         """Register a session that has got a drafter."""
-        if session.grant is not None and session.grant.lookahead is not None:
+        if session.lookahead is not None:
             self._lookahead.append(session)
 
     def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
@@ -400,7 +390,7 @@ class DraftServer:
     def _accept(self, session: _TargetSession, handshake: messages.Handshake) -> messages.Reply:
         """Return the reply to a handshake: the granted drafter's properties, or the reason for none."""
         number = handshake.number
-        if session.grant is not None:
+        if session.drafter is not None:
             raise ChannelError("expected one handshake from a target, got another; run the same version on both sides")
         try:
             drafter = self._pool.acquire(handshake)
@@ -411,7 +401,7 @@ class DraftServer:
             return messages.ErrorReply(
                 number, "a drafter in another process must propose chains, and read no features; run it with its target"
             )
-        session.grant = _Grant.of(drafter)
+        session.grant(drafter)
         self._turns.granted(session)
         process = processes.running(os.getpid())
         return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
@@ -422,8 +412,8 @@ class DraftServer:
         del self._sessions[number]
         self._turns.remove(session)
         session.channel.close()
-        if session.grant is not None:
-            self._pool.release(session.grant.drafter)
+        if session.drafter is not None:
+            self._pool.release(session.drafter)
 
 
 def _time_used(session: _TargetSession) -> float:

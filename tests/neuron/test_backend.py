@@ -207,14 +207,6 @@ def test_the_runtime_finds_its_environment_set(workshop: Workshop, runtime: Runt
     assert (runtime().timeout, runtime().rounding) == ("60", "0")
 
 
-def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> None:
-    target = pair(workshop, "neuron")[1]
-    target.sample(PROMPTS, max_new_tokens=2)
-    other = type(runtime())()
-    with pytest.raises(RuntimeError, match="not available"):
-        other.reserve(1)
-
-
 def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
     class Flat(torch.nn.Module):
         def __init__(self) -> None:

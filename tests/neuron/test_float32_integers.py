@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.neuron.kernels import TraceableKernels
@@ -32,7 +32,7 @@ SAMPLING: dict[str, dict[str, object]] = {
 largest = [0]
 
 
-class Float32Integers(LocalBackend):
+class Float32Integers(Backend):
     """Runs the graphs of accelerators, every integer operation through float32."""
 
     name = "float32 integers"
@@ -50,32 +50,14 @@ class Float32Integers(LocalBackend):
         return run
 
 
-def plain(target: SamplingDecoder, draft: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
-    return SpeculativeGenerator(None, target)
-
-
-def pair(target: SamplingDecoder, draft: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
-    return SpeculativeGenerator(draft, target, k=2)
-
-
-def two_graphs(target: SamplingDecoder, draft: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
-    return SpeculativeGenerator(draft, target, k=2, fused=False)
-
-
-def drawn(target: SamplingDecoder, draft: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
-    return SpeculativeGenerator(draft, target, k=2, acceptor="reject")
-
-
-def ngram(target: SamplingDecoder, draft: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
-    return SpeculativeGenerator("ngram", target, k=3)
-
-
 MODES: dict[str, Callable[[SamplingDecoder, SamplingDecoder, Path], SpeculativeGenerator]] = {
-    "plain": plain,
-    "draft model": pair,
-    "draft model, two graphs": two_graphs,
-    "draft model, rejection": drawn,
-    "ngram": ngram,
+    "plain": lambda target, _draft, _folder: SpeculativeGenerator(None, target),
+    "draft model": lambda target, draft, _folder: SpeculativeGenerator(draft, target, k=2),
+    "draft model, two graphs": lambda target, draft, _folder: SpeculativeGenerator(draft, target, k=2, fused=False),
+    "draft model, rejection": lambda target, draft, _folder: SpeculativeGenerator(
+        draft, target, k=2, acceptor="reject"
+    ),
+    "ngram": lambda target, _draft, _folder: SpeculativeGenerator("ngram", target, k=3),
     **{name: lambda target, _draft, folder, make=make: make(target, folder) for name, make in HEADED.items()},
 }
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.decoder import steps
-from paceline.decoder.backends import base
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.graph_key import GraphKey
 from paceline.neuron import backend as neuron
@@ -62,7 +61,7 @@ def test_prepared_graphs_compile_side_by_side_and_load_once(
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     backend, own, state, said = neuron.NeuronBackend(), weights(2), torch.zeros(1), []
     runtime().meeting = threading.Barrier(3, timeout=60)  # breaks unless three compile at a time
-    with base.prepare(backend):
+    with backend.prepare():
         steps = [backend.compile(made(name, own, state), said.append) for name in ("one", "two", "three")]
         blank = steps[0](X)
         assert [x.tolist() for x in blank] == [[[0.0] * 4] * 2, [0.0]], "zeros of the results' shapes"
@@ -104,7 +103,7 @@ def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
     monkeypatch.setattr(backend._chip, "_compile", compile_but_one)
     runtime().refused = {"g2"}
     steps = {}
-    with pytest.raises(BackendError, match="2 of 4 graphs cannot be used; the others are ready"), base.prepare(backend):
+    with pytest.raises(BackendError, match="2 of 4 graphs cannot be used; the others are ready"), backend.prepare():
         for name in ("good", "bad", "unloadable", "better"):
             steps[name] = backend.compile(made(name, own, state), print)
     for name, reason in (("bad", "bad: neuronx-cc failed"), ("unloadable", "cannot be loaded on the device .nrt_load")):
@@ -117,7 +116,7 @@ def test_a_graph_of_a_preparation_that_was_broken_off_is_compiled_at_its_call(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, steps = neuron.NeuronBackend(), []
-    with pytest.raises(KeyError), base.prepare(backend), monkeypatch.context() as patch:
+    with pytest.raises(KeyError), backend.prepare(), monkeypatch.context() as patch:
         patch.setattr(backend._chip, "_compiled", lambda _entry: None)  # as if its turn had not come
         steps.append(backend.compile(made("one", weights(1), torch.zeros(1)), print))
         raise KeyError

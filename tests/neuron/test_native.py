@@ -84,10 +84,10 @@ def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
 
 
 def test_the_check_of_the_noise_is_what_lets_requests_sample(recorded: Recorded) -> None:
-    assert make("neuron-native").sampling_refusal() is not None  # type: ignore[attr-defined]
+    assert make("neuron-native").sampling_refusal() is not None
     passed, seen = selftest._noise("neuron-native")
     assert passed and "recorded" in seen
-    assert make("neuron-native").sampling_refusal() is None  # type: ignore[attr-defined]
+    assert make("neuron-native").sampling_refusal() is None
 
 
 def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Workshop) -> None:

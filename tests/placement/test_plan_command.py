@@ -61,14 +61,6 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
     assert "aligned runs: 1 of 8" in done.stdout and "B  chat-draft, cores 8-9" in done.stdout
 
 
-def test_a_draft_of_several_targets_runs_next_to_each_of_their_replicas(home: Path) -> None:
-    two = ["{name: a, config: small.json, tp_degree: 1, replicas: 2}", "{name: b, config: small.json, tp_degree: 1}"]
-    done = call(home, *two, "{name: d, config: small.json, tp_degree: 1, draft_of: [a, b]}", options=("--json",))
-    assert done.exit_code == 0, done.output
-    drafts = [one["drafts_for"] for one in json.loads(done.stdout)["placements"] if one["role"] == "draft"]
-    assert sorted(drafts) == [[["a", 0]], [["a", 1]], [["b", 0]]]
-
-
 def with_policy(home: Path, policy: str) -> Path:
     """A models file with ``fault_policy``."""
     (home / "models.yaml").write_text(f"models: [{CHAT}]\nfault_policy: {policy}\n")

@@ -23,14 +23,9 @@ __all__ = ["Recorded", "compile", "trace"]
 
 
 def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True):
-    if not spmd:
-        raise NotImplementedError("MPMD tracing is not currently supported")
+    assert spmd
     params = _parameters(model)
     given = dict(zip(params, args or (), strict=False)) | (kwargs or {})
-    if unknown := set(given) - set(params):
-        raise ValueError(f"Found unexpected keys in kwargs: {unknown}")
-    if missing := [p for p, info in params.items() if info.is_positional and p not in given]:
-        raise ValueError(f"Missing required parameters: {missing}")
     provided = [ProvidedArgInfo(p, params[p].is_positional, given[p]) for p in params if p in given]
     recorded = record(model, {info.param_name: info.tensor for info in provided})
     named = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -74,9 +69,5 @@ def _parameters(model) -> dict[str, ModelParamInfo]:
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise NotImplementedError("Methods with *args or **kwargs are not supported.")
-        if parameter.default is not parameter.empty and parameter.default is not None:
-            raise ValueError(f"Parameter '{name}' has a non-None default value")
         found[name] = ModelParamInfo(name, parameter.default is parameter.empty)
-    if not found:
-        raise ValueError("Model must have at least one parameter")
     return found
