@@ -99,8 +99,8 @@ def serve_models(
     options: ServeOptions,
     settings: ApiSettings,
     model: OneModel,
-    keys: Annotated[dict[str, Any], LoadOptions, SpeculativeConfig],
     *,
+    keys: Annotated[dict[str, Any], LoadOptions, SpeculativeConfig],
     models: Annotated[Path | None, typer.Argument(help="YAML file with a list `models`; or give --target.")] = None,
 ) -> None:
     """Serve models over OpenAI's API: chat, completions, responses; a page at /, and /metrics. Stop it with Ctrl-C."""

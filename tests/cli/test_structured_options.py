@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.text import structured_output
-from tests.cli.test_cli import answer, generate
+from tests.cli.test_cli import answer
 
 SCHEMA = {"enum": ["main", "argv", 7]}
 
@@ -65,17 +65,3 @@ def test_log_probabilities_are_beside_each_token(home: Path) -> None:
     for token, one in zip(found["tokens"], found["logprobs"], strict=True):
         assert len(one["top"]) == 3 and one["top"][0][0] == token, "greedy: the likeliest is what was chosen"
         assert one["logprob"] == one["top"][0][1] and sum(math.exp(value) for _, value in one["top"]) <= 1 + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--json-schema", "SCHEMA", "--regex", "a"], "one of them"),
-        (["--regex", "("], "regex"),
-        (["--json-schema", "nowhere.json"], "nowhere.json"),
-        (["--logprobs", -1], "logprobs"),
-    ],
-)
-def test_wrong_options_are_refused(ending: Path, schema: Path, wrong: list[object], says: str) -> None:
-    done = generate(ending, *(schema if word == "SCHEMA" else word for word in wrong))
-    assert done.exit_code == 2 and says in " ".join(done.stderr.split())
