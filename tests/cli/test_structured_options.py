@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.text import structured_output
-from tests.cli.test_cli import answer
+from tests.cli.test_cli import answer, generate
 
 SCHEMA = {"enum": ["main", "argv", 7]}
 
@@ -65,3 +65,8 @@ def test_log_probabilities_are_beside_each_token(home: Path) -> None:
     for token, one in zip(found["tokens"], found["logprobs"], strict=True):
         assert len(one["top"]) == 3 and one["top"][0][0] == token, "greedy: the likeliest is what was chosen"
         assert one["logprob"] == one["top"][0][1] and sum(math.exp(value) for _, value in one["top"]) <= 1 + 1e-6
+
+
+def test_an_expression_that_is_none_is_refused(ending: Path) -> None:
+    done = generate(ending, "--regex", "(")
+    assert done.exit_code == 2 and "regex" in done.stderr
