@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checks import verify_distribution
 from paceline.checks.findings import Finding, Status
-from paceline.checks.verify_distribution import detected_share
+from paceline.checks.verify_distribution import along_texts, detected_share, first_tokens
 from paceline.checks.verify_subject import Budget, CallResult, Subject, own_prompts
 from paceline.core.acceptance.base import keeps_tokens
 from paceline.core.detokenizer import Decodes
@@ -35,7 +34,6 @@ from paceline.draft_checks import make_rule
 from paceline.generator import SpeculativeGenerator
 
 _LEAST_ROOM = 24  # positions that every sequence of a test needs after its prompt
-_Test = Callable[[Subject, Budget], Finding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +99,6 @@ class VerifySettings:
             )
 
 
-TESTS: dict[str, float] = {
-    "greedy": 3.0,
-    "sampled": 5.0,
-    "ends": 2.0,
-    "neighbours": 1.5,
-    "repeats": 0.5,
-    "processors": 1.5,
-    "self-draft": 1.5,
-    "memory": 1.0,
-    "first-tokens": 3.0,
-    "along-texts": 3.0,
-}
-"""All tests, with their shares of the time."""
-
 _DRAWN = ("sampled", "first-tokens", "along-texts")
 
 
@@ -148,16 +132,27 @@ def verify(
             f"after one of {longest} tokens; give shorter prompts, or load the target with more n_positions"
         )
     rule = make_rule(generator.config)
-    subject = Subject(generator, plain, rule, known, sampled, settings.seed, settings.max_new_tokens)
+    subject = Subject(
+        generator,
+        plain,
+        rule,
+        known,
+        sampled,
+        settings.seed,
+        settings.max_new_tokens,
+        settings.min_samples,
+        settings.tokenizer,
+        settings.logits_processor,
+    )
     for source in (plain, generator):  # makes graphs, outside the time budget
         subject.texts(source, subject.group(0, 1), max_new_tokens=min(8, subject.new))
     findings = []
     chosen = [
         name for name in TESTS if (not settings.only or name in settings.only) and (sampled or name not in _DRAWN)
     ]
-    tests, whole = _tests(settings), sum(TESTS[name] for name in chosen)
-    for name in chosen:
-        findings.append(tests[name](subject, Budget(60 * settings.minutes * TESTS[name] / whole)))
+    whole = sum(TESTS[name][0] for name in chosen)
+    for share, test in (TESTS[name] for name in chosen):
+        findings.append(test(subject, Budget(60 * settings.minutes * share / whole)))
         say(findings[-1])
     setting = {
         "target": str(target.folder or type(target).__name__),
@@ -170,21 +165,6 @@ def verify(
         "seed": settings.seed,
     }
     return Report(setting, tuple(findings))
-
-
-def _tests(settings: VerifySettings) -> dict[str, _Test]:
-    return {
-        "greedy": _greedy,
-        "sampled": _sampled,
-        "ends": partial(_ends, tokenizer=settings.tokenizer),
-        "neighbours": _neighbours,
-        "repeats": _repeats,
-        "processors": partial(_processed, processors=settings.logits_processor),
-        "self-draft": _self_draft,
-        "memory": _read_anew,
-        "first-tokens": partial(verify_distribution.first_tokens, least=settings.min_samples),
-        "along-texts": partial(verify_distribution.along_texts, least=settings.min_samples),
-    }
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (
@@ -314,12 +294,12 @@ class _IdText:
         return "".join(f"<{int(token)}>" for token in token_ids)
 
 
-def _ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Finding:
+def _ends(subject: Subject, budget: Budget) -> Finding:
     """Check that outputs stop where plain decoding stops: at an id, a stop string, a limit, by a criterion, inside a
     draft or not.
     """
     begin, tally, number = perf_counter(), Tally(), 0
-    decoder = tokenizer or _IdText()
+    decoder = subject.tokenizer or _IdText()
     draws = subject.sampled and keeps_tokens(subject.rule)
     while budget.left(number, 2):
         group = subject.group(number, 1)
@@ -390,14 +370,14 @@ def _repeats(subject: Subject, budget: Budget) -> Finding:
     return finding
 
 
-def _processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
+def _processed(subject: Subject, budget: Budget) -> Finding:
     """Check that logits processors give the tokens of plain decoding, and see the same prefixes."""
     name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
     if not subject.rule.on_host:
         return Finding(name, "skipped", f"{subject.rule.name!r} decides on the device, without processors", "nothing")
     draws = subject.sampled and keeps_tokens(subject.rule)
     kinds: list[tuple[dict[str, Any], list[Callable[..., Tensor]]]] = [({"repetition_penalty": 1.3}, [])]
-    kinds += [({}, list(processors))] if processors else []
+    kinds += [({}, list(subject.processors))] if subject.processors else []
     while budget.left(number, len(kinds)):
         options, own = kinds[number % len(kinds)]
         drawing = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
@@ -411,7 +391,7 @@ def _processed(subject: Subject, budget: Budget, *, processors: Sequence[Callabl
         if keeps_tokens(subject.rule) and ours.texts == theirs.texts and watches[0].seen != watches[1].seen:
             tally.wrong.append("processors are called with other prefixes than by plain decoding")
         number += 1
-    names = ["a repetition penalty", *(type(one).__name__ for one in processors)]
+    names = ["a repetition penalty", *(type(one).__name__ for one in subject.processors)]
     return tally.finding(name, subject, tried=f"{', '.join(names)}, and one that notes its calls", begin=begin)
 
 
@@ -492,3 +472,18 @@ def _read_anew(subject: Subject, budget: Budget) -> Finding:
         seen += f": {'; '.join(other[:2])}. Either the drafter learns from texts, or its cache is not that of the text"
     tried = f"rounds of {number} texts"
     return Finding(name, "note" if other else "ok", seen, tried, detected_share(compared), perf_counter() - begin)
+
+
+TESTS: dict[str, tuple[float, Callable[[Subject, Budget], Finding]]] = {
+    "greedy": (3.0, _greedy),
+    "sampled": (5.0, _sampled),
+    "ends": (2.0, _ends),
+    "neighbours": (1.5, _neighbours),
+    "repeats": (0.5, _repeats),
+    "processors": (1.5, _processed),
+    "self-draft": (1.5, _self_draft),
+    "memory": (1.0, _read_anew),
+    "first-tokens": (3.0, first_tokens),
+    "along-texts": (3.0, along_texts),
+}
+"""All tests, with their shares of the time."""

@@ -45,15 +45,15 @@ _LEAST_EXPECTED = 5.0  # outputs in a cell
 _TEMPERATURES = (1.0, 0.7, 1.3)
 
 
-def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
-    """Compare the first tokens of at least ``least`` outputs of one prompt with their joint distribution."""
+def first_tokens(subject: Subject, budget: Budget) -> Finding:
+    """Compare the first tokens of outputs of one prompt with their joint distribution."""
     begin = perf_counter()
     sampling = Sampling(temperature=1.0, top_k=CHOICES)
     prompt = subject.prompts[0]
     expected = joint_distribution(subject.target, prompt, sampling)
     counts: Counter[tuple[int, ...]] = Counter()
     new = min(FIRST + subject.depth, subject.room(prompt))
-    while budget.left(sum(counts.values()), least):
+    while budget.left(sum(counts.values()), subject.samples):
         done = sum(counts.values())
         seeds = [row_seed(subject.seed + 1, done + row) for row in range(_CALL)]
         result = subject.texts(
@@ -74,12 +74,12 @@ def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
     return _judged("distribution of first tokens", subject, cells, tried=tried, foreign=foreign, begin=begin)
 
 
-def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
-    """Count the positions of at least ``least`` tokens of long outputs on the target's cumulative distributions."""
+def along_texts(subject: Subject, budget: Budget) -> Finding:
+    """Count the positions of tokens of long outputs on the target's cumulative distributions."""
     begin = perf_counter()
     counts, number, samples = torch.zeros(PARTS), 0, 0
     dice = torch.Generator().manual_seed(subject.seed)
-    while budget.left(samples, least):
+    while budget.left(samples, subject.samples):
         temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
         group = subject.group(number, subject.slots)
         seeds = [row_seed(subject.seed + 2, number * subject.slots + row) for row in range(len(group))]

@@ -4,15 +4,17 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.core import probs
 from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.detokenizer import Decodes
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import SamplingTensors
 from paceline.decoder import steps
@@ -20,7 +22,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import FinishReason, GenerationResult, Statistics
 
-_PROMPTS, _LONGEST, _NEW = 6, 20, 40
+_PROMPTS, _LONGEST = 6, 20
 
 
 class Budget:
@@ -55,6 +57,9 @@ class Subject:
     prompts    ids
     sampled    whether this backend may sample
     new        new tokens of an output
+    samples    minimum number of samples of a test of a distribution
+    tokenizer  for stop strings; None: ids as numbers
+    processors the user's logits processors
     """
 
     generator: SpeculativeGenerator
@@ -63,7 +68,10 @@ class Subject:
     prompts: Sequence[Sequence[int]]
     sampled: bool
     seed: int
-    new: int = _NEW
+    new: int
+    samples: int
+    tokenizer: Decodes | None
+    processors: Sequence[Callable[..., Tensor]]
 
     @property
     def target(self) -> CompiledDecoder:

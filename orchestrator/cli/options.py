@@ -2,7 +2,7 @@
 
 A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
 so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
-dataclass field's metadata ``help``, with None there it is no option; and ``names`` where the option has others). A
+dataclass field's metadata ``help``, with None there it is no option; ``names`` and ``envvar`` as in typer). A
 field annotated with ``typer.Option`` keeps that. Tuples and sequences are repeatable options; what typer has no type
 for is taken as text, which the configuration type parses. ``Annotated[dict[str, Any], T, ...]`` are the options of
 several types as they are written, those that are given; what another parameter of the command is called is left to it.
@@ -334,7 +334,7 @@ def _options(kind: Any) -> list[_Option]:
 def _fields(kind: Any) -> list[_Option]:
     if issubclass(kind, BaseModel):
         return [
-            _option(name, field.annotation, default=field.get_default(), help_text=field.description)
+            _option(name, field.annotation, typer.Option(help=field.description), default=field.get_default())
             for name, field in kind.model_fields.items()
         ]
     hints = get_type_hints(kind, include_extras=True)
@@ -343,14 +343,15 @@ def _fields(kind: Any) -> list[_Option]:
         if field.metadata.get("help", "") is None:
             continue
         default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        names, text = field.metadata.get("names", ()), field.metadata.get("help")
-        options.append(_option(field.name, hints[field.name], names, default=default, help_text=text))
+        usual = typer.Option(
+            *field.metadata.get("names", ()), help=field.metadata.get("help"), envvar=field.metadata.get("envvar")
+        )
+        options.append(_option(field.name, hints[field.name], usual, default=default))
     return options
 
 
-def _option(name: str, annotation: Any, names: Sequence[str] = (), *, default: Any, help_text: str | None) -> _Option:
+def _option(name: str, annotation: Any, usual: Any, *, default: Any) -> _Option:
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    usual = typer.Option(*names, help=help_text)
     option = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
     kind, default, one_or_more = _typer_type(kind, default)
     parameter = inspect.Parameter(

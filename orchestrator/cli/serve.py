@@ -31,13 +31,7 @@ from paceline.placement.planning.groups import ReplicaGroupPlan, fit_together, p
 from paceline.placement.planning.instances import instance_named
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.plan import marks, render_plan
-from paceline.serving.settings import (
-    DEFAULT_MAX_BODY,
-    DEFAULT_STREAM_INTERVAL_MS,
-    ApiSettings,
-    SpecMetrics,
-    is_loopback,
-)
+from paceline.serving.settings import ApiSettings, is_loopback
 
 app = typer.Typer()
 
@@ -46,7 +40,7 @@ API_KEY = "PACELINE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Address of the server and its access rules."""
+    """Address of the server."""
 
     instance: InstanceName = None
     host: Annotated[str, typer.Option(help="Address to listen on; any other than loopback needs an API key.")] = (
@@ -56,66 +50,9 @@ class ServeOptions:
     address: Annotated[
         str | None, typer.Option(help="Address of a running Ray cluster to join. Default: start one on this machine.")
     ] = None
-    api_key: Annotated[
-        tuple[str, ...] | None,
-        typer.Option(
-            envvar=API_KEY,
-            help="API key that clients must send; repeatable. The environment variable does not show up in `ps`. "
-            "Default: no key.",
-        ),
-    ] = None
-    cors_origin: Annotated[
-        tuple[str, ...] | None,
-        typer.Option(
-            help="Origin whose pages may use the API, such as https://example.org, or * for any; repeatable. "
-            "Default: none."
-        ),
-    ] = None
-    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a request body in bytes.")] = DEFAULT_MAX_BODY
-    max_sequence_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum number of tokens of a prompt and its output. Default: the model's positions."),
-    ] = None
-    max_requests_per_key: Annotated[
-        int | None,
-        typer.Option(help="Maximum number of concurrent requests per API key; more get status 429. Default: no limit."),
-    ] = None
-    request_timeout_s: Annotated[
-        float | None, typer.Option(help="Maximum time of a request in seconds. Default: no limit.")
-    ] = None
-    stream_interval_ms: Annotated[
-        float, typer.Option(help="Minimum interval between streamed chunks in milliseconds; 0 sends one per round.")
-    ] = DEFAULT_STREAM_INTERVAL_MS
-    per_request_spec_decode_metrics: Annotated[
-        str, typer.Option(help="Acceptance statistics in responses: none, summary or detailed.")
-    ] = "summary"
     print_serve_config: Annotated[
         bool, typer.Option("--print-serve-config", help="Print the file for `serve deploy`, and start nothing.")
     ] = False
-
-    def settings(self) -> ApiSettings:
-        """Settings of the HTTP edge.
-
-        Raises:
-            ConfigurationError: one is wrong, or anybody could use the server.
-        """
-        keys = tuple(self.api_key or ())
-        if not keys and not is_loopback(self.host):
-            raise ConfigurationError(
-                f"--api-key: expected a key, since --host {self.host} makes the server reachable for others, got "
-                f"none; give --api-key (or set {API_KEY}), or listen on 127.0.0.1"
-            )
-        spec_metrics: SpecMetrics = self.per_request_spec_decode_metrics  # type: ignore[assignment]  # checked there
-        return ApiSettings(
-            keys,
-            self.max_body_bytes,
-            self.max_sequence_tokens,
-            self.max_requests_per_key,
-            request_timeout_s=self.request_timeout_s,
-            stream_interval_ms=self.stream_interval_ms,
-            spec_metrics=spec_metrics,
-            cors_origins=tuple(self.cors_origin or ()),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +97,22 @@ class OneModel:
 @command(app, "serve")
 def serve_models(
     options: ServeOptions,
+    settings: ApiSettings,
     model: OneModel,
-    keys: Annotated[dict[str, Any], LoadOptions, SpeculativeConfig],
     *,
+    keys: Annotated[dict[str, Any], LoadOptions, SpeculativeConfig],
     models: Annotated[Path | None, typer.Argument(help="YAML file with a list `models`; or give --target.")] = None,
 ) -> None:
     """Serve models over OpenAI's API: chat, completions, responses; a page at /, and /metrics. Stop it with Ctrl-C."""
     with console.refusals():
+        if not settings.api_keys and not is_loopback(options.host):
+            raise ConfigurationError(
+                f"--api-key: expected a key, since --host {options.host} makes the server reachable for others, got "
+                f"none; give --api-key (or set {API_KEY}), or listen on 127.0.0.1"
+            )
         source = _source(models, model, keys)
         specs, policy = _read(source)
-        settings, groups = options.settings(), plan_groups(specs, instance_named(options.instance))
+        groups = plan_groups(specs, instance_named(options.instance))
         if options.address is None and not options.print_serve_config:
             groups = fit_together(groups, groups[0].plan.instance)
         for group in groups:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement.planning.yaml_file import FORBID_EXTRA
@@ -19,6 +19,11 @@ DEFAULT_STREAM_INTERVAL_MS = (
 )
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 MAX_STREAM_INTERVAL_MS = 1000.0  # more would not be a stream
+
+
+def _setting(default: Any, text: str | None = None, **option: object) -> Any:
+    """A field; with a help text `paceline serve` has it as an option. ``option``: its names and its variable."""
+    return field(default=default, metadata={"help": text, **option})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,38 @@ class ApiSettings:
         ConfigurationError: a value is out of range.
     """
 
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = DEFAULT_MAX_BODY
-    max_sequence_tokens: int | None = None
-    max_requests_per_key: int | None = None
-    request_timeout_s: float | None = None
-    ping_s: float = 15.0
-    stream_interval_ms: float = DEFAULT_STREAM_INTERVAL_MS
-    spec_metrics: SpecMetrics = "summary"
-    access_log: bool = True
-    page: bool = True
-    cors_origins: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = _setting(
+        (),
+        "API key that clients must send; repeatable. The environment variable does not show up in `ps`. "
+        "Default: no key.",
+        names=("--api-key",),
+        envvar="PACELINE_API_KEY",
+    )
+    max_body_bytes: int = _setting(DEFAULT_MAX_BODY, "Maximum size of a request body in bytes.")
+    max_sequence_tokens: int | None = _setting(
+        None, "Maximum number of tokens of a prompt and its output. Default: the model's positions."
+    )
+    max_requests_per_key: int | None = _setting(
+        None, "Maximum number of concurrent requests per API key; more get status 429. Default: no limit."
+    )
+    request_timeout_s: float | None = _setting(None, "Maximum time of a request in seconds. Default: no limit.")
+    ping_s: float = _setting(15.0)
+    stream_interval_ms: float = _setting(
+        DEFAULT_STREAM_INTERVAL_MS,
+        "Minimum interval between streamed chunks in milliseconds; 0 sends one per round.",
+    )
+    spec_metrics: SpecMetrics = _setting(  # noqa: RUF009  # a field
+        "summary",
+        "Acceptance statistics in responses: none, summary or detailed.",
+        names=("--per-request-spec-decode-metrics",),
+    )
+    access_log: bool = _setting(True)
+    page: bool = _setting(True)
+    cors_origins: tuple[str, ...] = _setting(
+        (),
+        "Origin whose pages may use the API, such as https://example.org, or * for any; repeatable. Default: none.",
+        names=("--cors-origin",),
+    )
 
     __pydantic_config__ = FORBID_EXTRA
 

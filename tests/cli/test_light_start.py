@@ -192,6 +192,7 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--stop", ""], "stop_strings: expected strings that are not empty, got an"),
             (["--json-schema", "nosuch.json"], "nosuch.json: the file cannot be read"),
             (["--regex", "a", "--json-schema", "nosuch.json"], "give one of them"),
+            (["--logprobs", "-1"], "logprobs: expected a number from 0 to 20"),
             (["--backend", "nosuch"], "got 'nosuch'"),
             (["--backend", "xla", "--tp-degree", "2"], "tp_degree: expected 1 for backend="),
             (["--backend", "xla", "--kv-cache-dtype", "int8"], "keeps keys and values as amp says"),
