@@ -34,7 +34,7 @@ DRAFTS: dict[str, object] = {
     "plain": None,
     "medusa": {"path": "medusa"},
     "chain": {"path": "eagle", "k": 4},
-    "one pass": {"path": "p-eagle", "k": 3},
+    "one-pass": {"path": "p-eagle", "k": 3},
     "tree": {"path": "eagle", "draft_tree": "dynamic:4,2,2"},
     "list": ["ngram", {"path": "draft", "k": 2}],
     "choice": {"type": "choice", "drafts": ["ngram", {"path": "draft", "k": 2}]},
@@ -42,7 +42,7 @@ DRAFTS: dict[str, object] = {
 }
 """Name of a model -> who drafts; `k: auto` is what a draft model has that says nothing."""
 METHODS = {
-    "plain": [], "medusa": ["medusa"], "chain": ["eagle"], "tree": ["eagle"], "one pass": ["eagle"],
+    "plain": [], "medusa": ["medusa"], "chain": ["eagle"], "tree": ["eagle"], "one-pass": ["eagle"],
     "list": ["ngram", "model"], "choice": ["choice"], "auto": ["model"],
 }  # fmt: skip
 """What the list of models says of them: kinds of drafters, and no path of this machine."""
