@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig
+from tests.draft.block_heads import fields, tensors, write
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 
 def save_heads(target: Path, folder: Path) -> None:
-    """``folder/medusa`` and ``folder/eagle`` for a target. What the heads propose does not matter."""
+    """``folder/medusa``, ``folder/eagle``, ``folder/dflash`` and ``folder/pard``, the target itself, for a target. What
+    they propose does not matter.
+    """
     config = ModelConfig.from_pretrained(target)
-    for name in ("medusa", "eagle"):
+    for name in ("medusa", "eagle", "pard"):
         (folder / name).mkdir()
     sizes = MedusaConfig(3, 1, config.hidden_size, config.vocab_size, tied=True)
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in sizes.shapes().items()}
-    medusa_checkpoint.save(folder / "medusa", sizes, tensors)
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in sizes.shapes().items()}
+    medusa_checkpoint.save(folder / "medusa", sizes, weights)
     eagle_checkpoint.save(folder / "eagle", random_head(eagle_config(config, 3)))
+    told = fields(SimpleNamespace(config=config), "DFlash")
+    write(folder / "dflash", told, tensors(SimpleNamespace(config=config), told))
+    for file in target.iterdir():
+        if file.name != "config.json":
+            (folder / "pard" / file.name).symlink_to(file.resolve())
+    keys = json.loads((target / "config.json").read_text())
+    (folder / "pard" / "config.json").write_text(json.dumps({**keys, "pard_token": 7}))
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
@@ -41,4 +53,6 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
         "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
         "medusa": {"path": str(heads / "medusa")},
         "eagle": {"path": str(heads / "eagle"), "k": 2},
+        "pard": {"path": str(heads / "pard"), "k": 2},
+        "dflash": {"path": str(heads / "dflash"), "k": 2},
     }
