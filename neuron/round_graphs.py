@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.acceptance.match import Match
+from paceline.core.errors import UnknownArchitectureError
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.json_fields import Fields, read_json_object
@@ -24,6 +25,7 @@ from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.draft.dflash.config import is_dflash_config
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import VocabMap
@@ -174,6 +176,11 @@ def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
         PairingError: the head is for another target.
     """
     fields = Fields(read_json_object(_file(path)), str(_file(path)))
+    if is_dflash_config(fields.values) or "pard_token" in fields.values:
+        raise UnknownArchitectureError(
+            f"{fields.where}: expected a draft model or an EAGLE head, whose rounds can be planned, got a head or "
+            "model that drafts in one pass; plan with another draft"
+        )
     if not is_eagle_config(fields.values):
         return ModelDraft(read_config(path))
     if "paceline_eagle" in fields.values:

@@ -268,7 +268,7 @@ def _flat(fields: Fields, target: ModelConfig) -> DFlashConfig:
         both.flag("is_causal", False)
     windows = _windows(both)
     rules = tuple(LayerRule(window or 0, slides if causal is None else bool(causal)) for window, slides in windows)
-    names = " ".join(map(str, both.values.get("architectures") or ())).lower()
+    names = str(both.values.get("architectures")).lower()
     return _made(
         both,
         layers=_outputs(both, target),
@@ -300,7 +300,8 @@ def _of_speculators(fields: Fields) -> DFlashConfig:
     if layer is None:
         raise CheckpointError(f"{fields.where}: the key transformer_layer_config is missing; download the file again")
     known = _SPECULATORS_KEYS | _BLOCK_KEYS - {"target_layer_ids"} | _VARIANT_KEYS
-    Keys(_OF, known).check(fields)
+    states = {"use_aux_hidden_state": MustBe((True,), "keys and values are made of the target's states")}
+    Keys(_OF, known, states).check(fields)
     Keys(_OF, _READ, _LAYER_MUST_BE).check(layer)
     if layer.text("model_type") not in ("qwen3", "llama"):
         raise UnknownArchitectureError(
@@ -460,7 +461,7 @@ def _markov(fields: Fields) -> MarkovKind:
     kind = fields.values.get("markov_head_type") or "vanilla"
     for one in ("vanilla", "gated", "rnn"):
         if kind == one:
-            return one  # type: ignore[return-value]  # mypy does not narrow a loop over literals
+            return one
     raise UnknownArchitectureError(
         f"{fields.where}: markov_head_type: expected vanilla, gated or rnn, got {kind!r}; use another head"
     )

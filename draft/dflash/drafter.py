@@ -50,7 +50,7 @@ def load(folder: Path, target: ModelConfig) -> tuple[DFlashConfig, dict[str, Ten
         PairingError: it is a head for another target.
     """
     raw, fields = read(folder), read_config(folder)
-    found = layouts.sources({name: _own_name(name) for name in raw})
+    found = layouts.sources({name: own_name(name) for name in raw})
     tensors = {name: raw[source] for name, source in found.items()}
     output = tensors.get(HEAD)
     config = parse(fields, target, drafted=None if output is None else len(output))
@@ -66,7 +66,7 @@ def load(folder: Path, target: ModelConfig) -> tuple[DFlashConfig, dict[str, Ten
     return config, {**tensors, "ids": drafted_ids(sizes, offsets, mask, where=str(folder))}
 
 
-def _own_name(name: str) -> str | None:
+def own_name(name: str) -> str | None:
     """Return our name of a tensor; None if it has no effect."""
     name = name.removeprefix(_MODEL)
     if any(name.endswith(end) for end in _HARMLESS):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -152,15 +153,9 @@ class Layer(nn.Module):
         self.gate_up, self.down = rows("mlp.gate_proj", "mlp.up_proj"), rows("mlp.down_proj")
         self.norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-        made = (
-            [
-                Convolution(config, weights, f"{prefix}{part}", kernels=kernels)
-                for part in ("attention_conv", "mlp_conv")
-            ]
-            if config.conv_size
-            else [None, None]
-        )
-        self.attention_conv, self.mlp_conv = made
+        made = partial(Convolution, config, weights, kernels=kernels) if config.conv_size else None
+        self.attention_conv = None if made is None else made(f"{prefix}attention_conv")
+        self.mlp_conv = None if made is None else made(f"{prefix}mlp_conv")
 
     def forward(self, x: Tensor, window: Window, cache: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the block [B, T, H]; keys and values of the whole window go to the cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.config import ModelConfig
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.heads import DraftedTokens
@@ -33,7 +33,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What distinguishes the files of z-lab and DeepSpec."""
 
 
-def fields(target: SamplingDecoder | ModelWithCache, variant: str, **changes: object) -> dict[str, Any]:
+class Configured(Protocol):
+    """A decoder, its body, or whatever knows the sizes of a target."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+
+def fields(target: Configured, variant: str, **changes: object) -> dict[str, Any]:
     """The config.json of a head of two layers, the first of which slides."""
     sizes = target.config
     own = VARIANTS[variant]
@@ -60,7 +67,7 @@ def fields(target: SamplingDecoder | ModelWithCache, variant: str, **changes: ob
     }
 
 
-def tensors(target: SamplingDecoder | ModelWithCache, told: dict[str, Any], *, seed: int = 1) -> dict[str, Tensor]:
+def tensors(target: Configured, told: dict[str, Any], *, seed: int = 1) -> dict[str, Tensor]:
     """Weights that are neither zero nor one anywhere, so that no mix-up is hidden."""
     torch.manual_seed(seed)
     shapes = parse(Fields(told, "config.json"), target.config).shapes()

@@ -1,8 +1,8 @@
 """Write random DFlash, DFlash 2 and DSpark heads with speculators, and what its modules draft at every place of a text.
 
-Run by an interpreter that has speculators: ``write_block_heads.py TEXT OUT``. TEXT is a file of tensors: the tokens of
-text, the target's states at the streams that heads read, its embedding and its output layer. OUT gets a folder for each
-case, with the head and, in ``oracle.safetensors``, drafts [S, k] and logits [S, k, V] after each number of tokens.
+Run by an interpreter that has speculators: ``write_block_heads.py TEXT OUT``. TEXT is a file of tensors: the tokens
+of a text, the target's states at the streams that heads read, its embedding and its output layer. OUT gets a folder for
+each case, with the head and, in ``oracle.safetensors``, drafts [S, k] and logits [S, k, V] after each number of tokens.
 """
 
 from __future__ import annotations

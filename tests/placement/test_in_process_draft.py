@@ -46,7 +46,8 @@ def test_folders_are_relative_to_the_file(home: Path) -> None:
         ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"]}}, "auto"),
         ({"draft": "ngram", "k": 3}, 3), ({"draft": {"path": "draft", "k": 2}}, None),
         ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"], "k": 2}}, None),
-        ({"draft": "none"}, None), ({"draft": "./medusa"}, None), ({"draft": "./eagle"}, None), ({}, None),
+        ({"draft": "none"}, None), ({"draft": "./medusa"}, None), ({"draft": "./eagle"}, None), ({"draft": "./dflash"}, "auto"),
+        ({"draft": "./pard"}, "auto"), ({}, None),
     ],
     ids=str,
 )  # fmt: skip
@@ -62,7 +63,9 @@ def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
     assert spec.speculative.draft == spec.drafts == ()
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"])
+@pytest.mark.parametrize(
+    "name", ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash"]
+)
 def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) -> None:
     (alone,) = planned(home).placements
     (item,) = planned(home, draft=drafts(Path("draft"), Path())[name]).placements

@@ -38,12 +38,14 @@ DRAFTS: dict[str, object] = {
     "tree": {"path": "eagle", "draft_tree": "dynamic:4,2,2"},
     "list": ["ngram", {"path": "draft", "k": 2}],
     "choice": {"type": "choice", "drafts": ["ngram", {"path": "draft", "k": 2}]},
+    "pard": {"path": "pard", "k": 3},
+    "block": {"path": "dflash"},
     "auto": {"path": "draft"},
 }
 """Name of a model -> who drafts; `k: auto` is what a draft model has that says nothing."""
 METHODS = {
     "plain": [], "medusa": ["medusa"], "chain": ["eagle"], "tree": ["eagle"], "one-pass": ["eagle"],
-    "list": ["ngram", "model"], "choice": ["choice"], "auto": ["model"],
+    "list": ["ngram", "model"], "choice": ["choice"], "pard": ["pard"], "block": ["dflash"], "auto": ["model"],
 }  # fmt: skip
 """What the list of models says of them: kinds of drafters, and no path of this machine."""
 _START_S, _END_S = 240, 120

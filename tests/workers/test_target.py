@@ -27,7 +27,10 @@ from tests.workers.heard import asked
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
-ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "mtp", "mlp_speculator", "layerskip"]
+ROWS = [
+    "none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mtp", "mlp_speculator",
+    "layerskip",
+]  # fmt: skip
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
