@@ -19,6 +19,7 @@ from paceline.draft_checks import check_trees
 from paceline.engine.adaptive import DraftLengthController, Pace
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.engine import Engine
+from paceline.engine.fit import DraftFit
 from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.verifier import CompiledVerifier
@@ -142,8 +143,15 @@ class RoundBuilder:
             rest=rest,
             on_host=lambda: self._on_host(widths, slots, shape.width),
             predicted=(lambda: self._predicted(widths, slots, shape.width)) if self.predicts else None,
+            fit=self._fit(),
         )
         return rounds, shape
+
+    def _fit(self) -> DraftFit | None:
+        """What watches whether the drafter fits; None: it may well miss, or tokens are accepted at random."""
+        drafter = self.drafter
+        watched = drafter.misfit_causes and self.rule.name != "synthetic"
+        return DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None
 
     def _plan(self, length: int, widths: _Widths, slots: Sequence[Slot | None]) -> RoundPlan:
         """The plan of rounds that draft ``length`` tokens."""

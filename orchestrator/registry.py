@@ -122,6 +122,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            options="paceline.draft.options:NoOptions",
             marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
         ),
         DrafterRow(
@@ -131,6 +132,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            options="paceline.draft.options:NoOptions",
             marks=(("model_type", "mlp_speculator"),),
         ),
         DrafterRow(
@@ -139,6 +141,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             "the target's first layers, with its weights and cache",
             given_as="target",
             fused=True,
+            options="paceline.draft.options:LayerSkipOptions",
         ),
         DrafterRow(
             "retokenizing",

@@ -23,6 +23,7 @@ from paceline.core.types import (
 )
 from paceline.engine.adaptive import Pace
 from paceline.engine.batch import Slot
+from paceline.engine.fit import DraftFit
 
 MULTI_ROUND_BUDGET_S = 1 / 30
 """Time budget for consecutive fused rounds. Each return to Python costs about 100 us, because a pass over the weights
@@ -64,6 +65,7 @@ class Rounds:
     rest       several plain steps, in place of length 0 while every sequence has positions for them
     on_host    makes the plan for batches in which a request is decided on the host
     predicted  makes the plan for batches in which a request has a prediction; None = none may
+    fit        watches whether the drafter fits the target; None = it need not
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Rounds:
         rest: RoundPlan | None = None,
         on_host: Callable[[], RoundPlan] | None = None,
         predicted: Callable[[], RoundPlan] | None = None,
+        fit: DraftFit | None = None,
     ) -> None:
+        self.fit = fit
         self.drafter, self.plans, self.rest, self._slots, self._pace = drafter, dict(plans), rest, slots, pace
         self._usual = next(reversed(self.plans.values()))
         self.verifier = self._usual.verifier  # any: prefill, finish and moves are the same for all
@@ -150,6 +154,8 @@ class Rounds:
         if early is not None:
             self.drafter.update(early)
         result = self.run(plan, commit, sampling=sampling, limits=limits)
+        if self.fit is not None and self._special is None:
+            self.fit.learn(result, fused=plan.fused)
         if pace is None:
             return result
         pace.learn(length, result, limits, early=early is not None)

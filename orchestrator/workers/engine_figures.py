@@ -27,6 +27,7 @@ class EngineFigures:
     engine            counts and seconds of the engine, all runs together
     draft_lengths     number of rounds for each draft length, if the length is chosen per round
     drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
+    misfit            why the drafter does not fit the target; "" = it does, or is not judged yet
     """
 
     running: int
@@ -38,6 +39,7 @@ class EngineFigures:
     engine: Statistics
     draft_lengths: dict[int, int]
     drafters: Mapping[str, DrafterCounts] = field(default_factory=dict)
+    misfit: str = ""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic
 
@@ -76,7 +76,9 @@ class SharedEngine:
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
             made = self._generator
-            return self._totals.figures(len(self._running), waiting, made.statistics, drafters=made.choice_counts)
+            counts = made.choice_counts
+            figures = self._totals.figures(len(self._running), waiting, made.statistics, drafters=counts)
+            return replace(figures, misfit="" if made.draft_fit is None else made.draft_fit.warning)
 
     def take_timings(self) -> Sequence[RequestTiming]:
         """Return the timings of the requests that finished since the last call."""
