@@ -148,7 +148,7 @@ class RoundBuilder:
         return rounds, shape
 
     def _fit(self) -> DraftFit | None:
-        """What watches whether the drafter fits; None: it may well miss, or tokens are accepted at random."""
+        """Return a watch on the drafter's fit; None: it may well miss, or tokens are accepted at random."""
         drafter = self.drafter
         watched = drafter.misfit_causes and self.rule.name != "synthetic"
         return DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None
