@@ -50,12 +50,15 @@ class Drafter(ABC):
     movable        whether `move_request` works; otherwise requests stay in their slots
     predicted      how many tokens of the last proposal, from the first on, are from the prediction of the slot's
                    request; None = none
+    misfit_causes  what is likely wrong where its drafts are hardly ever accepted; "" = it may well miss, and nothing is
+                   said
     """
 
     draft_shape: DraftShape
     reads: FeatureSpec | None = None
     max_positions: int | None = None
     predicted: list[int] | None = None
+    misfit_causes: str = ""
 
     @property
     def movable(self) -> bool:

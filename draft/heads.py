@@ -333,6 +333,11 @@ class HeadDrafter(TraceableDrafter):
         ConfigurationError: ``k`` is negative, or more than the target can verify in a round.
     """
 
+    misfit_causes = (
+        "another base model, or one trained further; prompts without the chat template of the training; norms or layer "
+        "ids that the config.json does not tell"
+    )
+
     def __init__(self, head: DraftHead, decoder: CompiledDecoder, k: int | DraftShape) -> None:
         self.draft_shape = k if isinstance(k, DraftShape) else DraftShape.chain(k)
         decoder.check_width(self.draft_shape.num_draft_tokens + 1)

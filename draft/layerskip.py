@@ -55,6 +55,8 @@ class LayerSkipDrafter(HeadDrafter):
         ConfigurationError: there are not that many layers.
     """
 
+    misfit_causes = "a target that was not trained to exit early; too few `layers`, or too many to be faster"
+
     def __init__(self, k: int, target: CompiledDecoder, *, layers: int | None = None) -> None:
         self.check(target.config, layers=layers)
         self.layers = _default(target.config) if layers is None else layers

@@ -36,10 +36,13 @@ _KEYS = Keys(
     {
         *("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),
         *("n_candidates", "top_k_tokens_per_head", "num_lookahead_tokens"),  # of the trees of other programs
-        *("_name_or_path", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"),
+        *("_name_or_path", "base_model_name_or_path", "auto_map", "torch_dtype", "dtype", "transformers_version"),
         "hidden_size",  # another name of emb_dim
     },
-    {"model_type": MustBe(("mlp_speculator",), "it is another kind of head")},
+    {
+        "model_type": MustBe(("mlp_speculator",), "it is another kind of head"),
+        "architectures": MustBe((["MLPSpeculatorPreTrainedModel"],), "it is another network under the same keys"),
+    },
 )
 
 

@@ -67,6 +67,8 @@ class ModelDrafter(HeadDrafter):
         ConfigurationError: a number is out of range.
     """
 
+    misfit_causes = "a model of another family; a chat template that only the target was trained with; too slow a draft"
+
     def __init__(
         self,
         decoder: CompiledDecoder,

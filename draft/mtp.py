@@ -49,7 +49,7 @@ _NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a layer is stored, and in which details it is computed.
+    """Storage of a layer, and details of its computation.
 
     families      ``model_type`` of the targets, whose layer it has
     prefix        of its tensors

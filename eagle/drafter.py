@@ -41,6 +41,11 @@ class EagleDrafter(HeadDrafter):
         ConfigurationError: the draft tree does not fit.
     """
 
+    misfit_causes = (
+        "layer ids that are a guess (set aux_layers); norms that the config.json does not tell; another base model, or "
+        "one trained further; prompts without the chat template of the training"
+    )
+
     def __init__(self, head: EagleHead, target: CompiledDecoder, draft_tree: DraftTree) -> None:
         if not isinstance(draft_tree, DraftTree):
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from paceline.draft_checks import check_trees
 from paceline.engine.adaptive import DraftLengthController, Pace
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.engine import Engine
+from paceline.engine.fit import DraftFit
 from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 
@@ -134,6 +135,8 @@ class _Builder:
                 steps = min(_UNDRAFTED_STEPS, self.width)
                 rest = self._plain(steps, steps if self.own else self.width)
         predicts = prediction_refusal(target, drafter, config, rule=self.rule) is None
+        # A drafter without causes may well miss, and synthetic acceptance says nothing of it.
+        watched = drafter.misfit_causes and self.rule.name != "synthetic"
         rounds = Rounds(
             drafter,
             plans,
@@ -142,6 +145,7 @@ class _Builder:
             rest=rest,
             on_host=self._on_host,
             predicted=self._predicted if predicts else None,
+            fit=DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None,
         )
         shape = RoundShape(most, self.width, drafter.max_positions, target.kv_buckets, target.batch_buckets)
         return Engine(self.slots, rounds, shape, target.read_prompts if config.prefix_caching else None)

@@ -22,7 +22,9 @@ from paceline.core.sampling import COMPILED_KINDS, known_kinds
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft_checks import make_rule
 from paceline.engine.engine import ListQueue, RequestQueue
+from paceline.engine.fit import DraftFit
 from paceline.engine.request import InputIds, Request, SamplingParams
+from paceline.engine.rounds import Rounds
 from paceline.loadable import request_limits
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
 
@@ -197,6 +199,12 @@ class SpeculativeGenerator:
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """Counts of each drafter of a choice since it was made, by its name; empty without a choice."""
         return self.drafter.choice_counts
+
+    @property
+    def draft_fit(self) -> DraftFit | None:
+        """Whether the drafter fits the target, by its first drafts; None for one that may well miss."""
+        rounds = self.engine.rounds
+        return rounds.fit if isinstance(rounds, Rounds) else None
 
     @contextmanager
     def _held(self) -> Iterator[tuple[Statistics, Callable[[], None]]]:

@@ -141,6 +141,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            options="paceline.draft.options:NoOptions",
             marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
         ),
         DrafterRow(
@@ -150,6 +151,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            options="paceline.draft.options:NoOptions",
             marks=(("model_type", "mlp_speculator"),),
         ),
         DrafterRow(
@@ -158,6 +160,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             "the target's first layers, with its weights and cache",
             given_as="target",
             fused=True,
+            options="paceline.draft.options:LayerSkipOptions",
         ),
         DrafterRow(
             "retokenizing",

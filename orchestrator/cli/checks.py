@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.checks.findings import Finding
 from paceline.cli import console
 from paceline.cli.options import AsJson, TargetFolder, checked, command, load, numbers, read_prompts
 from paceline.config import SpeculativeConfig
@@ -24,11 +25,27 @@ app = typer.Typer()
 
 
 @app.command(name="doctor")
-def show_doctor(as_json: AsJson = False) -> None:
-    """Check this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something is broken."""
+def show_doctor(
+    target: Annotated[Path | None, typer.Option(help="With --draft: the target that it drafts for.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Drafter whose fit to the target is measured, as in `generate`.")
+    ] = None,
+    *,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='With --draft: file of JSON lines, each with a "prompt". Default: a few questions.'),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something is broken.
+
+    With --target and --draft: also whether the drafter fits, by what is accepted and by the times of steps.
+    """
     from paceline.checks import doctor
 
-    found = doctor.examine()
+    with console.refusals():
+        fit = None if target is None and draft is None else _fit(target, draft, prompts)
+    found = [*doctor.examine(), *([] if fit is None else [fit])]
     healthy = all(one.passed for one in found)
     if as_json:
         lines = [{"subject": one.name, "level": LEVELS[one.status][0], "text": one.seen} for one in found]
@@ -38,6 +55,27 @@ def show_doctor(as_json: AsJson = False) -> None:
             typer.echo(f"{LEVELS[one.status][1]} {one.name}: {one.seen}")
     if not healthy:
         raise typer.Exit(1)
+
+
+def _fit(target: Path | None, draft: str | None, prompts: Path | None) -> Finding:
+    from paceline.checks import doctor
+    from paceline.text.chat import chat_ids
+    from paceline.text.tokenizer import has_tokenizer, load_tokenizer, prompt_ids
+
+    if target is None or draft is None:
+        raise ConfigurationError("--draft: expected --target and --draft together, got one of them; give both")
+    config = SpeculativeConfig(draft=draft)
+    decoder = load(checked(target, LoadOptions(), config))
+    ids: list[list[int]] = []
+    if prompts is not None or has_tokenizer(target):
+        tokenizer = load_tokenizer(target)
+        texts = doctor.QUESTIONS if prompts is None else read_prompts(prompts)
+        chats = prompts is None and getattr(tokenizer, "chat_template", None)
+        ids = [
+            chat_ids(tokenizer, [{"role": "user", "content": text}]) if chats else prompt_ids(tokenizer, text)
+            for text in texts
+        ]
+    return doctor.examine_draft(decoder, config, ids)
 
 
 @app.command(name="selftest")

@@ -24,6 +24,7 @@ from paceline.core.types import (
 )
 from paceline.engine.adaptive import Pace
 from paceline.engine.batch import Slot
+from paceline.engine.fit import DraftFit
 
 MULTI_ROUND_BUDGET_S = 1 / 30
 """Time budget for consecutive fused rounds. Each return to Python costs about 100 us, because a pass over the weights
@@ -67,6 +68,7 @@ class Rounds:
     rest       several plain steps, in place of length 0 while every sequence has positions for them
     on_host    makes the plan for batches in which a request is decided on the host, at its first call; None = none may
     predicted  the same for batches in which a request has a prediction
+    fit        watches whether the drafter fits the target; None = it need not
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Rounds:
         rest: RoundPlan | None = None,
         on_host: Callable[[], RoundPlan] | None = None,
         predicted: Callable[[], RoundPlan] | None = None,
+        fit: DraftFit | None = None,
     ) -> None:
+        self.fit = fit
         self.drafter, self.plans, self.rest, self._slots, self._pace = drafter, dict(plans), rest, slots, pace
         self._usual = next(reversed(self.plans.values()))
         self.verifier = self._usual.verifier  # any: prefill, finish and moves are the same for all
@@ -181,6 +185,8 @@ class Rounds:
                 replaced = drafted_last(proposal, tokens) if proposal is not None and any(drafted) else None
             reports = [RoundReport(tokens, drafted, end - begin, drafter.predicted, scores, replaced)]
         result = RoundResult(commit, reports, middle - begin, end - middle, length)
+        if self.fit is not None and self._special is None:
+            self.fit.learn(result, fused=fused is not None)
         if length is not None and self._pace is not None:
             self._pace.learn(length, result, limits, early=early is not None)
         return result

@@ -63,6 +63,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("paceline:drafter_num_scored", "counter", "Its proposals that were compared with the answer.", ("drafter",)),
     Metric("paceline:drafter_num_scored_tokens", "counter", "First tokens of these that it wrote.", ("drafter",)),
     Metric("paceline:drafter_propose_seconds", "counter", "Time in which it proposed.", ("drafter",)),
+    Metric("paceline:drafter_misfit", "gauge", "1: drafts are accepted far less often than pays; the log has causes."),
     Metric("paceline:engine_seconds", "counter", "Time of the engine, by what it did.", ("part",)),
     Metric("paceline:requests_failed", "counter", "Requests that failed, by HTTP status.", ("status",)),
     Metric("paceline:drafter_up", "gauge", "1: the draft in its own process answers; 0: rounds go on without it."),
@@ -144,6 +145,7 @@ class MetricSet:
         for drafter, counts in figures.drafters.items():
             for name in ("num_drafts", "num_draft_tokens", "num_scored", "num_scored_tokens", "propose_seconds"):
                 self.reach(f"paceline:drafter_{name}", getattr(counts, name), drafter=drafter)
+        self.show("paceline:drafter_misfit", float(bool(figures.misfit)))
         if health is not None:
             self.show("paceline:drafter_up", float(health.state == "up"))
             self.reach("paceline:drafter_restarts", health.restarts)

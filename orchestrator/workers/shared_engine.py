@@ -43,6 +43,7 @@ class EngineFigures:
     engine            counts and seconds of the engine, over all calls since it was built
     draft_lengths     number of rounds for each draft length, if the length is chosen per round
     drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
+    misfit            why the drafter does not fit the target; "" = it does, or is not judged yet
     """
 
     running: int
@@ -50,6 +51,7 @@ class EngineFigures:
     engine: Statistics
     draft_lengths: Mapping[int, int]
     drafters: Mapping[str, DrafterCounts]
+    misfit: str = ""
 
 
 class _Totals:
@@ -110,9 +112,11 @@ class SharedEngine:
         """Return the number of requests and the metrics of all calls so far."""
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
-            total, lengths = self._totals.plus(self._generator.statistics)
-            drafters = self._generator.choice_counts
-            return EngineFigures(len(self._running), waiting, total, dict(sorted(lengths.items())), drafters)
+            made = self._generator
+            total, lengths = self._totals.plus(made.statistics)
+            misfit = "" if made.draft_fit is None else made.draft_fit.warning
+            running = len(self._running)
+            return EngineFigures(running, waiting, total, dict(sorted(lengths.items())), made.choice_counts, misfit)
 
     def take_timings(self) -> Sequence[RequestTiming]:
         """Return the timings of the requests that finished since the last call."""

@@ -19,7 +19,9 @@ from paceline.decoder.models.registry import MODEL_FAMILIES
 from tests.decoder.families import FAMILIES
 
 _LLAMA = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SHAPES = {"llama": ("llama", _LLAMA), **FAMILIES}
+SHAPES = {"llama": ("llama", _LLAMA), **FAMILIES, "mimo": ("mimo", FAMILIES["qwen2"][1])}
+TWINS = {"mimo": "qwen2"}
+"""Families that transformers does not have, and those whose files theirs resemble."""
 every_family = pytest.mark.parametrize("kind", MODEL_FAMILIES)
 
 
@@ -28,7 +30,8 @@ def files_of(kind: str) -> Iterator[dict[str, Any]]:
     for family, fields in SHAPES.values():
         if family == kind:
             config = AutoConfig.for_model(
-                kind, **{"vocab_size": 96, "num_hidden_layers": 3, **fields, "bos_token_id": 3, "eos_token_id": 4}
+                TWINS.get(kind, kind),
+                **{"vocab_size": 96, "num_hidden_layers": 3, **fields, "bos_token_id": 3, "eos_token_id": 4},
             )
             written: dict[str, Any] = {**json.loads(config.to_json_string(use_diff=False)), "model_type": kind}
             yield written
