@@ -170,25 +170,13 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'other' is not served") as missing:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
-    for wrong, says, which in (
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens: expected at least 1", "max_tokens"),
-        ({"prompt": "x" * 200}, "expected a prompt shorter than", "prompt"),
-        ({"prompt": [500]}, "of the vocabulary", "prompt"),
-        ({"prompt": "x", "temperature": -1}, "temperature: expected", "temperature"),
-        ({"prompt": "x", "stream": True, "top_p": 3}, "top_p: expected a number above 0 and at most 1, got", "top_p"),
-    ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=says) as refused:
-            client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]
-        assert refused.value.param == which
+    with pytest.raises(openai.BadRequestError, match="of the vocabulary") as refused:
+        client.completions.create(model="chat", prompt=[500])
+    assert refused.value.param == "prompt"
     chat = {"model": "chat", "messages": [{"role": "user", "content": "x" * 200}]}
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(**chat)  # type: ignore[call-overload]
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
-    with pytest.raises(openai.NotFoundError):
-        client.get("/nothing", cast_to=object)
-    with pytest.raises(openai.APIStatusError) as method:
-        client.get("/completions", cast_to=object)
-    assert method.value.status_code == 405
 
 
 def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
