@@ -254,17 +254,11 @@ class ModelServer:
         return parser
 
     def _writer(self, request: TextRequest, context: RequestContext, prompts: RequestPrompts) -> AnswerWriter:
-        head: dict[str, object] = {"created": context.created, "model": request.model}
         if isinstance(request, ResponsesRequest):
-            return ResponsesWriter(request, context.id, context.created)
+            return ResponsesWriter(request, context)
         if isinstance(request, CompletionRequest):
-            head |= {"id": f"cmpl-{context.id}", "object": "text_completion"}
-            return CompletionWriter(request, head, self._token_bytes, prompts=prompts.echoed)
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        head |= {"id": f"chatcmpl-{context.id}", "object": kind}
-        return ChatWriter(
-            request, head, self._token_bytes, call_id=lambda choice, index: f"call_{context.id}_{choice}_{index}"
-        )
+            return CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
+        return ChatWriter(request, context, self._token_bytes)
 
 
 def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:

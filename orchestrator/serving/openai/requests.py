@@ -518,7 +518,7 @@ class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
     top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
     stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
-    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False  # type: ignore[assignment]
+    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
     previous_response_id: Annotated[
         None, Field(description="null (responses are not stored; send the whole conversation as input)")
     ] = None
