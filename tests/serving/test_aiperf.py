@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.serving.api import create_app
-from paceline.serving.model_server import LocalRouter, ModelServer
-from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
-from tests.serving.edge import card, running
-from tests.serving.test_edge_engine import TOKENIZER, generator
+from tests.serving.edge import running
+from tests.serving.test_edge_engine import TOKENIZER, application, generator
 
 
 @pytest.mark.aiperf
@@ -26,13 +23,11 @@ def test_totals_of_aiperf_are_those_of_the_engine(tmp_path: Path, kind: str) -> 
     aiperf = shutil.which("aiperf")
     if aiperf is None:
         pytest.skip("there is no aiperf on the PATH; `make test-aiperf` installs it")
-    made = generator()
-    engine = SharedEngine(made)
-    server = ModelServer(TOKENIZER, engine, made.limits, card=card())
+    engine = SharedEngine(generator())
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "q", "fox")))
     fields = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
-    with running(create_app(LocalRouter({"m": server}), ApiSettings())) as address:
+    with running(application(engine)) as address:
         command = [
             *(aiperf, "profile", "-m", "m", "--url", address, "--endpoint-type", kind, "--streaming"),
             *("--tokenizer", "tokenizer", "--input-file", "prompts.jsonl", "--custom-dataset-type", "single_turn"),

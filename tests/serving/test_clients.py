@@ -14,13 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.serving.api import create_app
-from paceline.serving.model_server import LocalRouter, ModelServer
-from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.serving.client_programs import PROGRAMS
-from tests.serving.edge import card, running
-from tests.serving.test_edge_engine import TOKENIZER, generator
+from tests.serving.edge import running
+from tests.serving.test_edge_engine import TOKENIZER, application, generator
 
 pytestmark = pytest.mark.clients
 
@@ -37,9 +34,7 @@ def python() -> str:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A server of a table model."""
-    made = generator()
-    server = ModelServer(TOKENIZER, SharedEngine(made), made.limits, card=card())
-    with running(create_app(LocalRouter({"m": server}), ApiSettings())) as where:
+    with running(application()) as where:
         yield f"{where}/v1"
 
 
@@ -75,14 +70,12 @@ def test_llm_runs_on_the_command_line(python: str, address: str, tmp_path: Path)
 
 def test_guidellm_counts_the_tokens_that_were_sent(python: str, tmp_path: Path) -> None:
     """Not those that it asked for, nor the messages, which hold several tokens each."""
-    made = generator()
-    engine = SharedEngine(made)
-    server = ModelServer(TOKENIZER, engine, made.limits, card=card())
+    engine = SharedEngine(generator())
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "q", "fox"))
     )
-    with running(create_app(LocalRouter({"m": server}), ApiSettings())) as where:
+    with running(application(engine)) as where:
         spec = {
             "backend": {"kind": "openai_http", "target": where, "model": "m", "request_format": "/v1/completions"},
             "profile": {"kind": "synchronous"},

@@ -39,12 +39,8 @@ class Gate(Drafter):
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
-        self._inner, self.draft_shape, self.max_positions, self.reads = (
-            inner,
-            inner.draft_shape,
-            inner.max_positions,
-            inner.reads,
-        )
+        self._inner, self.draft_shape = inner, inner.draft_shape
+        self.max_positions, self.reads = inner.max_positions, inner.reads
         self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
         self.open, self.together, self.fails, self.fail_next = threading.Semaphore(0), [], False, 0
 
@@ -197,12 +193,8 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, p
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
     """Real checkpoints, in the thread that a worker has for its rounds."""
-    shape = {
-        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
-        "backend": "eager",
-        "k": 4,
-        "draft_ahead": False,
-    }
+    options = asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128))
+    shape = {**options, "backend": "eager", "k": 4, "draft_ahead": False}
     inner = None
     if drafts:
         drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})
