@@ -117,13 +117,11 @@ class Deployment:
     def statistics(self, model: str) -> Mapping[str, Any]:
         """Return the statistics of a target since it was last idle, including its drafter's health."""
         self._known(model)
-        statistics: Mapping[str, Any] = self._do(self._router.ask(model, "statistics"))
-        return statistics
+        return self._do(self._router.ask(model, "statistics"))  # type: ignore[no-any-return]
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Return node -> its free cores and their fragmentation."""
-        report: dict[str, Fragmentation] = call_allocator("report", timeout=_CALL_S)
-        return report
+        return call_allocator("report", timeout=_CALL_S)  # type: ignore[no-any-return]
 
     def cores(self) -> dict[str, CoreRange]:
         """Return label -> assigned cores, of all running processes."""

@@ -26,7 +26,7 @@ from paceline.serving.answer import (
     ChoiceRenderer,
     TokenAnswer,
 )
-from paceline.serving.openai.fields import FURTHER, StructuredOutputs
+from paceline.serving.openai.fields import FURTHER
 from paceline.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -114,7 +114,9 @@ class ModelServer:
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
-            call = _call(requests, context, request)
+            deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
+            interval_s = context.interval_s if request.stream else _BODY_S
+            call = Call(f"{context.id}-{time.monotonic_ns()}", requests, context.client, deadline, interval_s)
             with closing(self._calls.begin(call)) as updates:
                 first = asyncio.ensure_future(updates.next())
                 try:
@@ -259,13 +261,6 @@ class ModelServer:
         if isinstance(request, CompletionRequest):
             return CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
         return ChatWriter(request, context, self._token_bytes)
-
-
-def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:
-    """Create the engine call for a request."""
-    deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
-    ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if request.stream else _BODY_S
-    return Call(ticket, requests, context.client, deadline, interval_s)
 
 
 class LocalRouter:
@@ -507,10 +502,8 @@ def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | 
     """Return the structure required of the text: the request's own, or that of the calls that it requires."""
     if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
         return StructuredOutput("json_schema", calls)
-    return None if request.structured is None else _structured_output(request.structured)
-
-
-def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
+    if (constraint := request.structured) is None:
+        return None
     if constraint.json_object is not None:
         return StructuredOutput("json_object") if constraint.json_object else None
     for kind in ("json_schema", "regex", "choice", "grammar"):

@@ -79,16 +79,14 @@ class _ChoicesWriter:
             counts = {"usage": usage.to_dict() if options.continuous_usage_stats else None}
         return event({**self._head, "choices": [choice], **counts})
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         if not self._request.stream_options.include_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": usage.to_dict(), **_metrics(metrics)}) + DONE
+        return event({**self._head, "choices": [], "usage": usage.to_dict(), **metrics}) + DONE
 
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
+    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
         rendered = [self._choice(index, one, self._whole(index, one)) for index, one in enumerate(choices)]
-        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
+        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **metrics}
 
     def _choice(self, index: int, part: Step | ChoiceText, content: Mapping[str, object]) -> dict[str, object]:
         """Return a choice, with vLLM's ``token_ids`` and Paceline's origins if they are requested."""
@@ -226,10 +224,6 @@ class ChatWriter(_ChoicesWriter):
         return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
 
-def _metrics(metrics: Mapping[str, object] | None) -> dict[str, object]:
-    return {} if metrics is None else {"metrics": metrics}
-
-
 _Item = dict[str, object]
 
 
@@ -262,7 +256,7 @@ class ResponsesWriter:
             events += self._close(_status(step.finish_reason))
         return events
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         response = self._whole(self._text, usage, metrics)
         return self._event(f"response.{response['status']}", response=response)
 
@@ -333,18 +327,16 @@ class ResponsesWriter:
 
     # ---- whole
 
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
+    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
         (choice,) = choices
         return self._whole(choice, usage, metrics)
 
-    def _whole(self, choice: ChoiceText, usage: Usage, metrics: Mapping[str, object] | None) -> dict[str, object]:
+    def _whole(self, choice: ChoiceText, usage: Usage, metrics: Mapping[str, object]) -> dict[str, object]:
         status, last = _status(choice.finish_reason), len(choice.parts) - 1
         output = [
             self._item(index, part, status if index == last else "completed") for index, part in enumerate(choice.parts)
         ]
-        return {**self._response(status, output=output, usage=usage), **_metrics(metrics)}
+        return {**self._response(status, output=output, usage=usage), **metrics}
 
     def _item_id(self, index: int, kind: PartKind) -> str:
         return f"{_PREFIXES[kind]}_{self._id}_{index}"

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.weights import hub
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.placement import ModelSpec
@@ -144,6 +145,12 @@ def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: P
     line = ["serve", "--target", str(workshop.checkpoint()), "--quantization", "gguf", "--print-serve-config"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 2 and "quantization: expected a GGUF file for gguf, which keeps" in done.stderr
+
+
+def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`paceline serve --target smollm2`, as the README has it."""
+    monkeypatch.setattr(hub, "fetched", lambda _row: workshop.checkpoint())
+    assert placed("--target", "smollm2", "--backend", "eager").folder == workshop.checkpoint().resolve()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from paceline.serving.openai.fields import (
     StructureFields,
     TokenId,
     refuse_media,
-    refuse_strict_by_choice,
     refuse_unstreamed,
     validated,
 )
@@ -292,7 +291,13 @@ class ChatRequest(GenerationFields, TemplateFields):
             raise ValueError(
                 "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
             )
-        refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
+        strict = next((one.function.name for one in self.tools if one.function.strict), None)
+        if strict is not None and self.tool_choice in (None, "auto"):  # the model is free to call or not
+            message = (
+                f"strict: true of the function {strict!r} needs a tool_choice that requires a call; set tool_choice "
+                'to "required" or to a function, or omit strict'
+            )
+            raise RefusedError(400, message, param="tools")
         return self
 
     @property
