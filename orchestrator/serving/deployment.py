@@ -117,7 +117,7 @@ class Deployment:
     def statistics(self, model: str) -> Mapping[str, Any]:
         """Return the statistics of a target since it was last idle, including its drafter's health."""
         self._known(model)
-        return self._do(self._router.ask(model, "statistics"))  # type: ignore[no-any-return]
+        return self._do(self._router.ask(model, "statistics"))
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Return node -> its free cores and their fragmentation."""
