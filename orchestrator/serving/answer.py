@@ -257,7 +257,8 @@ class ChoiceRenderer:
             text = self._text.push(token)
             pieces.append(_piece(output, place, text))
             self.tokens += 1
-            delta += self._parsed(self._parser.push(text)) if text else Delta()
+            if text:
+                delta += self._parsed(self._parser.push(text))
             if self._parser.ended:
                 self.ended = True
                 yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
