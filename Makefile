@@ -60,7 +60,7 @@ $(AIPERF_VENV)/.stamp:
 	@touch $@
 
 test-aiperf: setup $(AIPERF_VENV)/.stamp
-	PATH="$$PATH:$(abspath $(AIPERF_VENV)/bin)" $(BIN)/python -m pytest -m aiperf tests/serving/test_aiperf.py
+	PATH="$$PATH:$(abspath $(AIPERF_VENV)/bin)" $(BIN)/python -m pytest -m aiperf tests/serving/test_clients.py
 
 # The page at / in Chromium, which the system's package manager installs. Playwright drives it, out of a folder of its own.
 PLAYWRIGHT ?= playwright==1.65.2

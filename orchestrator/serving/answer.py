@@ -155,12 +155,10 @@ class AnswerWriter(Protocol):
     def step(self, step: Step, usage: Usage) -> bytes:
         """The events of a step; empty where it shows nothing. ``usage``: up to here."""
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         """Return the events after the last step."""
 
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
+    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
         """The whole answer, where nothing is streamed."""
 
 
@@ -195,10 +193,10 @@ class AcceptanceMetrics:
             self.drafted.append(drafted)
             self.accepted.append(accepted)
 
-    def report(self) -> Mapping[str, object] | None:
-        """The value of ``metrics``, or None where nothing is to be said."""
+    def report(self) -> Mapping[str, object]:
+        """Return the field ``metrics`` of a response; empty without drafting, or if it is switched off."""
         if self.level == "none" or not self.num_spec_tokens:
-            return None
+            return {}
         longest = max([self.num_spec_tokens, *self.drafted])
         histogram = [0] * (longest + 1)
         by_length: dict[int, list[int]] = {}
@@ -218,7 +216,7 @@ class AcceptanceMetrics:
         }
         if self.level == "detailed":
             report |= {"per_step_accepted": list(self.accepted), "per_step_drafted": list(self.drafted)}
-        return {"speculative_decoding": report}
+        return {"metrics": {"speculative_decoding": report}}
 
 
 class ChoiceRenderer:
@@ -228,6 +226,7 @@ class ChoiceRenderer:
     skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
     ended    whether its last step was returned; later tokens are not part of the response
+    tokens, whole  number of tokens so far; all of the choice, where the answer collects it
     reasoning_tokens  tokens up to the last one that completed a part of the reasoning
     """
 
@@ -237,6 +236,7 @@ class ChoiceRenderer:
         self._index, self._text, self._parser = index, text, parser
         self._skip, self._by_token = skip, by_token
         self.tokens = self.reasoning_tokens = 0
+        self.whole = ChoiceText()
         self._prompt: tuple[TokenLogprobs, ...] | None = None
         self.called = self.ended = False
 
@@ -257,7 +257,8 @@ class ChoiceRenderer:
             text = self._text.push(token)
             pieces.append(_piece(output, place, text))
             self.tokens += 1
-            delta += self._parsed(self._parser.push(text)) if text else Delta()
+            if text:
+                delta += self._parsed(self._parser.push(text))
             if self._parser.ended:
                 self.ended = True
                 yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
@@ -320,14 +321,12 @@ class Answer:
     ) -> None:
         self._request, self._writer, self._choices, self._acceptance = request, writer, choices, acceptance
         self._prompt_tokens, self._prompt_only = prompt_tokens, request.tokens_asked == 0
-        self._texts = [ChoiceText() for _ in choices]
-        self._sent = [0] * len(choices)
         self._cached: int | None = None
 
     @property
     def sent(self) -> tuple[int, ...]:
         """Tokens of each choice so far."""
-        return tuple(self._sent)
+        return tuple(choice.tokens for choice in self._choices)
 
     @property
     def ended(self) -> tuple[bool, ...]:
@@ -346,9 +345,8 @@ class Answer:
             if self._prompt_only and output.error is None:
                 output = replace(output, tokens=(), accepted=0, drafted=0, finish_reason="length", token_logprobs=None)
             for step, is_new in self._choices[output.index].push(output):
-                self._sent[step.choice] += len(step.pieces)
                 if not self._request.stream:
-                    self._texts[step.choice].add(step)
+                    self._choices[output.index].whole.add(step)
                     continue
                 written = self._writer.step(step, self._usage)
                 if is_new:
@@ -357,15 +355,15 @@ class Answer:
 
     def end(self) -> bytes:
         """The last events, or the body."""
-        metrics = self._acceptance.report() if len(self._choices) == 1 else None
+        metrics = self._acceptance.report() if len(self._choices) == 1 else {}
         if self._request.stream:
             return self._writer.end(self._usage, metrics)
-        return _encode(self._writer.body(self._texts, self._usage, metrics))
+        return _encode(self._writer.body([choice.whole for choice in self._choices], self._usage, metrics))
 
     @property
     def _usage(self) -> Usage:
         reasoning = sum(choice.reasoning_tokens for choice in self._choices)
-        return Usage(self._prompt_tokens, sum(self._sent), self._cached, reasoning)
+        return Usage(self._prompt_tokens, sum(self.sent), self._cached, reasoning)
 
 
 class TokenAnswer:

@@ -33,7 +33,6 @@ from paceline.serving.middleware import (
     BodyLimit,
     Cors,
     KeyCounts,
-    KeyLimit,
     api_key,
     refused_response,
 )
@@ -74,8 +73,7 @@ def create_app(
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
         *([Middleware(Cors, origins=settings.cors_origins)] if settings.cors_origins else []),
-        Middleware(ApiKeys, keys=settings.api_keys),
-        Middleware(KeyLimit, limit=settings.max_requests_per_key, counts=keys or KeyCounts()),
+        Middleware(ApiKeys, keys=settings.api_keys, limit=settings.max_requests_per_key, counts=keys or KeyCounts()),
         Middleware(BodyLimit, limit=settings.max_body_bytes),
     ]
     app = FastAPI(
@@ -111,13 +109,7 @@ def create_app(
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
     async def generate(request: Request, kind: Generates) -> Response:
         generation_request = await _read(request, kind)
-        context = RequestContext.new(
-            api_key=api_key(request.scope),
-            timeout_s=settings.request_timeout_s,
-            spec_metrics=settings.spec_metrics,
-            max_sequence=settings.max_sequence_tokens,
-            interval_s=settings.stream_interval_ms / 1000,
-        )
+        context = RequestContext.new(api_key(request.scope), settings)
         items: AsyncIterator[Item] = router.stream(generation_request, context)
         return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
 

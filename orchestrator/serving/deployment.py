@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
@@ -32,7 +31,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from paceline.core.errors import ConfigurationError, PlanError, QueueFullError, TargetLostError, WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator, end_unused
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.nodes import RESOURCE, connect
+from paceline.placement.cluster.nodes import RAY_ERRORS, RESOURCE, connect
 from paceline.placement.host import environment
 from paceline.placement.planning import planner
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 _CALL_S = 30.0
 _LOOK_S = 0.1  # between checks of starting models
-_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # errors of Ray and Serve
+_RAY_ERRORS = (*RAY_ERRORS, RayServeException)  # errors of Ray and Serve
 
 Value = TypeVar("Value")
 
@@ -118,13 +117,11 @@ class Deployment:
     def statistics(self, model: str) -> Mapping[str, Any]:
         """Return the statistics of a target since it was last idle, including its drafter's health."""
         self._known(model)
-        statistics: Mapping[str, Any] = self._do(self._router.ask(model, "statistics"))
-        return statistics
+        return self._do(self._router.ask(model, "statistics"))
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Return node -> its free cores and their fragmentation."""
-        report: dict[str, Fragmentation] = call_allocator("report", timeout=_CALL_S)
-        return report
+        return call_allocator("report", timeout=_CALL_S)  # type: ignore[no-any-return]
 
     def cores(self) -> dict[str, CoreRange]:
         """Return label -> assigned cores, of all running processes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
 from paceline.core.errors import PacelineError, RoomError
@@ -70,15 +70,9 @@ class ModelState:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values for JSON."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "load": self.load,
-            "pinned": self.pinned,
-            "running": self.running,
-            "idle_s": round(self.idle_s, 1),
-            "idle_ttl_s": self.idle_ttl_s,
-        }
+        fields = asdict(self) | {"idle_s": round(self.idle_s, 1)}
+        del fields["awaited"]
+        return fields
 
 
 class Lifecycle(Protocol):

@@ -80,11 +80,8 @@ class MetricSet:
 
         self._registry = prometheus.CollectorRegistry()
         self._values = {"model_name": model, "engine": engine}
-        kinds: dict[str, Callable[..., Any]] = {
-            "counter": prometheus.Counter, "gauge": prometheus.Gauge, "histogram": prometheus.Histogram
-        }  # fmt: skip
-        self._own = {
-            row.name: kinds[row.kind](
+        self._own: dict[str, Any] = {
+            row.name: getattr(prometheus, row.kind.capitalize())(
                 row.name,
                 row.help,
                 (*_LABELS, *row.labels),
@@ -243,11 +240,8 @@ def merged(texts: Iterable[str]) -> bytes:
 def _ray_metrics() -> Mapping[str, Any]:
     from ray.util import metrics
 
-    kinds: dict[str, Callable[..., Any]] = {
-        "counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram
-    }  # fmt: skip
     return {
-        row.name: kinds[row.kind](
+        row.name: getattr(metrics, row.kind.capitalize())(
             row.name.replace(":", "_"),
             row.help,
             tag_keys=(*_LABELS, *row.labels),

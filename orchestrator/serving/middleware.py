@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -125,54 +125,47 @@ class Cors:
 
 
 class ApiKeys:
-    """Accepts requests with one of the keys, compared in constant time. (): accepts all requests."""
+    """Accepts requests with one of the keys, compared in constant time; without keys, all requests.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    Rejects a request (429) whose key has ``limit`` requests running or waiting in any process of the service; None: no
+    limit. A request counts until the end of its response. Only generation counts: POST below /v1.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], limit: int | None, counts: KeyCounts) -> None:
         self._app, self._digests = app, [sha256(key.encode()).digest() for key in keys]
+        self._limit, self._counts = limit, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS:
-            hashed = sha256(api_key(scope).encode()).digest()
-            if not sum(hmac.compare_digest(hashed, digest) for digest in self._digests):  # all of them, always
-                refused = RefusedError(
-                    401,
-                    "Authorization: expected a valid API key, got none or another one; send Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
-                await refused_response(refused)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not (self._digests or self._limit is not None):
+            await self._app(scope, receive, send)
+            return
+        key, path = api_key(scope), scope["path"]
+        counted = self._limit is not None and scope["method"] == "POST" and path.startswith("/v1/")
+        refused = None
+        if self._digests and path not in _OPEN_PATHS and not self._is_known(key):
+            refused = RefusedError(
+                401,
+                "Authorization: expected a valid API key, got none or another one; send Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        elif self._limit is not None and counted and self._counts.total(key) >= self._limit:
+            message = f"this key has {self._limit} requests running or waiting, the most allowed"
+            refused = RefusedError(429, f"{message}; retry when one has finished", code=QUEUE_FULL, retry_after_s=1.0)
+        if refused is not None:
+            await refused_response(refused)(scope, receive, send)
+            return
+        with self._counts.one_more(key) if counted else nullcontext():
+            await self._app(scope, receive, send)
+
+    def _is_known(self, key: str) -> bool:
+        hashed = sha256(key.encode()).digest()
+        return bool(sum(hmac.compare_digest(hashed, digest) for digest in self._digests))  # all of them, always
 
 
 def api_key(scope: Scope) -> str:
     """Return the API key of a request, or ""."""
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
-
-
-class KeyLimit:
-    """Rejects a request (429) whose key has ``limit`` requests running or waiting; None rejects none.
-
-    A request counts until the end of its response, in any process of the service. Only generation counts: POST below
-    /v1.
-    """
-
-    def __init__(self, app: ASGIApp, *, limit: int | None, counts: KeyCounts) -> None:
-        self._app, self._limit, self._counts = app, limit, counts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/")
-        if self._limit is None or not counted:
-            await self._app(scope, receive, send)
-            return
-        key = api_key(scope)
-        if self._counts.total(key) >= self._limit:
-            message = f"this key has {self._limit} requests running or waiting, the most allowed"
-            refused = RefusedError(429, f"{message}; retry when one has finished", code=QUEUE_FULL, retry_after_s=1.0)
-            await refused_response(refused)(scope, receive, send)
-            return
-        with self._counts.one_more(key):
-            await self._app(scope, receive, send)
 
 
 class BodyLimit:
@@ -249,9 +242,7 @@ class _Gzip:
 class KeyCounts:
     """Requests that are running or waiting, by key. Keys are hashed because counts are shared between processes.
 
-    elsewhere  counts of the other processes of the service, as last reported; a limit on keys lets in a few more while
-    a
-               report is on its way
+    elsewhere  counts of the other processes, as last reported: a limit lets in a few more while a report is on its way
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from paceline.serving.answer import (
     ChoiceRenderer,
     TokenAnswer,
 )
-from paceline.serving.openai.fields import FURTHER, StructuredOutputs
+from paceline.serving.openai.fields import FURTHER
 from paceline.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -113,7 +113,9 @@ class ModelServer:
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
-            call = _call(requests, context, request)
+            deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
+            interval_s = context.interval_s if request.stream else _BODY_S
+            call = Call(f"{context.id}-{time.monotonic_ns()}", requests, context.client, deadline, interval_s)
             with closing(self._calls.begin(call)) as updates:
                 first = asyncio.ensure_future(updates.next())
                 try:
@@ -253,24 +255,11 @@ class ModelServer:
         return parser
 
     def _writer(self, request: TextRequest, context: RequestContext, prompts: RequestPrompts) -> AnswerWriter:
-        head: dict[str, object] = {"created": context.created, "model": request.model}
         if isinstance(request, ResponsesRequest):
-            return ResponsesWriter(request, context.id, context.created)
+            return ResponsesWriter(request, context)
         if isinstance(request, CompletionRequest):
-            head |= {"id": f"cmpl-{context.id}", "object": "text_completion"}
-            return CompletionWriter(request, head, self._token_bytes, prompts=prompts.echoed)
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        head |= {"id": f"chatcmpl-{context.id}", "object": kind}
-        return ChatWriter(
-            request, head, self._token_bytes, call_id=lambda choice, index: f"call_{context.id}_{choice}_{index}"
-        )
-
-
-def _call(requests: Sequence[Request], context: RequestContext, request: GenerationRequest) -> Call:
-    """Create the engine call for a request."""
-    deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
-    ticket, interval_s = f"{context.id}-{time.monotonic_ns()}", context.interval_s if request.stream else _BODY_S
-    return Call(ticket, requests, context.client, deadline, interval_s)
+            return CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
+        return ChatWriter(request, context, self._token_bytes)
 
 
 class LocalRouter:
@@ -512,10 +501,8 @@ def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | 
     """Return the structure required of the text: the request's own, or that of the calls that it requires."""
     if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
         return StructuredOutput("json_schema", calls)
-    return None if request.structured is None else _structured_output(request.structured)
-
-
-def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
+    if (constraint := request.structured) is None:
+        return None
     if constraint.json_object is not None:
         return StructuredOutput("json_object") if constraint.json_object else None
     for kind in ("json_schema", "regex", "choice", "grammar"):

@@ -71,7 +71,7 @@ class StateParser(Parser):
     def push(self, text: str) -> Delta:
         self._held += text
         delta, before = Delta(), None
-        while (self._held, self._state) != before:
+        while self._held and (self._held, self._state) != before:
             before = self._held, self._state
             delta += self._state()
         return delta
@@ -139,6 +139,9 @@ class ReasoningParser(StateParser):
     def ended(self) -> bool:
         return self._inner.ended
 
+    def push(self, text: str) -> Delta:
+        return self._inner.push(text) if self._state == self._behind else super().push(text)
+
     def flush(self) -> Delta:
         held = self._take()
         if self._state == self._inside:
@@ -163,8 +166,7 @@ class ReasoningParser(StateParser):
         return Delta()
 
     def _behind(self) -> Delta:
-        text = self._take()
-        return self._inner.push(text) if text else Delta()
+        return self._inner.push(self._take())
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -205,14 +207,10 @@ class _JsonCall:
     def __init__(self, *, keyed: bool = False) -> None:
         self.text = ""
         self._keyed = keyed  # {name: arguments}
-        self._value = JsonValue()
+        self.extent = JsonValue()
         self._name: str | None = None
         self._arguments: JsonValue | None = None
         self._done = False
-
-    def end(self, text: str) -> int | None:
-        """Return the position after the call's last character in more text; None: it continues."""
-        return self._value.end(text)
 
     def push(self, text: str, index: int) -> Delta:
         """Add text; return the addition to the call of that index."""
@@ -270,7 +268,7 @@ class _JsonCallsParser(StateParser):
 
     def _object(self) -> Delta:
         """Inside a call, which ends with its JSON object."""
-        end = self._call.end(self._held)
+        end = self._call.extent.end(self._held)
         delta = self._call.push(self._take(end), self.calls)
         return delta if end is None else delta + self._finish()
 
@@ -425,8 +423,7 @@ class MistralParser(MarkedListParser):
     def _arguments(self) -> Delta:
         """Inside the arguments of a call whose name is known."""
         end = self._value.end(self._held)
-        piece = self._take(end)
-        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, self._take(end)),))
         if end is not None:
             self.calls, self._state = self.calls + 1, self._text
         return delta

@@ -2,19 +2,16 @@
 hangs, streams whose reader hangs, the number of replicas, the request of a call, and log files. Storage that outlives
 processes is in `paceline.placement.cluster.nodes`.
 
-`watch_cluster` replaces Serve's controller and the core allocator if they do not respond because they are suspended or
-hang. Ray restarts an actor whose process ended, but does not check whether actors respond. The controller checks
-replicas and proxies, but no process checks the controller; while it is suspended, nothing else is replaced. So every
-replica of ours, ingress or model, checks both: if any two processes are suspended, at least one health checker is still
-running. The controller checks replicas and proxies (`paceline.serving.replica`), and a target its draft.
+`watch_cluster` replaces Serve's controller and the core allocator if they do not respond. Ray restarts an actor whose
+process ended, but does not check whether actors respond, and no process checks the controller, which replaces all
+others. So every replica of ours, ingress or model, checks both: if any two processes are suspended, at least one health
+checker is still running.
 
-`Readers` and `UntilTaken`: a stream ends only when its reader has taken all of it. Ray sends the items of a stream to
-its caller and, at its end, waits until the caller has confirmed them all. It waits in the one thread that starts every
-call of the actor. While a caller is suspended or unreachable, no other call of that actor starts. That includes
-requests and Ray Serve's health check, after which the actor is replaced (seen with Ray 2.60). So no stream of ours ends
-while its caller may be unreachable. A model replica first polls the ingress process that reads the response. The
-ingress process waits until the proxy reports that the response is complete; the client has its response by then. A lost
-caller confirms nothing, and no process waits for it.
+`Readers` and `UntilTaken`: a stream ends only when its reader has taken all of it. At the end of a stream Ray waits, in
+the one thread that starts every call of the actor, until the caller has confirmed all items. While a caller is
+suspended or unreachable, no other call starts, not even Serve's health check, after which the actor is replaced. So a
+model replica first polls the ingress process that reads the response, and the ingress process waits until the proxy
+reports that the response is complete. A lost caller confirms nothing, and no process waits for it.
 
 `controller` gets the calls of the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
 .../deployments/NAME/scale`, since Paceline runs no dashboard.

@@ -45,13 +45,12 @@ class RefusedError(Exception):
         retry_after_s: float | None = None,
     ) -> None:
         message = message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 3] + "..."
-        super().__init__(message)
+        super().__init__(status, message)  # what a copy in another process is made of
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Support pickling, to send the error between processes."""
-        return _restore, (self.status, self.message, self.param, self.code, self.retry_after_s)
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, object]:
@@ -64,11 +63,6 @@ class RefusedError(Exception):
         """Headers of the HTTP response."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
-
-
-def _restore(status: int, message: str, *rest: object) -> RefusedError:
-    param, code, retry_after_s = rest
-    return RefusedError(status, message, param=param, code=code, retry_after_s=retry_after_s)  # type: ignore[arg-type]
 
 
 def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:

@@ -176,8 +176,8 @@ class ModelReplica:
         return dict(self._target.statistics())
 
     async def progress(self) -> int:
-        """Return the engine's progress; see `paceline.workers.target.TargetHost`."""
-        return self._target.progress()
+        """Return a number that grows while any request is served."""
+        return self._target.engine.heartbeat
 
     async def check_health(self) -> None:
         """Answer Serve's health check; a replica that raises, or does not respond, is replaced."""
@@ -194,7 +194,7 @@ class ModelReplica:
                 f"the model's rounds fail repeatedly ({type(failure).__name__}: {failure}); see the replica's log"
             ) from failure
         figures = self._target.engine.figures()
-        self._beat.check(self._target.progress(), busy=figures.running + figures.waiting > 0)
+        self._beat.check(self._target.engine.heartbeat, busy=figures.running + figures.waiting > 0)
 
     async def _count(self) -> None:
         while True:
@@ -320,11 +320,4 @@ def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
     scaling = residency.autoscaling
     assert scaling is not None
     idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
-    return AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_ongoing_requests,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
-        **idle,
-    )
+    return AutoscalingConfig(**scaling.model_dump(), **idle)

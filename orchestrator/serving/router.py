@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.serving.openai.requests import (
@@ -24,7 +24,7 @@ from paceline.serving.openai.requests import (
     TokenizeResponse,
 )
 from paceline.serving.refused import RefusedError
-from paceline.serving.settings import SpecMetrics
+from paceline.serving.settings import ApiSettings, SpecMetrics
 
 if TYPE_CHECKING:
     from paceline.engine.request import SamplingParams
@@ -73,20 +73,19 @@ class RequestContext:
     reader: str = ""
 
     @classmethod
-    def new(
-        cls,
-        *,
-        api_key: str = "",
-        timeout_s: float | None = None,
-        spec_metrics: SpecMetrics = "none",
-        max_sequence: int | None = None,
-        interval_s: float = 0.0,
-    ) -> RequestContext:
-        """Create the context of a request that arrives now."""
-        now = time.time()
-        client = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
-        deadline = None if timeout_s is None else now + timeout_s
-        return cls(secrets.token_hex(12), int(now), client, deadline, spec_metrics, max_sequence, interval_s)
+    def new(cls, api_key: str = "", settings: ApiSettings | None = None) -> RequestContext:
+        """Create the context of a request that arrives now. ``settings``: None: those of a `TokenRequest`."""
+        now, client = time.time(), hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
+        context = cls(secrets.token_hex(12), int(now), client)
+        if settings is None:
+            return context
+        return replace(
+            context,
+            deadline=None if settings.request_timeout_s is None else now + settings.request_timeout_s,
+            spec_metrics=settings.spec_metrics,
+            max_sequence=settings.max_sequence_tokens,
+            interval_s=settings.stream_interval_ms / 1000,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +177,15 @@ class ModelCard:
 
     def to_dict(self) -> dict[str, object]:
         """Return OpenAI's model object with vLLM's ``max_model_len``, and all other fields under ``paceline``."""
-        fields = {
-            "methods": list(self.methods),
-            "num_spec_tokens": self.num_spec_tokens,
-            "chat": self.chat,
-            "tools": self.tools,
-            "reasoning": self.reasoning,
-            "placement": [
-                {"name": one.name, "role": one.role, "node": one.node, "host": one.host, "cores": list(one.cores)}
-                for one in self.placement
-            ],
-        }
+        about = asdict(self)
+        own = {name: about[name] for name in about if name not in ("name", "created", "max_model_len")}
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "paceline",
             "max_model_len": self.max_model_len,
-            "paceline": fields,
+            "paceline": own,
         }
 
 

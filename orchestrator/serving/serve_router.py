@@ -129,12 +129,10 @@ class ServeRouter:
         return merged(text for texts in answers for text in texts)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        answer: TokenizeResponse = await self.ask(request.model, "tokenize", request)
-        return answer
+        return await self.ask(request.model, "tokenize", request)  # type: ignore[no-any-return]
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        answer: DetokenizeResponse = await self.ask(request.model, "detokenize", request)
-        return answer
+        return await self.ask(request.model, "detokenize", request)  # type: ignore[no-any-return]
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
         """Stream a response, from several replicas if some are lost; see `ModelRouter`."""
@@ -193,13 +191,13 @@ class ServeRouter:
 
     async def ask(self, model: str, method: str, *request: object) -> Any:
         """Call one of the replicas. Raises RefusedError if it rejects the call, or there is none."""
-        method_of = getattr(self._handle(model), method)
+        handle = self._handle(model)
         try:
             try:
-                return await self._awaited(model, _answer(method_of, request), monotonic() + self._recovery_s)
+                return await self._awaited(model, _answer(handle, method, request), monotonic() + self._recovery_s)
             except DeploymentUnavailableError:
                 await self._demand(model)
-                return await self._awaited(model, _answer(method_of, request), monotonic() + self._recovery_s)
+                return await self._awaited(model, _answer(handle, method, request), monotonic() + self._recovery_s)
         except RayTaskError as error:
             if isinstance(error.cause, RefusedError):
                 raise error.cause from error
@@ -305,8 +303,8 @@ class _Attempt:
                 self._answer.cancel()
 
 
-async def _answer(method: Any, request: Sequence[object]) -> Any:
-    return await method.remote(*request)
+async def _answer(handle: Any, method: str, request: Sequence[object]) -> Any:
+    return await getattr(handle, method).remote(*request)
 
 
 def _full(model: str) -> Failed:

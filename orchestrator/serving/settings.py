@@ -14,9 +14,7 @@ SpecMetrics = Literal["none", "summary", "detailed"]
 """Level of acceptance metrics, as in vLLM's ``--per-request-spec-decode-metrics``."""
 
 DEFAULT_MAX_BODY = 1 << 20
-DEFAULT_STREAM_INTERVAL_MS = (
-    40.0  # more than an engine's call of several rounds, which may take a thirtieth of a second
-)
+DEFAULT_STREAM_INTERVAL_MS = 40.0  # an engine's call of several rounds may take a thirtieth of a second
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 MAX_STREAM_INTERVAL_MS = 1000.0  # more would not be a stream
 
@@ -95,21 +93,18 @@ class ApiSettings:
             limit: int | None = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ConfigurationError(f"{name}: expected at least 1, got {limit}; raise it")
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ConfigurationError(
-                f"request_timeout_s: expected more than 0, got {self.request_timeout_s}; correct it"
-            )
-        if not self.ping_s > 0:
-            raise ConfigurationError(f"ping_s: expected more than 0, got {self.ping_s}; correct it")
-        if not 0 <= self.stream_interval_ms <= MAX_STREAM_INTERVAL_MS:
-            most = f"{MAX_STREAM_INTERVAL_MS:g}"
-            raise ConfigurationError(
-                f"stream_interval_ms: expected 0 to {most}, got {self.stream_interval_ms}; correct it"
-            )
-        if self.spec_metrics not in get_args(SpecMetrics):
-            raise ConfigurationError(
-                f"spec_metrics: expected {', '.join(get_args(SpecMetrics))}, got {self.spec_metrics!r}; use one of them"
-            )
+        for name, is_right, expected in (
+            ("request_timeout_s", self.request_timeout_s is None or self.request_timeout_s > 0, "more than 0"),
+            ("ping_s", self.ping_s > 0, "more than 0"),
+            (
+                "stream_interval_ms",
+                0 <= self.stream_interval_ms <= MAX_STREAM_INTERVAL_MS,
+                f"0 to {MAX_STREAM_INTERVAL_MS:g}",
+            ),
+            ("spec_metrics", self.spec_metrics in get_args(SpecMetrics), ", ".join(get_args(SpecMetrics))),
+        ):
+            if not is_right:
+                raise ConfigurationError(f"{name}: expected {expected}, got {getattr(self, name)!r}; correct it")
 
 
 def is_loopback(host: str) -> bool:

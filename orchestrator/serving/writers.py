@@ -8,6 +8,7 @@ from itertools import count
 from paceline.serving.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest, NamedFunction, ResponsesRequest
 from paceline.serving.parsers import ToolCallDelta
+from paceline.serving.router import RequestContext
 
 BytesOf = Callable[[int], bytes]
 """Function from a token to its bytes, whose concatenation is that of the text."""
@@ -53,53 +54,92 @@ def _prompt_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
     return offsets
 
 
-class CompletionWriter:
+class _ChoicesWriter:
+    """Base of the writers of completions and chats."""
+
+    by_token = False
+    _id, _object, _streamed = "", "", ""  # prefix of ids; names of a whole response and of a streamed part
+
+    def __init__(self, request: CompletionRequest | ChatRequest, context: RequestContext, bytes_of: BytesOf) -> None:
+        self._request, self._context, self._bytes_of = request, context, bytes_of
+        self._head: Mapping[str, object] = {
+            "id": f"{self._id}-{context.id}",
+            "object": self._streamed if request.stream else self._object,
+            "created": context.created,
+            "model": request.model,
+        }
+
+    def step(self, step: Step, usage: Usage) -> bytes:
+        choice, request = self._choice(step.choice, step, self._delta(step)), self._request
+        shown = request.return_token_ids or request.return_token_origins
+        if not (shown or any(choice[name] for name in choice if name != "index")):
+            return b""
+        options, counts = request.stream_options, {}
+        if options.include_usage:
+            counts = {"usage": usage.to_dict() if options.continuous_usage_stats else None}
+        return event({**self._head, "choices": [choice], **counts})
+
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
+        if not self._request.stream_options.include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage.to_dict(), **metrics}) + DONE
+
+    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
+        rendered = [self._choice(index, one, self._whole(index, one)) for index, one in enumerate(choices)]
+        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **metrics}
+
+    def _choice(self, index: int, part: Step | ChoiceText, content: Mapping[str, object]) -> dict[str, object]:
+        """Return a choice, with vLLM's ``token_ids`` and Paceline's origins if they are requested."""
+        logprobs = self._logprobs(index, part)
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
+        if self._request.return_token_ids:
+            choice["token_ids"] = [piece.token for piece in part.pieces]
+        if self._request.return_token_origins:
+            choice["token_origins"] = [self._origin(piece) for piece in part.pieces]
+        return choice
+
+    def _origin(self, piece: TokenPiece) -> dict[str, object]:
+        origin: dict[str, object] = {"text": piece.text, "origin": piece.origin}
+        if piece.replaced:
+            origin["drafted"] = [token_text(self._bytes_of(token)) for token in piece.replaced]
+        return origin
+
+    def _delta(self, step: Step) -> Mapping[str, object]:
+        """Return the content of a streamed choice."""
+        raise NotImplementedError
+
+    def _whole(self, index: int, choice: ChoiceText) -> Mapping[str, object]:
+        """Return the content of a whole choice."""
+        raise NotImplementedError
+
+    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+        raise NotImplementedError
+
+
+class CompletionWriter(_ChoicesWriter):
     """Writes the responses to one completion request.
 
     ``prompts``: the texts and ids to repeat (``echo``), for each choice; () repeats nothing.
     """
 
-    by_token = False
+    _id, _object, _streamed = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, request: CompletionRequest, head: Mapping[str, object], bytes_of: BytesOf, *, prompts: Sequence[Echo]
+        self, request: CompletionRequest, context: RequestContext, bytes_of: BytesOf, *, prompts: Sequence[Echo]
     ) -> None:
-        self._request, self._head, self._bytes_of, self._prompts = request, dict(head), bytes_of, prompts
-        self._offsets: dict[int, int] = {}
+        super().__init__(request, context, bytes_of)
+        self._prompts, self._offsets = prompts, dict[int, int]()
 
-    def step(self, step: Step, usage: Usage) -> bytes:
-        text = step.delta.content
-        if step.first and self._prompts:
-            text = self._prompts[step.choice][0] + text
-        extras = self._extras(step.choice, step)
-        if not text and step.finish_reason is None and not extras["logprobs"] and not _shows_tokens(self._request):
-            return b""
-        choice = {"index": step.choice, "text": text, "finish_reason": step.finish_reason, **extras}
-        return event({**self._head, "choices": [choice], **_stream_usage(self._request, usage)})
+    def _delta(self, step: Step) -> Mapping[str, object]:
+        begun = self._prompts[step.choice][0] if step.first and self._prompts else ""
+        return {"text": begun + step.delta.content}
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
-        return _last_event(self._request, self._head, usage, metrics=metrics) + DONE
-
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
-        rendered = [
-            {
-                "index": index,
-                "text": (self._prompts[index][0] if self._prompts else "") + choice.content,
-                "finish_reason": choice.finish_reason,
-                **self._extras(index, choice),
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
-
-    def _extras(self, index: int, part: Step | ChoiceText) -> dict[str, object]:
-        fields = _token_fields(self._request, part.pieces, self._bytes_of)
-        return {"logprobs": self._logprobs(index, part), **fields}
+    def _whole(self, index: int, choice: ChoiceText) -> Mapping[str, object]:
+        return {"text": (self._prompts[index][0] if self._prompts else "") + choice.content}
 
     def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
-        if self._request.logprobs is None or not (part.pieces or part.prompt is not None):
+        count = self._request.top_logprobs_wanted
+        if count is None or not (part.pieces or part.prompt is not None):
             return None
         scored: list[tuple[int, float | None, Likeliest | None]] = []
         offsets: list[int] = []
@@ -115,7 +155,6 @@ class CompletionWriter:
             offsets.append(offset)
             offset += _characters(token)
         self._offsets[index] = offset
-        count = self._request.logprobs
         tops = [None if top is None else self._top(top[:count]) for _, _, top in scored]
         return {
             "tokens": list(map(_name, tokens)),
@@ -133,89 +172,50 @@ class CompletionWriter:
         return top
 
 
-class ChatWriter:
-    """Writes the answers to one chat request. ``call_id``: the id of a call, by choice and index."""
+class ChatWriter(_ChoicesWriter):
+    """Writes the answers to one chat request."""
 
-    by_token = False
+    _id, _object, _streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        request: ChatRequest,
-        head: Mapping[str, object],
-        bytes_of: BytesOf,
-        *,
-        call_id: Callable[[int, int], str],
-    ) -> None:
-        self._request, self._head, self._bytes_of, self._call_id = request, dict(head), bytes_of, call_id
-
-    def step(self, step: Step, usage: Usage) -> bytes:
+    def _delta(self, step: Step) -> Mapping[str, object]:
         delta: dict[str, object] = {"role": "assistant", "content": ""} if step.first else {}
         if step.delta.content:
             delta["content"] = step.delta.content
         if step.delta.reasoning:
             delta["reasoning"] = step.delta.reasoning
         if step.delta.tool_calls:
-            delta["tool_calls"] = [self._call_delta(step.choice, call) for call in step.delta.tool_calls]
-        logprobs = self._logprobs(step.pieces)
-        if not delta and step.finish_reason is None and logprobs is None and not _shows_tokens(self._request):
-            return b""
-        choice = {
-            "index": step.choice,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": step.finish_reason,
-            **_token_fields(self._request, step.pieces, self._bytes_of),
-        }
-        return event({**self._head, "choices": [choice], **_stream_usage(self._request, usage)})
+            delta["tool_calls"] = [
+                {"index": call.index, "function": {"arguments": call.arguments}}
+                if call.name is None
+                else {"index": call.index, **self._call(step.choice, call)}
+                for call in step.delta.tool_calls
+            ]
+        return {"delta": delta}
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
-        return _last_event(self._request, self._head, usage, metrics=metrics) + DONE
+    def _whole(self, index: int, choice: ChoiceText) -> Mapping[str, object]:
+        content = choice.content if choice.content or not choice.tool_calls else None
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning"] = choice.reasoning
+        if choice.tool_calls:
+            calls = (ToolCallDelta(place, call.name, call.text) for place, call in enumerate(choice.tool_calls))
+            message["tool_calls"] = [self._call(index, call) for call in calls]
+        return {"message": message}
 
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
-        rendered = []
-        for index, choice in enumerate(choices):
-            content = choice.content if choice.content or not choice.tool_calls else None
-            message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
-            if choice.reasoning:
-                message["reasoning"] = choice.reasoning
-            if choice.tool_calls:
-                message["tool_calls"] = [
-                    {
-                        "id": self._call_id(index, number),
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.text},
-                    }
-                    for number, call in enumerate(choice.tool_calls)
-                ]
-            rendered.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(choice.pieces),
-                    "finish_reason": choice.finish_reason,
-                    **_token_fields(self._request, choice.pieces, self._bytes_of),
-                }
-            )
-        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
+    def _call(self, choice: int, call: ToolCallDelta) -> dict[str, object]:
+        id_ = f"call_{self._context.id}_{choice}_{call.index}"
+        return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def _call_delta(self, choice: int, call: ToolCallDelta) -> dict[str, object]:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.index, "id": self._call_id(choice, call.index), "type": "function", "function": function}
-
-    def _logprobs(self, pieces: Sequence[TokenPiece]) -> dict[str, object] | None:
-        if not self._request.logprobs or not pieces:
+    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+        num_top = self._request.top_logprobs_wanted
+        if num_top is None or not part.pieces:
             return None
-        num_top = self._request.top_logprobs or 0
         content = [
             {
                 **self._one(piece.token, piece.logprob),
                 "top_logprobs": [self._one(token, logprob) for token, logprob in piece.top[:num_top]],
             }
-            for piece in pieces
+            for piece in part.pieces
         ]
         return {"content": content, "refusal": None}
 
@@ -224,54 +224,11 @@ class ChatWriter:
         return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
 
-Streamed = CompletionRequest | ChatRequest
-
-
-def _shows_tokens(request: Streamed) -> bool:
-    return request.return_token_ids or request.return_token_origins
-
-
-def _token_fields(request: Streamed, pieces: Sequence[TokenPiece], bytes_of: BytesOf) -> dict[str, object]:
-    """Return the fields about single tokens, on request: vLLM's ``token_ids``, and Paceline's origins."""
-    fields: dict[str, object] = {}
-    if request.return_token_ids:
-        fields["token_ids"] = [piece.token for piece in pieces]
-    if request.return_token_origins:
-        fields["token_origins"] = [_origin(piece, bytes_of) for piece in pieces]
-    return fields
-
-
-def _origin(piece: TokenPiece, bytes_of: BytesOf) -> dict[str, object]:
-    origin: dict[str, object] = {"text": piece.text, "origin": piece.origin}
-    if piece.replaced:
-        origin["drafted"] = [token_text(bytes_of(token)) for token in piece.replaced]
-    return origin
-
-
-def _stream_usage(request: Streamed, usage: Usage) -> dict[str, object]:
-    options = request.stream_options
-    if not options.include_usage:
-        return {}
-    return {"usage": usage.to_dict() if options.continuous_usage_stats else None}
-
-
-def _last_event(
-    request: Streamed, head: Mapping[str, object], usage: Usage, *, metrics: Mapping[str, object] | None
-) -> bytes:
-    if not request.stream_options.include_usage:
-        return b""
-    return event({**head, "choices": [], "usage": usage.to_dict(), **_metrics(metrics)})
-
-
-def _metrics(metrics: Mapping[str, object] | None) -> dict[str, object]:
-    return {} if metrics is None else {"metrics": metrics}
-
-
 _Item = dict[str, object]
 
 
 class ResponsesWriter:
-    """Writes the response to one request. ``id_``: of the response, without a prefix; ``created``: seconds since 1970.
+    """Writes the response to one request.
 
     Streamed or not, a response has the same items, one for each part. If the length limit cut it, the last one is
     incomplete: clients must not execute such a call.
@@ -279,8 +236,8 @@ class ResponsesWriter:
 
     by_token = True
 
-    def __init__(self, request: ResponsesRequest, id_: str, created: int) -> None:
-        self._request, self._id, self._created = request, id_, created
+    def __init__(self, request: ResponsesRequest, context: RequestContext) -> None:
+        self._request, self._id, self._created = request, context.id, context.created
         self._numbers = count()
         self._text = ChoiceText()
         self._is_open = False  # whether the last part still grows
@@ -299,7 +256,7 @@ class ResponsesWriter:
             events += self._close(_status(step.finish_reason))
         return events
 
-    def end(self, usage: Usage, metrics: Mapping[str, object] | None) -> bytes:
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         response = self._whole(self._text, usage, metrics)
         return self._event(f"response.{response['status']}", response=response)
 
@@ -370,18 +327,16 @@ class ResponsesWriter:
 
     # ---- whole
 
-    def body(
-        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
-    ) -> Mapping[str, object]:
+    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
         (choice,) = choices
         return self._whole(choice, usage, metrics)
 
-    def _whole(self, choice: ChoiceText, usage: Usage, metrics: Mapping[str, object] | None) -> dict[str, object]:
+    def _whole(self, choice: ChoiceText, usage: Usage, metrics: Mapping[str, object]) -> dict[str, object]:
         status, last = _status(choice.finish_reason), len(choice.parts) - 1
         output = [
             self._item(index, part, status if index == last else "completed") for index, part in enumerate(choice.parts)
         ]
-        return {**self._response(status, output=output, usage=usage), **_metrics(metrics)}
+        return {**self._response(status, output=output, usage=usage), **metrics}
 
     def _item_id(self, index: int, kind: PartKind) -> str:
         return f"{_PREFIXES[kind]}_{self._id}_{index}"

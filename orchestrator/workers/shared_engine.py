@@ -103,11 +103,6 @@ class SharedEngine:
 
     # ---- callers, from any thread
 
-    @property
-    def healthy(self) -> bool:
-        """Whether rounds succeed, as far as known."""
-        return self.failure is None
-
     def figures(self) -> EngineFigures:
         """Return the number of requests and the metrics of all calls so far."""
         with self._changed:

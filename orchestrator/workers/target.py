@@ -28,6 +28,7 @@ class TargetHost:
         if remote is not None:
             options |= {"draft": remote, "k": None}
         self._generator = SpeculativeGenerator(options.pop("draft"), self._target, **options)
+        self._generator.compile()  # before the first request, so that no request waits for a graph
         self.engine = SharedEngine(self._generator, max_waiting=max_waiting)
 
     @property
@@ -40,17 +41,9 @@ class TargetHost:
         """Maximum number of drafted tokens per round."""
         return self._generator.drafter.draft_shape.num_draft_tokens
 
-    def progress(self) -> int:
-        """Return a number that grows while any request is served."""
-        return self.engine.heartbeat
-
     def statistics(self) -> Mapping[str, object]:
         """Return the statistics since the target was last idle; they are complete when it is idle again."""
         return self._generator.statistics.to_dict()
-
-    def compile(self) -> None:
-        """Compile the graphs before the first request, so that no request waits for one."""
-        self._generator.compile()
 
 
 def make_target(
@@ -58,10 +51,4 @@ def make_target(
 ) -> TargetHost:
     """Make a target's worker, by default. Its engine has its own thread, so the model is loaded in another one."""
     config = WorkerConfig.from_settings(settings)
-
-    def load() -> TargetHost:
-        host = TargetHost(config, drafter, max_waiting=max_waiting)
-        host.compile()
-        return host
-
-    return run_apart(load)
+    return run_apart(lambda: TargetHost(config, drafter, max_waiting=max_waiting))

@@ -31,13 +31,11 @@ CHATS: dict[str, dict[str, Any]] = {
         "seed": 1,
         "stop": ["###"],
     },
-    "Open WebUI, a title": {"stream": False, "messages": [USER], "max_completion_tokens": 1000},
     "Open WebUI, goes on": {
         **STREAM,
         "messages": [USER, {"role": "assistant", "content": "Well", "reasoning_content": "hm"}, USER],
         "reasoning_effort": "low",
     },
-    "LangChain": {"messages": [SYSTEM, USER], "stream": False, "temperature": 0.7, "n": 1},
     "LangChain, streamed": {
         **STREAM,
         "messages": [PARTS],
@@ -54,7 +52,6 @@ CHATS: dict[str, dict[str, Any]] = {
         ],
         "tools": [TOOL],
     },
-    "LlamaIndex": {"messages": [PARTS], "stream": False, "temperature": 0.1, "max_tokens": 256},
     "LlamaIndex, tools": {
         "messages": [
             USER,
@@ -67,13 +64,6 @@ CHATS: dict[str, dict[str, Any]] = {
         "temperature": 0.1,
         "stream": True,
     },
-    "llm": {**STREAM, "messages": [SYSTEM, USER]},
-    "llm, tools": {"messages": [USER], "stream": False, "tools": [TOOL]},
-    "aider": {
-        "messages": [SYSTEM, USER, {"role": "assistant", "content": "Ok."}, USER],
-        "temperature": 0,
-        "stream": True,
-    },
     "aider, whole": {
         "messages": [SYSTEM, PARTS],
         "temperature": 0,
@@ -81,15 +71,6 @@ CHATS: dict[str, dict[str, Any]] = {
         "max_tokens": 64,
         "extra_body": None,
         "user": "aider",
-    },
-    "Continue": {
-        **STREAM,
-        "messages": [SYSTEM, PARTS],
-        "max_tokens": 512,
-        "temperature": 0.2,
-        "stop": ["</s>", "<|im_end|>"],
-        "tools": [TOOL],
-        "parallel_tool_calls": False,
     },
     "Continue, an edit": {
         "messages": [USER],
@@ -125,15 +106,6 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "seed": None,
         "logprobs": None,
     },
-    "LlamaIndex": {"prompt": "x", "stream": False, "temperature": 0.1, "max_tokens": 256},
-    "llm": {**STREAM, "prompt": "x", "max_tokens": 256},
-    "Continue, a gap": {
-        "prompt": "<fim_prefix>a<fim_suffix>b<fim_middle>",
-        "max_tokens": 64,
-        "temperature": 0.01,
-        "stream": True,
-        "stop": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "\n\n"],
-    },
     "lm-eval": {
         "prompt": [[5, 6, 7], [8, 9]],
         "max_tokens": 1,
@@ -142,7 +114,6 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "seed": 1234,
         "echo": True,
     },
-    "lm-eval, texts": {"prompt": ["x", "y"], "max_tokens": 64, "temperature": 0, "seed": 1234, "stop": ["\n\n"]},
 }
 
 

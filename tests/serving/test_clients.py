@@ -1,6 +1,6 @@
 """Published clients and a load generator run on the server unmodified.
 
-They want packages of their own. `make test-clients` makes their environment.
+They want packages of their own: `make test-clients` and `make test-aiperf`, which CI runs, make their environments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.serving.api import create_app
-from paceline.serving.model_server import LocalRouter, ModelServer
-from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.serving.client_programs import PROGRAMS
-from tests.serving.edge import card, running
-from tests.serving.test_edge_engine import TOKENIZER, generator
-
-pytestmark = pytest.mark.clients
+from tests.serving.edge import running
+from tests.serving.test_edge_engine import TOKENIZER, application, generator
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +32,7 @@ def python() -> str:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A server of a table model."""
-    made = generator()
-    server = ModelServer(TOKENIZER, SharedEngine(made), made.limits, card=card())
-    with running(create_app(LocalRouter({"m": server}), ApiSettings())) as where:
+    with running(application()) as where:
         yield f"{where}/v1"
 
 
@@ -52,6 +45,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_client_from_the_index_runs(python: str, address: str, tmp_path: Path, name: str) -> None:
     program = str(Path(__file__).with_name("client_programs.py"))
@@ -60,6 +54,7 @@ def test_a_client_from_the_index_runs(python: str, address: str, tmp_path: Path,
     assert all(found.values())
 
 
+@pytest.mark.clients
 def test_llm_runs_on_the_command_line(python: str, address: str, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(f"- {{model_id: ours, model_name: m, api_base: '{address}'}}\n")
     options = ["-m", "ours", "-o", "max_tokens", "8", "-o", "temperature", "0", "abc"]
@@ -73,16 +68,15 @@ def test_llm_runs_on_the_command_line(python: str, address: str, tmp_path: Path)
 # ---- load generators
 
 
+@pytest.mark.clients
 def test_guidellm_counts_the_tokens_that_were_sent(python: str, tmp_path: Path) -> None:
     """Not those that it asked for, nor the messages, which hold several tokens each."""
-    made = generator()
-    engine = SharedEngine(made)
-    server = ModelServer(TOKENIZER, engine, made.limits, card=card())
+    engine = SharedEngine(generator())
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "q", "fox"))
     )
-    with running(create_app(LocalRouter({"m": server}), ApiSettings())) as where:
+    with running(application(engine)) as where:
         spec = {
             "backend": {"kind": "openai_http", "target": where, "model": "m", "request_format": "/v1/completions"},
             "profile": {"kind": "synchronous"},
@@ -98,3 +92,29 @@ def test_guidellm_counts_the_tokens_that_were_sent(python: str, tmp_path: Path) 
     done = benchmark["requests"]["successful"]
     assert len(done) == 3
     assert sum(one["output_tokens"] for one in done) == engine.figures().engine.new_tokens > 3
+
+
+@pytest.mark.aiperf
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_totals_of_aiperf_are_those_of_the_engine(tmp_path: Path, kind: str) -> None:
+    aiperf = shutil.which("aiperf")
+    if aiperf is None:
+        pytest.skip("there is no aiperf on the PATH; `make test-aiperf` installs it")
+    engine = SharedEngine(generator())
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "q", "fox")))
+    fields = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+    with running(application(engine)) as address:
+        command = [
+            *(aiperf, "profile", "-m", "m", "--url", address, "--endpoint-type", kind, "--streaming"),
+            *("--tokenizer", "tokenizer", "--input-file", "prompts.jsonl", "--custom-dataset-type", "single_turn"),
+            *("--request-count", "6", "--concurrency", "3", "--extra-inputs", json.dumps(fields)),
+            *("--ui", "none", "--artifact-dir", "out"),
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    figures = engine.figures().engine
+    assert found["total_spec_decode_steps"]["avg"] == figures.num_drafts > 0
+    assert found["total_draft_tokens"]["avg"] == figures.num_draft_tokens > 0
+    assert found["total_accepted_draft_tokens"]["avg"] == figures.num_accepted_tokens > 0

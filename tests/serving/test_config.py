@@ -68,19 +68,15 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
 
 def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager", "batch_size": 4}
-    scaled = {
-        "name": "a",
-        "autoscaling": {"min_replicas": 0, "max_replicas": 3, "upscale_delay_s": 2},
-        "idle_ttl_s": 60,
-        **shape,
-    }
+    scaling = {"min_replicas": 0, "max_replicas": 3, "upscale_delay_s": 2}
+    scaled = {"name": "a", "autoscaling": scaling, "idle_ttl_s": 60, **shape}
     entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
     ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
     a, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
-    scaling = a.autoscaling_config
-    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
-    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (2, 600)
-    assert scaling.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
+    made = a.autoscaling_config
+    assert (made.min_replicas, made.max_replicas, made.target_ongoing_requests) == (0, 3, 4.0)
+    assert (made.upscale_delay_s, made.downscale_delay_s) == (2, 600)
+    assert made.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
     assert list(ingress.init_args[0]) == ["a", "c"], "b is an application of its own, once it is asked"
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
@@ -132,12 +128,8 @@ def test_a_model_without_a_file_has_every_option_of_a_target(workshop: Workshop)
     model = placed(*line, *more, "--max-waiting", "7")
     assert (model.options.quantization, model.options.kv_cache_dtype, model.max_waiting) == ("int8", "fp8_e4m3", 7)
     asked = model.speculative
-    assert (asked.exact, asked.fused, asked.confidence_threshold, asked.vocabulary) == (
-        False,
-        False,
-        0.25,
-        "intersection",
-    )
+    found = (asked.exact, asked.fused, asked.confidence_threshold, asked.vocabulary)
+    assert found == (False, False, 0.25, "intersection")
     usual = placed("--target", target)
     assert usual.max_waiting == 1024 and usual.speculative.exact and usual.options.quantization is None
 
@@ -158,13 +150,7 @@ def test_a_gguf_file_is_served_in_its_own_format(workshop: Workshop, tmp_path: P
 def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """`paceline serve --target smollm2`, as the README has it."""
     monkeypatch.setattr(hub, "fetched", lambda _row: workshop.checkpoint())
-    line = ["serve", "--target", "smollm2", "--draft", "suffix", "--amp", "f32", "--backend", "eager"]
-    done = CliRunner().invoke(app, [*line, "--print-serve-config"])
-    assert done.exit_code == 0, done.output
-    (application,) = ServeDeploySchema(**yaml.safe_load(done.stdout)).applications
-    ingress = build(application.args)._bound_deployment
-    (placement,) = ingress.init_args[0]["smollm2"]._bound_deployment.init_args[0].plan.placements
-    assert placement.model.folder == workshop.checkpoint().resolve()
+    assert placed("--target", "smollm2", "--backend", "eager").folder == workshop.checkpoint().resolve()
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,6 @@ def test_a_query_is_promql_over_what_is_exported(query: str) -> None:
             assert labels <= own, f"{name} has no {labels - own}"
 
 
-@pytest.mark.parametrize("query", ["sum by (le (a)", "rate(vllm:prompt_tokens_total)", "vllm:prompt_tokens_total[5m"])
-def test_what_is_no_promql_is_refused(query: str) -> None:
-    with pytest.raises(ValueError):
-        promql.parse(query)
-
-
 def test_every_metric_is_shown() -> None:
     asked = {exported()[name].name for query in QUERIES for name, _ in selected(promql.parse(query))}
     assert {row.name for row in METRICS} - asked == {"vllm:request_time_per_output_token_seconds"}

@@ -12,13 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from paceline.engine.request import TargetLimits
-from paceline.serving.api import create_app
-from paceline.serving.model_server import LocalRouter, ModelServer, sampling_params
+from paceline.serving.model_server import sampling_params
 from paceline.serving.openai.requests import ChatRequest
-from paceline.serving.settings import ApiSettings
-from paceline.text.structured_output import GrammarCompiler
-from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts
+from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, scripted, texts
 
 CALLS = (
     'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Z\u00fcrich {x}", "days": 2}}\n'
@@ -124,21 +120,6 @@ def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.O
     assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt
 
 
-def test_at_most_one_call_without_parallel_tool_calls(
-    client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]
-) -> None:
-    (choice,) = ask(client, "tool", tools=TOOLS, parallel_tool_calls=False).choices
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", WEATHER)
-    assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
-    chunks = list(ask(client, "tool", tools=TOOLS, stream=True, parallel_tool_calls=False))
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert {one.index for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []} == {0}
-    functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    answer = client.responses.create(model="m", input="tool", tools=functions, parallel_tool_calls=False)
-    assert [item.type for item in answer.output] == ["message", "function_call"] and not answer.parallel_tool_calls
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", ["tool", "called"])
 def test_an_answer_of_one_call_ends_with_it(
@@ -215,16 +196,6 @@ def test_markers_that_are_special_tokens_are_found() -> None:
     assert (about["paceline"]["tools"], about["paceline"]["reasoning"]) == ("mistral", "mistral")
 
 
-def test_calls_in_tags_have_the_types_of_their_schema() -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
-    text = "<tool_call>\n<function=weather>\n<parameter=city>\n8001\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-    app, _, _ = scripted(lambda _: f"{text}</function>\n</tool_call>", "{{ tools }}<tool_call><function={{ messages }}")
-    with client_of(app) as client:
-        (choice,) = ask(client, "?", tools=tools).choices
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "8001", "days": 2}
-
-
 @pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
 def test_reasoning_is_parted_from_the_answer(
     client: openai.OpenAI, asked: str, thought: str | None, answer: str | None
@@ -243,16 +214,6 @@ def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
     assert (message.model_extra["reasoning"], message.content) == ("so it is\n", "Yes.")
 
 
-def test_reasoning_before_a_structured_answer_is_parted_too() -> None:
-    tokenizer = chat_tokenizer()
-    engine = ScriptedEngine(tokenizer, lambda _: '<think>hm</think>\n\n{"a": 1}')
-    limits = TargetLimits(len(tokenizer), POSITIONS, (0,), grammars=GrammarCompiler(len(tokenizer)))
-    server = ModelServer(tokenizer, engine, limits, card=card())  # type: ignore[arg-type]
-    with client_of(create_app(LocalRouter({"m": server}), ApiSettings())) as client:
-        message = ask(client, "x", response_format={"type": "json_object"}).choices[0].message
-    assert (message.model_extra["reasoning"], message.content) == ("hm", '{"a": 1}')
-
-
 def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
     done = client.completions.create(model="m", prompt=["stops", "plain"], max_tokens=60, echo=True, stop=" three")
     assert [choice.text for choice in done.choices] == ["stopsone two", "plain" + SAYS["plain"]]
@@ -262,19 +223,12 @@ def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
 
 def test_responses_and_their_events(client: openai.OpenAI) -> None:
     whole = client.responses.create(model="m", input="think", instructions="be brief")
-    assert (whole.output_text, whole.status, [item.type for item in whole.output]) == (
-        "Two.", "completed", ["reasoning", "message"],
-    )  # fmt: skip
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
     events = list(client.responses.create(model="m", input="think", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert [event.type for event in events[:3]] == [
-        "response.created", "response.in_progress", "response.output_item.added",
-    ]  # fmt: skip
     last: Any = events[-1]
     assert last.type == "response.completed" and last.response.output_text == "Two."
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Two."
-    cut = client.responses.create(model="m", input="plain", max_output_tokens=3)
-    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
 
 
 def test_responses_call_functions(client: openai.OpenAI) -> None:

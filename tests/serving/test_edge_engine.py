@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
 
 from paceline import SpeculativeGenerator
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
+from paceline.serving.metrics import MetricSet
 from paceline.serving.model_server import (
     ChatFormat,
     LocalRouter,
@@ -28,6 +31,7 @@ from paceline.serving.router import Failed, GenerationRequest, RequestContext, S
 from paceline.serving.settings import ApiSettings
 from paceline.text.tokenizer import TokenBytes
 from paceline.workers.shared_engine import SharedEngine
+from tests.decoder.tiny import CHUNK, Workshop, fresh
 from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
 from tests.serving.replicas import BareReplica
@@ -45,15 +49,18 @@ def generator() -> SpeculativeGenerator:
     return SpeculativeGenerator(draft, target, k=3)
 
 
-def server() -> ModelServer:
-    made = generator()
-    return ModelServer(TOKENIZER, SharedEngine(made), made.limits, card=card())
+def server(engine: SharedEngine | None = None) -> ModelServer:
+    engine = engine or SharedEngine(generator())
+    return ModelServer(TOKENIZER, engine, engine._generator.limits, card=card())
+
+
+def application(engine: SharedEngine | None = None, **settings: Any) -> FastAPI:
+    return create_app(LocalRouter({"m": server(engine)}), ApiSettings(**settings))
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    app = create_app(LocalRouter({"m": server()}), ApiSettings(spec_metrics="detailed"))
-    with client_of(app) as made:
+    with client_of(application(spec_metrics="detailed")) as made:
         yield made
 
 
@@ -318,19 +325,6 @@ def test_an_answer_that_is_not_streamed_is_one_chunk() -> None:
     assert chunk.last and json.loads(chunk.data)["usage"]["completion_tokens"] == sum(chunk.sent)
 
 
-def test_a_first_token_that_is_there_soon_is_said_to_be() -> None:
-    """So that a replica sends both in one message."""
-    body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
-    made = BareReplica(server())
-
-    async def sent() -> list[Any]:
-        return [one async for one in made.stream(read_body(CompletionRequest, body), CONTEXT)]
-
-    begun, *rest = asyncio.run(sent())
-    assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk] and begun[0].followed
-    assert rest and all(isinstance(one, StreamChunk) for one in rest)
-
-
 def test_a_replica_that_is_to_leave_takes_no_more_requests() -> None:
     body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
     request = read_body(CompletionRequest, body)
@@ -347,7 +341,9 @@ def test_a_replica_that_is_to_leave_takes_no_more_requests() -> None:
         (refused,) = [one async for one in made.stream(request, CONTEXT)]
         assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
         await made.stay()
-        assert len([one async for one in made.stream(request, CONTEXT)]) > 1
+        begun, *rest = [one async for one in made.stream(request, CONTEXT)]
+        assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk], "in one message"
+        assert begun[0].followed and rest and all(isinstance(one, StreamChunk) for one in rest)
 
     asyncio.run(work())
 
@@ -424,3 +420,32 @@ def test_a_prompt_that_is_repeated_has_one_log_probability_for_each_token(
     if not stream:
         assert found.usage.completion_tokens == max_tokens * len(prompts)
         assert max_tokens or {choice.finish_reason for choice in found.choices} == {"length"}
+
+
+IDS = random.Random(0).choices(range(3, 60), k=3 * CHUNK)
+
+
+def test_usage_says_what_was_cached_and_answers_are_the_same(workshop: Workshop) -> None:
+    answers: dict[bool, list[Any]] = {}
+    for caching in (False, True):
+        target = fresh(workshop.checkpoint(), backend="eager", batch_size=2)
+        generator = SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching)
+        engine = SharedEngine(generator)
+        with client_of(application(engine)) as client:
+            answers[caching] = [
+                client.completions.create(
+                    model="m", prompt=prompt, max_tokens=9, temperature=1, seed=3, n=n, extra_body={"ignore_eos": True}
+                )
+                for prompt, n in ((IDS, 1), ([*IDS[:40], 5], 2), (IDS, 1))
+            ]
+    texts = {key: [[one.text for one in answer.choices] for answer in found] for key, found in answers.items()}
+    assert texts[True] == texts[False]
+    assert [answer.usage.prompt_tokens_details for answer in answers[False]] == [None] * 3
+    details = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers[True]]
+    assert details == [0, 2 * CHUNK, 2 * CHUNK], "the second answer of a prompt took the slot of the first prompt"
+    metrics = MetricSet("m", "0", ray_too=False)
+    metrics.update(engine.figures(), None, num_slots=2)
+    lines = metrics.text().splitlines()
+    queries, hits = 2 * len(IDS) + 2 * 41, 2 * CHUNK + 41 + 2 * CHUNK
+    for name, count in (("queries", queries), ("hits", hits)):
+        assert f'vllm:prefix_cache_{name}_total{{engine="0",model_name="m"}} {float(count)}' in lines

@@ -10,6 +10,7 @@ import pytest
 from paceline.serving.model_server import ChatFormat, chat_prompts
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.requests import ChatRequest, ResponsesRequest
+from paceline.serving.refused import RefusedError
 from paceline.text.chat import chat_ids, roles_in_parts
 from tests.serving.edge import TEMPLATE, chat_tokenizer
 
@@ -68,6 +69,13 @@ def test_a_developer_is_the_system_for_both_endpoints() -> None:
     form = ChatFormat.of(tokenizer)
     prompts = [tokenizer.decode(chat_prompts(tokenizer, one, form).ids[0]) for one in (chat, responses)]
     assert prompts == ["[system]brief[user]x[assistant]"] * 2
+
+
+def test_a_model_without_a_template_has_no_chats() -> None:
+    request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
+    tokenizer = chat_tokenizer("")
+    with pytest.raises(RefusedError, match="no chat template; use /v1/completions"):
+        chat_prompts(tokenizer, request, ChatFormat.of(tokenizer))
 
 
 def test_an_answer_of_calls_alone_needs_no_content() -> None:

@@ -19,9 +19,8 @@ class Bare(ModelReplica):
 
     def __init__(self, *, failure: Exception | None = None, running: int = 0, timeout_s: float = 0.0) -> None:
         figures = SimpleNamespace(running=running, waiting=0)
-        self.beats = 0
-        engine = SimpleNamespace(failure=failure, figures=lambda: figures)
-        self._target = SimpleNamespace(engine=engine, progress=lambda: self.beats)  # type: ignore[assignment]
+        self.engine = SimpleNamespace(failure=failure, figures=lambda: figures, heartbeat=0)
+        self._target = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
         self._beat = module._Heartbeat(timeout_s)
 
 
@@ -50,5 +49,5 @@ def test_a_stalled_engine_with_requests_is_reported_and_an_idle_one_is_not() -> 
     ask(idle)
     with pytest.raises(WorkerError, match="has done nothing"):
         ask(busy)
-    busy.beats += 1
+    busy.engine.heartbeat += 1
     ask(busy)

@@ -110,17 +110,3 @@ def test_a_cluster_with_other_applications_keeps_them(
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications
     assert sorted(model.id for model in client.models.list()) == ["chat"]
-
-
-def test_a_service_that_is_taken_down_ends_its_answers_and_takes_no_more(
-    cluster: object, groups: tuple[ReplicaGroupPlan, ...], home: Path
-) -> None:
-    with served(groups) as listening:
-        asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
-        stream = iter(listening.completions.create(stream=True, **asked))  # type: ignore[call-overload]
-        parts = [next(stream).choices[0].text]
-        with ThreadPoolExecutor(1) as pool:
-            ended = pool.submit(serve.delete, "paceline")
-            text = "".join(parts + [chunk.choices[0].text for chunk in stream])
-            ended.result(90)
-        assert text == said(home, PROMPT, max_new_tokens=100)

@@ -1,4 +1,4 @@
-"""The container file and the systemd unit of examples/deploy, and the wheel that both install.
+"""The container file and systemd unit of examples/deploy, the wheel that both install, and the manifest for KubeRay.
 
 Their commands are compared with the command line, their paths with the server's; images are not built here.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
 from typer.main import get_group
 
 from paceline.cli import serve
@@ -24,6 +30,7 @@ from paceline.serving.middleware import _OPEN_PATHS
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "examples" / "deploy" / "paceline.service"
 CONTAINER = ROOT / "examples" / "deploy" / "Containerfile"
+MANIFEST = ROOT / "examples" / "kuberay" / "rayservice.yaml"
 INSTRUCTIONS = frozenset(
     {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "STOPSIGNAL", "USER"}
     | {"VOLUME", "WORKDIR"}
@@ -103,3 +110,42 @@ def test_the_wheel_is_whole_and_runs_outside_the_repository(tmp_path: Path) -> N
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0].startswith(str(tmp_path / "site"))
+
+
+def test_serve_accepts_what_the_manifest_deploys() -> None:
+    manifest = yaml.safe_load(MANIFEST.read_text())
+    config = ServeDeploySchema(**yaml.safe_load(manifest["spec"]["serveConfigV2"]))
+    (application,) = config.applications
+    module, _, name = str(application.import_path).partition(":")
+    assert callable(getattr(import_module(module), name))
+    assert set(application.args) <= {"models", "instance", "api"}
+    (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["replicas"] == 100 and '"neuron_cores\\": 24' in group["rayStartParams"]["resources"]
+    listens = config.http_options.host
+    assert listens != "127.0.0.1" and application.args["api"]["api_keys"], "who may be reached asks for a key"
+
+
+@pytest.mark.skipif("KUBERAY_CRD" not in os.environ, reason="KUBERAY_CRD names KubeRay's ray.io_rayservices.yaml")
+def test_kubernetes_accepts_the_manifest() -> None:
+    """By the schema of KubeRay's v1, in which unknown keys are errors here."""
+    definition = yaml.load(Path(os.environ["KUBERAY_CRD"]).read_text(), Loader=yaml.CSafeLoader)
+    (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {}
+    errors = jsonschema.Draft7Validator(schema).iter_errors(yaml.safe_load(MANIFEST.read_text()))
+    assert [(list(error.path), error.message) for error in errors] == []
+
+
+def strict(schema: Any) -> Any:
+    """Kubernetes' dialect as JSON schema, without unknown keys."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    if found.get("x-kubernetes-int-or-string"):
+        found = {key: value for key, value in found.items() if key not in ("anyOf", "pattern")}
+        found["type"] = ["integer", "string"]
+    if found.get("type") == "object" and "properties" in found and "additionalProperties" not in found:
+        found["additionalProperties"] = bool(found.get("x-kubernetes-preserve-unknown-fields", False))
+    return found

@@ -113,20 +113,11 @@ def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path)
     greedy = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert greedy.choices[0].text == said(home, PROMPT, max_new_tokens=20)
     assert greedy.choices[0].finish_reason == "length"
-    usage = greedy.usage
-    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 20)
     drawn = {"model": "chat", "prompt": PROMPT, "max_tokens": 30, "temperature": 1.2, "seed": 9}
     whole = client.completions.create(**drawn).choices[0].text
     assert whole == said(home, PROMPT, max_new_tokens=30, do_sample=True, temperature=1.2, seed=9)
     chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **drawn))
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 30
-    stop = whole[10:13]
-    cut = client.completions.create(stop=stop, **drawn).choices[0]
-    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
-    both = client.completions.create(**{**drawn, "prompt": [PROMPT, "x"], "max_tokens": 4})
-    assert [len(choice.text) for choice in both.choices] == [4, 4] and both.choices[0].text == whole[:4]
 
 
 def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.OpenAI, cluster: Cluster) -> None:
@@ -155,40 +146,13 @@ def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.O
     assert (line["access"]["status"], line["access"]["completion_tokens"]) == (200, 7)
 
 
-def test_chat_goes_through_the_template(client: openai.OpenAI, home: Path) -> None:
-    asked = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
-    answer = client.chat.completions.create(**asked)  # type: ignore[call-overload]
-    assert answer.choices[0].message.content == said(home, "u:hia:", max_new_tokens=12)
-    chunks = list(client.chat.completions.create(stream=True, **asked))  # type: ignore[call-overload]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == answer.choices[0].message.content and chunks[0].choices[0].delta.role == "assistant"
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
-        client.chat.completions.create(**{**asked, "model": "small"})  # type: ignore[call-overload]
-
-
 def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'other' is not served") as missing:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
-    for wrong, says, which in (
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens: expected at least 1", "max_tokens"),
-        ({"prompt": "x" * 200}, "expected a prompt shorter than", "prompt"),
-        ({"prompt": [500]}, "of the vocabulary", "prompt"),
-        ({"prompt": "x", "temperature": -1}, "temperature: expected", "temperature"),
-        ({"prompt": "x", "stream": True, "top_p": 3}, "top_p: expected a number above 0 and at most 1, got", "top_p"),
-    ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=says) as refused:
-            client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]
-        assert refused.value.param == which
-    chat = {"model": "chat", "messages": [{"role": "user", "content": "x" * 200}]}
-    with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(**chat)  # type: ignore[call-overload]
-    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
-    with pytest.raises(openai.NotFoundError):
-        client.get("/nothing", cast_to=object)
-    with pytest.raises(openai.APIStatusError) as method:
-        client.get("/completions", cast_to=object)
-    assert method.value.status_code == 405
+    with pytest.raises(openai.BadRequestError, match="of the vocabulary") as refused:
+        client.completions.create(model="chat", prompt=[500])
+    assert refused.value.param == "prompt"
 
 
 def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:

@@ -18,12 +18,9 @@ import httpx2 as httpx
 import pytest
 
 import paceline
-from paceline.serving.api import create_app
-from paceline.serving.model_server import LocalRouter, ModelServer
-from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
-from tests.serving.edge import card, running
-from tests.serving.test_edge_engine import SCHEMA, TOKENIZER, generator
+from tests.serving.edge import running
+from tests.serving.test_edge_engine import SCHEMA, application, generator
 
 FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -43,10 +40,8 @@ KEPT_BYTES = 32_768  # that 98 requests may leave, such as the tickets of those 
 
 @pytest.mark.full
 def test_nothing_of_a_request_stays() -> None:
-    made = generator()
-    engine = SharedEngine(made)
-    server = ModelServer(TOKENIZER, engine, made.limits, card=card())
-    app = create_app(LocalRouter({"m": server}), ApiSettings(api_keys=("k",), max_requests_per_key=50))
+    engine = SharedEngine(generator())
+    app = application(engine, api_keys=("k",), max_requests_per_key=50)
     with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:
 
         def ask(place: int) -> int:

@@ -79,15 +79,6 @@ def test_without_an_interval_every_round_is_heard() -> None:
     assert [tokens for _, tokens in line.heard["1"]] == [[1]], "another call's rounds do not hurry it"
 
 
-def test_a_step_that_gives_a_call_nothing_ends_its_waiting_too() -> None:
-    """A chunk of another prompt: so who waits waits for the interval and one step, whatever the steps are."""
-    line = Line([10.0])
-    line.step(1.0, 0)
-    line.step(4.0, 0)
-    line.step(7.0)
-    assert line.heard["0"] == [(1.0, [0]), (12.0, [1])]
-
-
 @pytest.mark.parametrize("steps", [(1.0,), (1.0, 3.0), (0.3, 0.3, 3.0, 0.7), (25.0, 1.0)])
 def test_no_token_waits_longer_than_the_interval_and_a_step(steps: Sequence[float]) -> None:
     line = Line([10.0, 10.0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -24,20 +23,6 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 MAX_STOPS = 4
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-
-
-def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
-    """``strict``: names of functions whose calls must follow their schemas.
-
-    Raises:
-        RefusedError: the model is free to call or not, so a schema cannot be enforced.
-    """
-    if strict and choice in (None, "auto"):
-        message = (
-            f"strict: true of the function {strict[0]!r} needs a tool_choice that requires a call; set tool_choice "
-            'to "required" or to a function, or omit strict'
-        )
-        raise RefusedError(400, message, param="tools")
 
 
 def refuse_unstreamed(stream: bool, options: object) -> None:

@@ -20,7 +20,6 @@ from paceline.serving.openai.fields import (
     StructureFields,
     TokenId,
     refuse_media,
-    refuse_strict_by_choice,
     refuse_unstreamed,
     validated,
 )
@@ -292,7 +291,13 @@ class ChatRequest(GenerationFields, TemplateFields):
             raise ValueError(
                 "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
             )
-        refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
+        strict = next((one.function.name for one in self.tools if one.function.strict), None)
+        if strict is not None and self.tool_choice in (None, "auto"):  # the model is free to call or not
+            message = (
+                f"strict: true of the function {strict!r} needs a tool_choice that requires a call; set tool_choice "
+                'to "required" or to a function, or omit strict'
+            )
+            raise RefusedError(400, message, param="tools")
         return self
 
     @property
@@ -518,7 +523,7 @@ class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
     top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
     stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
-    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False  # type: ignore[assignment]
+    store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
     previous_response_id: Annotated[
         None, Field(description="null (responses are not stored; send the whole conversation as input)")
     ] = None
