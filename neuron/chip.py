@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core import reduce
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder.backends.base import Graph
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
@@ -83,6 +84,7 @@ def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
             shard=Shard(config, options.layout, rank),
             quantization=options.load.quantization,
             modules_to_not_convert=options.load.modules_to_not_convert,
+            blocks=BACKENDS[options.load.backend].blocks,
         )
         body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
         bodies.append(body.eval())

@@ -63,6 +63,7 @@ LONG = (
     "tests/neuron/test_graph_sampling.py",
     "tests/neuron/test_install.py",
     "tests/neuron/test_loading.py",
+    "tests/decoder/test_coded.py",
 )
 """The other files that take long, the longest first."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, RankError
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.models.config import ModelConfig
@@ -44,6 +45,7 @@ class Follower:
             shard=Shard(config, options.layout, self._rank),
             quantization=options.load.quantization,
             modules_to_not_convert=options.load.modules_to_not_convert,
+            blocks=BACKENDS[options.load.backend].blocks,
         )
         self.bodies[number] = ModelWithCache(
             config, options, weights, kernels=self.member.kernels, rank=self._rank, group=self.member.group

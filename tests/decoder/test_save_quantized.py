@@ -16,7 +16,6 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingWeightsError,
     PacelineError,
     UnknownArchitectureError,
     WeightValueError,
@@ -25,9 +24,9 @@ from paceline.decoder import steps
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, quantization_config
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.save_quantized import QUANTIZATION_CONFIG, quantization_config
 from tests.decoder import tiny
 
 PROMPTS = [[5, 9, 13, 5], [40, 2]]
@@ -156,21 +155,25 @@ def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
         with pytest.raises(WeightValueError, match="a positive scale for each of 48 rows"):
             load(folder)
     folder, tensors = altered(quantized, tmp_path / "no scale")
-    scale = tensors.pop(name + "_scale")
+    tensors.pop(name + "_scale")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name}: the data type I8 is not supported"):
         load(folder)
-    (folder / "model.safetensors").rename(folder / "one.safetensors")
-    save_file({name + "_scale": scale}, folder / "two.safetensors")
-    places = {**dict.fromkeys(tensors, "one.safetensors"), name + "_scale": "two.safetensors"}
+
+
+def test_a_matrix_and_its_scales_may_be_in_two_files(quantized: Path, tmp_path: Path) -> None:
+    folder, tensors = altered(quantized, tmp_path / "other")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    save_file({name: tensors.pop(name)}, folder / "two.safetensors")
+    save_file(tensors, folder / "one.safetensors")
+    places = {**dict.fromkeys(tensors, "one.safetensors"), name: "two.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(MissingWeightsError, match="expected a matrix and its scales in one file, got"):
-        load(folder)
+    assert texts(load(folder)) == texts(load(quantized))
 
 
 WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
 OTHERS: dict[str, dict[str, Any]] = {
-    "quant_method = 'gptq'": {"quant_method": "gptq"},
+    "quant_method = 'hqq'": {"quant_method": "hqq"},
     "format = 'marlin-24'": {"format": "marlin-24"},
     "kv_cache_scheme": {"kv_cache_scheme": {"num_bits": 8}},
     "config_groups that are missing": {"config_groups": {}},
