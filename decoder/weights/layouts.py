@@ -174,7 +174,7 @@ def layout_of(values: object, where: str) -> Layout:
     """Return the layout that ``quantization_config`` describes.
 
     Raises:
-        UnknownArchitectureError: it describes another one, or activations that are quantised with stored scales.
+        UnknownArchitectureError: it describes another one; of compressed-tensors also activations with stored scales.
     """
     wrong = "" if isinstance(values, Mapping) else f"a {type(values).__name__}"
     if isinstance(values, Mapping):
@@ -234,7 +234,8 @@ def _why_not_group(group: object, form: str, wanted: Allowed) -> str:
         if weights.get(name) not in allowed:
             return f"weights with {name} = {weights.get(name)!r}"
     for name in ("input_activations", "output_activations"):
-        if group.get(name) is not None:
+        said = group.get(name)
+        if said is not None and not (isinstance(said, Mapping) and said.get("dynamic") is True):
             return name
     return ""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -117,17 +119,26 @@ def awq(weight: Tensor, *, group: int, symmetric: bool = False) -> Written:
     return {"qweight": words(numbers.t()), "qzeros": words(zeros.t()), "scales": scales.t().contiguous()}, meant
 
 
-def block_fp8(
-    weight: Tensor, *, block: tuple[int, int] | None, name: str = "weight_scale_inv", rows: bool = False
+def eight_bits(
+    weight: Tensor,
+    block: tuple[int, int] | None,
+    *,
+    name: str = "weight_scale_inv",
+    rows: bool = False,
+    two: bool = False,
 ) -> Written:
-    """``block`` None: one scale, or one for each of the ``rows``; the last blocks may be smaller."""
+    """``block`` None: one scale, or one for each of the ``rows``; the last blocks may be smaller. ``two``: powers of
+    two, as bytes.
+    """
     high, wide = block or (1 if rows else len(weight), weight.shape[1])
     cells = [[part.abs().amax() / 448 for part in line.split(wide, 1)] for line in weight.split(high)]
     scales = torch.tensor(cells)
+    scales = scales.log2().ceil().exp2() if two else scales
     spread = scales.repeat_interleave(high, 0)[: len(weight)].repeat_interleave(wide, 1)[:, : weight.shape[1]]
     data = (weight / spread).to(torch.float8_e4m3fn)
-    found = {"weight": data, name: scales if block or rows else scales.view(()), "input_scale": torch.ones(())}
-    return found, data.float() * spread
+    found = {"weight": data, name: scales.to(torch.float8_e8m0fnu) if two else scales}
+    one = {} if block or rows else {name: scales.view(()), "activation_scale": torch.ones(())}
+    return found | one, data.float() * spread
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -192,6 +203,8 @@ def groups(bits: int, size: int | None, symmetric: bool = True, **more: Any) -> 
 GPTQ, AWQ = {"quant_method": "gptq", "bits": 4, "sym": True}, {"quant_method": "awq", "bits": 4, "version": "gemm"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+DYNAMIC = compressed("float-quantized", type="float")
+DYNAMIC["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
 Q4, Q8, INT8, E4M3 = WeightFormat.Q4_0, WeightFormat.Q8_0, WeightFormat.INT8, WeightFormat.FP8_E4M3
 Kind = tuple[dict[str, Any], WeightFormat | None, Callable[[Tensor], Written]]
 KINDS: dict[str, Kind] = {
@@ -213,10 +226,14 @@ KINDS: dict[str, Kind] = {
     "gptq 8 bits": (GPTQ | {"bits": 8}, Q8, lambda w: gptq(w, bits=8, group=32)),
     "awq": (AWQ, None, lambda w: awq(w, group=16)),
     "awq, symmetric": (AWQ, Q4, lambda w: awq(w, group=32, symmetric=True)),
-    "block fp8": (FP8 | {"weight_block_size": [24, 16]}, None, lambda w: block_fp8(w, block=(24, 16))),
-    "block fp8, uneven": (FP8 | {"weight_block_size": [48, 24]}, None, lambda w: block_fp8(w, block=(48, 24))),
-    "fp8": (FP8 | {"activation_scheme": "static"}, E4M3, lambda w: block_fp8(w, block=None)),
-    "fp8 rows": (FP8, E4M3, lambda w: block_fp8(w, block=None, name="weight_scale", rows=True)),
+    "block fp8": (FP8 | {"weight_block_size": [24, 16]}, None, lambda w: eight_bits(w, (24, 16))),
+    "block fp8, uneven": (FP8 | {"weight_block_size": [48, 24]}, None, lambda w: eight_bits(w, (48, 24))),
+    "fp8": (FP8 | {"activation_scheme": "static"}, E4M3, lambda w: eight_bits(w, None)),
+    "fp8 rows": (FP8, E4M3, lambda w: eight_bits(w, None, name="weight_scale", rows=True)),
+    "block fp8, powers of two": (
+        FP8 | {"weight_block_size": [24, 16], "scale_fmt": "ue8m0"}, None, lambda w: eight_bits(w, (24, 16), two=True),
+    ),
+    "float-quantized, dynamic": (DYNAMIC, E4M3, lambda w: eight_bits(w, None, name="weight_scale", rows=True)),
     "mxfp4": (
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), Q8, mxfp4,
     ),
@@ -229,20 +246,27 @@ KINDS: dict[str, Kind] = {
 
 
 @cache
-def original() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The fields of a random model's config.json, and its tensors."""
-    network = tiny.network("blocks of two ranks")
-    return network.config.to_dict(), {name: one.detach().clone() for name, one in network.state_dict().items()}
+def original(model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of a random model's config.json, and its tensors as transformers saves them."""
+    with TemporaryDirectory() as folder:
+        network = families.network(model) if model in families.FAMILIES else tiny.network(model)
+        network.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+        return json.loads((Path(folder) / "config.json").read_text()), {
+            name: one.clone() for name, one in tensors.items()
+        }
 
 
-def save(folder: Path, kind: str, *, files: int = 1, only: str = "_proj.") -> tuple[Path, Path]:
+def save(
+    folder: Path, kind: str, *, files: int = 1, only: str = r"_proj\.", model: str = "blocks of two ranks"
+) -> tuple[Path, Path]:
     """A random model in a layout, and one of the floats that this means. ``only``: in names of its matrices."""
     torch.manual_seed(0)
     made, meant = folder / "coded", folder / "floats"
-    fields, dense = original()
+    fields, dense = original(model)
     tensors, dense = dict(dense), dict(dense)
     said, _, write = KINDS[kind]
-    for name in [name for name in tensors if only in name and "_proj." in name]:
+    for name in [name for name in tensors if re.search(only, name)]:
         parts, floats = write(tensors.pop(name))
         dense[name] = floats.contiguous()
         tensors |= {name.removesuffix("weight") + part: one.contiguous() for part, one in parts.items()}
@@ -342,16 +366,23 @@ def test_numbers_are_those_of_the_library_that_wrote_them(tmp_path: Path, name: 
         assert kept is None or torch.equal(kept.dequantize(), whole)
 
 
-@pytest.mark.parametrize("only", ["layers.1", "v_proj", "q_proj"])
-def test_files_with_some_matrices_in_floats_load(tmp_path: Path, only: str) -> None:
-    """Matrices that a layer joins stay in blocks all or none."""
-    made, meant = save(tmp_path, "gptq", only=only)
+@pytest.mark.parametrize(
+    ("model", "kind", "only", "kept"),
+    [
+        ("blocks of two ranks", "gptq", r"layers\.1.*_proj", r"layers\.1.*_proj"),
+        ("blocks of two ranks", "gptq", "v_proj", "nothing"),
+        ("blocks of two ranks", "torchao int8", "(q|k|gate|down)_proj", "down_proj"),
+        ("mixtral", "torchao int8", r"experts\.[1-9]|w2", "w2"),
+        ("mixtral", "nf4", r"experts\.\d|_proj", "nothing"),
+    ],
+)
+def test_files_with_some_matrices_in_floats_load(tmp_path: Path, model: str, kind: str, only: str, kept: str) -> None:
+    """Matrices that a layer joins are kept all or none."""
+    made, meant = save(tmp_path, kind, only=only, model=model)
     loaded, expected = (load_weights(one, ModelConfig.from_pretrained(one), torch.float32) for one in (made, meant))
     assert all(torch.equal(one, expected[name]) for name, one in floats(loaded).items())
-    kept = {name for name, one in loaded.items() if isinstance(one, QuantizedTensor)}
-    assert kept == (
-        {name for name in loaded if "layers.1" in name and "_proj" in name} if only == "layers.1" else set()
-    )
+    found = {name for name, one in loaded.items() if isinstance(one, QuantizedTensor)}
+    assert found == {name for name in loaded if re.search(kept, name)}
     wishes: dict[str, Any] = {"max_new_tokens": 12}
     assert torch.equal(load(made).sample(PROMPTS, **wishes), load(meant).sample(PROMPTS, **wishes))
 
