@@ -467,14 +467,3 @@ def test_families_that_store_matrices_turned_are_refused_by_name(tmp_path: Path)
 def test_every_layout_has_a_reader() -> None:
     assert [row.name for row in LAYOUTS] == list(dict.fromkeys(row.name for row in LAYOUTS))
     assert {row.name for row in LAYOUTS} == READERS.keys()
-
-
-def test_the_package_that_packs_reads_the_same() -> None:
-    """compressed-tensors' own functions, where the package is installed."""
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    torch.manual_seed(2)
-    for bits, columns in ((4, 32), (4, 37), (8, 6)):
-        numbers = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), (24, columns), dtype=torch.int8)
-        assert torch.equal(helpers.pack_to_int32(numbers, bits), packed(numbers, bits))
-        along = helpers.pack_to_int32(numbers, bits, packed_dim=0)
-        assert torch.equal(along, packed(numbers.t(), bits).t())
