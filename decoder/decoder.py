@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
 from paceline.core.types import PAD, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphEvent, GraphKey, log_compilation
 from paceline.decoder.kernels.cache_rows import row_elements
@@ -171,6 +172,7 @@ def load_rank(
         shard=Shard(config, options.layout, rank),
         quantization=load.quantization,
         modules_to_not_convert=load.modules_to_not_convert,
+        blocks=BACKENDS[load.backend].blocks,
     )
     return ModelWithCache(config, options, weights, kernels=kernels, rank=rank, group=group).eval()
 

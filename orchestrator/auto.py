@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError
 from paceline.decoder import memory
 from paceline.decoder.backends.base import check_formats, make
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -170,6 +171,7 @@ def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
             shard=shard,
             quantization=asked.quantization,
             modules_to_not_convert=asked.modules_to_not_convert,
+            blocks=BACKENDS[asked.backend].blocks,
         )
         check_formats(asked.backend, weights.values())
         decoder = SamplingDecoder(config, options, weights, backend=engine)

@@ -65,11 +65,28 @@ def neuron_config_keys() -> str:
 
 
 def families() -> str:
-    """Model families with the GGUF architectures that are read as them."""
+    """Model families with the GGUF architectures and the quantised checkpoints that are read as them."""
     rows = [
-        f"| `{one['name']}` | {one['summary']} | {one['gguf'] or 'no'} |" for one in registry_tables()["model families"]
+        f"| `{one['name']}` | {one['summary']} | {one['gguf'] or 'no'} | {one['quantised']} |"
+        for one in registry_tables()["model families"]
     ]
-    return "\n".join(["| `model_type` | models | GGUF architecture |", "|---|---|---|", *rows])
+    head = "| `model_type` | models | GGUF architecture | [quantised](quantization.md#load-a-quantised-checkpoint) |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
 
 
-PARTS = {"families": families, "commands": commands, "errors": error_classes, "neuron_config_keys": neuron_config_keys}
+def layouts() -> str:
+    """Layouts of quantised checkpoints."""
+    rows = [
+        f"| {one['name']} | `{one['quant_method']}` | {one['summary']} |"
+        for one in registry_tables()["quantised checkpoints"]
+    ]
+    return "\n".join(["| layout | `quant_method` | weights |", "|---|---|---|", *rows])
+
+
+PARTS = {
+    "families": families,
+    "layouts": layouts,
+    "commands": commands,
+    "errors": error_classes,
+    "neuron_config_keys": neuron_config_keys,
+}

@@ -59,6 +59,7 @@ LONG = (
     "tests/neuron/test_float32_integers.py",
     "tests/neuron/test_graph_sampling.py",
     "tests/neuron/test_install.py",
+    "tests/decoder/test_coded.py",
 )
 """The other files that take long, the longest first."""
 

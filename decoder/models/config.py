@@ -23,9 +23,9 @@ from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArc
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
 from paceline.decoder.models.blueprint import Blueprint
-from paceline.decoder.weights.compressed import check_quantization_config
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
+from paceline.decoder.weights.layouts import layout_of
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -360,7 +360,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
 
 def _refuse_options(config: Fields) -> None:
     if quantized := config.values.get("quantization_config"):
-        check_quantization_config(quantized, str(config.where))
+        layout_of(quantized, str(config.where))
     if config.values.get("per_layer_config"):
         raise UnknownArchitectureError(
             f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "

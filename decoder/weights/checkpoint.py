@@ -10,6 +10,7 @@ PyTorch before 1.6 is held whole while it is read.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,19 +24,22 @@ from paceline.core.errors import (
     CheckpointError,
     ConfigurationError,
     MissingWeightsError,
+    UnknownArchitectureError,
     WeightShapeError,
     WeightValueError,
 )
+from paceline.decoder.gguf.checkpoint import GgufFile
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.family import Family
-from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
-from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.files import TensorInfo, WeightFile, check_stored, is_mapped
+from paceline.decoder.parallel.sharding import Shard, Split, TensorSlice, TensorSpec
+from paceline.decoder.weights.coded import READERS, CodedMatrix, Parts
+from paceline.decoder.weights.files import check_stored, is_mapped
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
-from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.formats import GROUP, WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.decoder.weights.open import open_weight_file
+from paceline.decoder.weights.layouts import EIGHT_BITS, STORED_FORMATS, Layout, stored_layout
+from paceline.decoder.weights.open import OpenFiles, Place, open_weight_file
 from paceline.decoder.weights.quantize import (
     QuantizedTensor,
     Stored,
@@ -43,44 +47,102 @@ from paceline.decoder.weights.quantize import (
     quantize,
     quantize_pieces,
     return_free_memory,
-    scale_name,
-    scaled_matrix,
     within_e4m3,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorInFile:
-    """A tensor in a file: an open one, its path, the name there, what it must be, and the numbers of a piece."""
+class _Stored:
+    """A tensor of the checkpoint: its place and what it must be, open files, and the numbers of a piece.
 
-    source: WeightFile
-    file: Path
-    name: str
+    layout  of quantised matrices, and ``quantization_config``
+    """
+
+    place: Place
     spec: TensorSpec
-    portion: int
+    name: str
+    files: OpenFiles
+    layout: tuple[Layout, Mapping[str, object]]
+    portion: int = 0
+
+    @property
+    def file(self) -> Path:
+        return self.place.file
+
+    def coded(self) -> CodedMatrix | None:
+        """The matrix as it is quantised in the file, if it is; its numbers are not read yet.
+
+        Raises:
+            CheckpointError: it is none of the shape that it must have.
+        """
+        if not self.place.parts:
+            return None
+        (row, settings), (first, second) = self.layout, self.spec.shape
+        if self.spec.transposed and row is not EIGHT_BITS:
+            raise UnknownArchitectureError(
+                f"{self.file}: {self.name}: expected floats, since the family stores its matrices as [in, out], got "
+                f"{row.method}; use the checkpoint in float32, bfloat16 or float16"
+            )
+        parts = Parts(self.name, self.place.parts, self.files, (first, second), self.spec.transposed, settings)
+        return READERS[row.name](parts)
+
+    def range(self, span: tuple[int, int], *, dim: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1); of a matrix [out, in] that is quantised, as floats."""
+        coded = self.coded()
+        if coded is None:
+            return self.files(self.file).read_range(self.place.stored, span, dim=dim)
+        by_rows = dim == self.spec.transposed
+        found = coded.floats(*span) if by_rows else coded.floats(0, coded.shape[0])[:, slice(*span)]
+        return found.t() if self.spec.transposed else found
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        if self.place.parts:
+            return self.range((0, self.spec.shape[0]), dim=0)
+        return self.files(self.file).read(self.place.stored)
 
     def pieces(self, *, dim: int = 0, span: tuple[int, int] | None = None) -> Iterator[Tensor]:
         """Rows (dim 0) or columns (dim 1) of a ``span`` one after another; a tensor with one dimension is one piece."""
         shape = self.spec.shape
         if len(shape) < 2:
-            yield self.source.read(self.name)
+            yield self.whole()
             return
         first, last = span or (0, shape[dim])
         step = max(1, self.portion * shape[dim] // max(1, prod(shape)))
         if step >= last - first:
-            yield self.source.read_range(self.name, (first, last), dim=dim)
+            yield self.range((first, last), dim=dim)
             return
         for begin in range(first, last, step):
             some = (begin, min(begin + step, last))
             if not is_mapped(self.file):
-                yield self.source.read_range(self.name, some, dim=dim)
+                yield self.range(some, dim=dim)
                 continue
-            with open_weight_file(self.file) as anew:
-                yield anew.read_range(self.name, some, dim=dim)
+            with OpenFiles() as anew:
+                yield replace(self, files=anew).range(some, dim=dim)
 
 
-def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
-    """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
+def _kept(stored: _Stored, form: WeightFormat | None, *, blocks: bool) -> QuantizedTensor | None:
+    """The matrix [out, in] with the numbers of the file, if a format has them, and ``form`` where one is wanted."""
+    if coded := stored.coded():
+        return coded.kept(form, blocks=blocks)
+    source = stored.files(stored.file)
+    return source.read_quantized(stored.place.stored, form) if isinstance(source, GgufFile) else None
+
+
+def _as_stored(stored: _Stored, dtype: torch.dtype, part: TensorSlice | None, *, blocks: bool) -> Stored:
+    """A tensor, or a rank's part, with the numbers of the file: quantised if it is and a format has them."""
+    made = _kept(stored, None, blocks=blocks) if stored.place.parts and stored.spec.is_matrix else None
+    if made is not None and part is not None and made.format.block_bytes:
+        by_rows = (part.dim == 1) is stored.spec.transposed
+        if not by_rows and any(at % GROUP for at in (*part.ranges[0], part.size)):
+            made = None
+    return _read_tensor(stored, dtype, part) if made is None else _read_matrix(stored, None, part, made=made)
+
+
+def _read_matrix(
+    stored: _Stored, form: WeightFormat | None, part: TensorSlice | None, *, made: QuantizedTensor | None
+) -> QuantizedTensor:
+    """A quantised matrix [out, in]; ``made``: the whole one as it is stored; ``form`` None: Q8_0 where there is none.
 
     One that is stored as the fp8_e4m3 that is asked for keeps to `E4M3_LARGEST`, as what is quantised here does.
     A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read;
@@ -91,7 +153,6 @@ def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorS
         WeightValueError: it holds NaN or infinity.
     """
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
-    made = _turned(stored, form) if stored.spec.transposed else stored.source.read_quantized(stored.name, form)
     if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
         made = within_e4m3(made)
     if made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR:
@@ -107,27 +168,7 @@ def _read_matrix(stored: _TensorInFile, form: WeightFormat | None, part: TensorS
     return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
 
 
-def _turned(stored: _TensorInFile, form: WeightFormat | None) -> QuantizedTensor | None:
-    """Transpose an 8-bit matrix with scales that is stored as [in, out], as GGUF files store some."""
-    if is_gguf(stored.file):
-        return stored.source.read_quantized(stored.name, form)
-    infos = stored.source.infos()
-    scale = scale_name(stored.name, infos)
-    if scale is None:
-        return None
-    found = STORED_FORMATS[infos[stored.name].dtype]
-    if form not in (None, found):
-        return None
-    return scaled_matrix(
-        stored.name,
-        found,
-        _shape(stored),
-        read=lambda begin, end: stored.source.read_range(stored.name, (begin, end), dim=1).t(),
-        scales=stored.source.read(scale),
-    )
-
-
-def _read_tensor(stored: _TensorInFile, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
+def _read_tensor(stored: _Stored, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
     """A contiguous copy in a dtype: the file may change or go afterwards, and take a window on it with it.
 
     Raises:
@@ -135,7 +176,7 @@ def _read_tensor(stored: _TensorInFile, dtype: torch.dtype, part: TensorSlice | 
     """
     shape = stored.spec.shape
     if len(shape) < 2 or (part is not None and part.dim != 0):
-        found = stored.source.read(stored.name) if part is None else _read_part(stored.source, stored.name, part)
+        found = stored.whole() if part is None else _read_part(stored, part)
         return _converted(stored, found, dtype)
     cut = part or TensorSlice(0, ((0, shape[0]),), (shape[0],))
     made = torch.empty(cut.size, *shape[1:], dtype=dtype)
@@ -150,7 +191,7 @@ def _read_tensor(stored: _TensorInFile, dtype: torch.dtype, part: TensorSlice | 
     return made
 
 
-def _quantised(stored: _TensorInFile, form: WeightFormat | None, span: tuple[int, int] | None) -> QuantizedTensor:
+def _quantised(stored: _Stored, form: WeightFormat | None, span: tuple[int, int] | None) -> QuantizedTensor:
     """Rows of the matrix [out, in] in a format; None: all of them."""
     rows, columns = _shape(stored)
     first, last = span or (0, rows)
@@ -160,7 +201,7 @@ def _quantised(stored: _TensorInFile, form: WeightFormat | None, span: tuple[int
         )
 
 
-def _quantised_rows(stored: _TensorInFile, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
+def _quantised_rows(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
     """A rank's rows of the matrix [out, in] in a format."""
     made = [_quantised(stored, form, span) for span in part.ranges]
     filled = [
@@ -169,7 +210,7 @@ def _quantised_rows(stored: _TensorInFile, form: WeightFormat | None, part: Tens
     return filled[0] if len(filled) == 1 else joined_rows(filled)
 
 
-def _quantised_columns(stored: _TensorInFile, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
+def _quantised_columns(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
     """A rank's columns of the matrix [out, in] in a format, whose scales are those of the whole rows."""
     form = form or WeightFormat.Q8_0
     (span,) = part.ranges  # of columns there is one
@@ -189,14 +230,14 @@ def _quantised_columns(stored: _TensorInFile, form: WeightFormat | None, part: T
     return QuantizedTensor(data, scales, form, part.size)
 
 
-def _shape(stored: _TensorInFile) -> tuple[int, int]:
+def _shape(stored: _Stored) -> tuple[int, int]:
     """Rows and columns of the matrix [out, in]."""
     shape = stored.spec.shape
     return (shape[1], shape[0]) if stored.spec.transposed else (shape[0], shape[1])
 
 
 @contextmanager
-def _named(stored: _TensorInFile) -> Iterator[None]:
+def _named(stored: _Stored) -> Iterator[None]:
     """Errors of a format, with the matrix's name."""
     try:
         yield
@@ -204,7 +245,7 @@ def _named(stored: _TensorInFile) -> Iterator[None]:
         raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
 
 
-def _finite_rows(stored: _TensorInFile, span: tuple[int, int]) -> Iterator[Tensor]:
+def _finite_rows(stored: _Stored, span: tuple[int, int]) -> Iterator[Tensor]:
     """Rows of the matrix [out, in], in float32, in which every stored number is exact."""
     for piece in stored.pieces(dim=1 if stored.spec.transposed else 0, span=span):
         if piece.numel() and not _is_finite(piece):
@@ -212,7 +253,7 @@ def _finite_rows(stored: _TensorInFile, span: tuple[int, int]) -> Iterator[Tenso
         yield piece.t() if stored.spec.transposed else piece
 
 
-def _converted(stored: _TensorInFile, found: Tensor, dtype: torch.dtype) -> Tensor:
+def _converted(stored: _Stored, found: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = found.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if tensor.numel() and not _is_finite(tensor):
         if _is_finite(found):
@@ -224,17 +265,17 @@ def _converted(stored: _TensorInFile, found: Tensor, dtype: torch.dtype) -> Tens
     return tensor
 
 
-def _damaged(stored: _TensorInFile) -> WeightValueError:
+def _damaged(stored: _Stored) -> WeightValueError:
     return WeightValueError(
         f"{stored.file}: {stored.name} contains NaN or infinity; download the file again, and if that does not help "
         "use another checkpoint"
     )
 
 
-def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
+def _read_part(stored: _Stored, part: TensorSlice) -> Tensor:
     pieces: list[Tensor] = []
     for (first, last), size in zip(part.ranges, part.sizes, strict=True):
-        piece = source.read_range(name, (first, last), dim=part.dim)
+        piece = stored.range((first, last), dim=part.dim)
         pieces.append(piece)
         if missing := size - (last - first):
             shape = [missing if dim == part.dim else length for dim, length in enumerate(piece.shape)]
@@ -248,20 +289,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
+_LAYER = re.compile(r"\.\d+\.")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PORTION, _PORTIONS = 1 << 17, 512  # numbers that are read before a file is opened anew: so many, or that share of all
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Location of a tensor in the checkpoint: its file, its name there, its entry in that file, and whether it has
-    8-bit numbers with separate scales.
-    """
-
-    file: Path
-    stored: str
-    info: TensorInfo
-    scaled: bool = False
 
 
 def load_weights(
@@ -273,6 +303,7 @@ def load_weights(
     shard: Shard | None = None,
     quantization: str | None = None,
     modules_to_not_convert: Sequence[str] = (),
+    blocks: bool = True,
 ) -> dict[str, Stored]:
     """All tensors that the model's family asks for, from the folder or GGUF file ``path``, contiguous, on the CPU.
 
@@ -283,38 +314,41 @@ def load_weights(
 
     ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
     what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0. Matrices that a
-    checkpoint holds in 8 bits (`paceline.decoder.weights.compressed`) stay so without it; with it, those of fp8_e4m3
-    keep to `E4M3_LARGEST`. ``modules_to_not_convert`` names tables of the vocabulary ("lm_head", "embed_tokens") that
-    are loaded as ``dtype`` nevertheless.
+    checkpoint holds in 8 or 4 bits (`paceline.decoder.weights.layouts`) stay so where a format has the same numbers,
+    one with blocks only if ``blocks``; those of fp8_e4m3 keep to `E4M3_LARGEST` if ``quantization`` names it.
+    ``modules_to_not_convert`` names tables of the vocabulary ("lm_head", "embed_tokens") that are loaded as they are
+    stored nevertheless.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype}; use one of them")
     family = registry.family(config.model_type)
     expected = family.tensors(config)
     place = checkpoint_path(path)
-    places = _prefixed(_survey(place), family)
+    layout = stored_layout(place)
+    places = _prefixed(_with_parts(_survey(place), layout[0]), family)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
-    relevant = [name for name in places if name in expected or not family.ignores(name)]
+    relevant = [name for name in places if name in expected or not (family.ignores(name) or _idle(name, places))]
     _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
-    _check_infos(places, specs)
+    _check_infos(places, specs, layout)
     left = _left_alone(specs, modules_to_not_convert, quantization)
     matrices = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
-    matrices = {name: form for name, form in matrices.items() if name not in left or places[name].scaled}
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
     portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
-    for file, names in _portions(places, specs, portion):
+    for names in _portions(places, specs, portion):
         return_free_memory()  # of the pieces that were read before
-        with open_weight_file(file) as source:
+        with OpenFiles() as files:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
                 kept = torch.float32 if specs[name].exact else dtype
-                stored = _TensorInFile(source, file, places[name].stored, specs[name], portion)
-                tensor: Stored = (
-                    _read_matrix(stored, matrices[name], cut) if name in matrices else _read_tensor(stored, kept, cut)
-                )
+                stored = _Stored(places[name], specs[name], name, files, layout, portion)
+                if name in matrices and name not in left:
+                    made = _kept(stored, matrices[name], blocks=True)
+                    tensor: Stored = _read_matrix(stored, matrices[name], cut, made=made)
+                else:
+                    tensor = _as_stored(stored, kept, cut, blocks=blocks)
                 if name not in expected:
                     copies[name] = tensor
                     continue
@@ -323,7 +357,26 @@ def load_weights(
                     progress(len(loaded), len(expected))
     for name, tensor in copies.items():
         _check_tied(places[name].file, name, originals[name], equal=_equal(tensor, loaded[originals[name]]))
+    if quantization is None:
+        _widen_where_mixed(loaded, specs, dtype)
     return {name: loaded[name] for name in expected}
+
+
+def _widen_where_mixed(loaded: dict[str, Stored], specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
+    """Turn matrices into floats that a layer joins with floats, or with matrices of another format."""
+    together: dict[tuple[str, Split], list[str]] = {}
+    for name, spec in specs.items():
+        if name in loaded and spec.is_product and spec.is_matrix:
+            number = _LAYER.search(name)
+            split = Split.QUERY_ROWS if spec.split is Split.KEY_ROWS else spec.split
+            together.setdefault((number[0] if number else "", split), []).append(name)
+    for names in together.values():
+        if len({one.format if isinstance(one := loaded[name], QuantizedTensor) else None for name in names}) == 1:
+            continue
+        for name in names:
+            if isinstance(one := loaded[name], QuantizedTensor):
+                wide = one.dequantize().to(dtype)
+                loaded[name] = wide.t().contiguous() if specs[name].transposed else wide
 
 
 def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | None) -> dict[str, WeightFormat | None]:
@@ -360,13 +413,18 @@ def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantiz
 
 
 def _stored_formats(
-    places: Mapping[str, _Place], specs: Mapping[str, TensorSpec], quantization: str | None
+    places: Mapping[str, Place], specs: Mapping[str, TensorSpec], quantization: str | None
 ) -> dict[str, WeightFormat | None]:
-    """The matrices that are int8 or 8-bit floats in the checkpoint and stay so."""
-    asked = WeightFormat.FP8_E4M3 if quantization == WeightFormat.FP8_E4M3.value else None
-    stored: dict[str, WeightFormat | None] = {name: asked for name in specs if places[name].scaled}
-    for form in {STORED_FORMATS[places[name].info.dtype] for name in stored}:
-        if quantization is not None and (quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype):
+    """The matrices that are int8 or 8-bit floats in the checkpoint, which no other format is asked of."""
+    if quantization is None:
+        return {}
+    stored: dict[str, WeightFormat | None] = {
+        name: STORED_FORMATS[places[name].info.dtype]
+        for name, spec in specs.items()
+        if spec.is_matrix and places[name].parts and places[name].info.dtype in STORED_FORMATS
+    }
+    for form in filter(None, set(stored.values())):
+        if quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype:
             raise ConfigurationError(
                 f"quantization: expected none, since the checkpoint is already {form.value}, got {quantization!r}; "
                 "omit it"
@@ -380,11 +438,11 @@ def _equal(one: Stored, other: Stored) -> bool:
     return torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
 
 
-def _survey(path: Path) -> dict[str, _Place]:
+def _survey(path: Path) -> dict[str, Place]:
     """Every tensor in the folder's files. The files are believed, not their index, which only names them."""
     if not path.is_dir() and not is_gguf(path):
         raise CheckpointError(f"{path}: expected a folder; give the local folder of a Hugging Face checkpoint")
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     for file in [path] if is_gguf(path) else find_weight_files(path):
         with open_weight_file(file) as source:
             for name, info in source.infos().items():
@@ -393,28 +451,36 @@ def _survey(path: Path) -> dict[str, _Place]:
                         f"{name}: expected the tensor in one file, got both {places[name].file} and {file}; "
                         "download the checkpoint again, since the shards come from different downloads"
                     )
-                places[name] = _Place(file, name, info)
-    return _with_scales(places)
+                places[name] = Place(file, name, info)
+    return places
 
 
-def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
-    """The same without the scales of matrices of 8 bits, which are read together with them."""
+def _with_parts(places: dict[str, Place], layout: Layout) -> dict[str, Place]:
+    """The same with one entry for each quantised matrix in place of its tensors."""
     made = dict(places)
     for name, place in places.items():
-        if place.info.dtype in STORED_FORMATS and (beside := scale_name(name, places)) is not None:
-            scale = made.pop(beside)
-            if scale.file != place.file:
-                raise MissingWeightsError(
-                    f"{name}: expected a matrix and its scales in one file, got {place.file} and {scale.file}; save "
-                    "the checkpoint again"
-                )
-            made[name] = replace(place, scaled=True)
+        module = name.removesuffix(layout.parts[0])
+        if name != module + layout.parts[0] or not module.endswith("."):
+            continue
+        parts = {part: places[module + part] for part in layout.parts if module + part in places}
+        if layout.scales and not (place.info.dtype in STORED_FORMATS and any(one in parts for one in layout.scales)):
+            continue
+        for part in (*parts, *layout.unused):
+            made.pop(module + part, None)
+        made[f"{module}weight"] = replace(place, parts=parts)
     return made
 
 
-def _portions(
-    places: dict[str, _Place], specs: dict[str, TensorSpec], numbers: int
-) -> Iterator[tuple[Path, list[str]]]:
+def _idle(name: str, places: Mapping[str, Place]) -> bool:
+    """Whether a tensor is a bias of zeros, which some programs write for every matrix that they quantise."""
+    matrix = places.get(f"{name.removesuffix('bias')}weight")
+    if matrix is None or not matrix.parts or not name.endswith(".bias"):
+        return False
+    with OpenFiles() as files:
+        return not bool(files(places[name].file).read(places[name].stored).any())
+
+
+def _portions(places: dict[str, Place], specs: dict[str, TensorSpec], numbers: int) -> Iterator[list[str]]:
     """The tensors of each file, some at a time.
 
     A file is mapped, and what was read of it stays in memory until it is closed: so it is opened once for each portion.
@@ -424,15 +490,15 @@ def _portions(
         size = 0
         for name in (name for name in specs if places[name].file == file):
             portion.append(name)
-            size += prod(places[name].info.shape)
+            size += prod(specs[name].shape)
             if size >= numbers and is_mapped(file):
-                yield file, portion
+                yield portion
                 portion, size = [], 0
         if portion:
-            yield file, portion
+            yield portion
 
 
-def _prefixed(places: dict[str, _Place], family: Family) -> dict[str, _Place]:
+def _prefixed(places: dict[str, Place], family: Family) -> dict[str, Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
     prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):
@@ -457,15 +523,20 @@ def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec]
         )
 
 
-def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> None:
-    for name, spec in specs.items():
-        place = places[name]
-        if place.info.shape != spec.shape:
-            raise WeightShapeError(
-                f"{place.file}: {name}: expected shape {list(spec.shape)} from {_configuration(place.file)}, got "
-                f"{list(place.info.shape)}; use the configuration that belongs to these weights"
-            )
-        if not (place.scaled and spec.is_matrix):
+def _check_infos(
+    places: dict[str, Place], specs: dict[str, TensorSpec], layout: tuple[Layout, Mapping[str, object]]
+) -> None:
+    with OpenFiles() as files:
+        for name, spec in specs.items():
+            place = places[name]
+            if place.parts and len(spec.shape) == 2:
+                _Stored(place, spec, name, files, layout).coded()
+                continue
+            if place.info.shape != spec.shape:
+                raise WeightShapeError(
+                    f"{place.file}: {name}: expected shape {list(spec.shape)} from {_configuration(place.file)}, got "
+                    f"{list(place.info.shape)}; use the configuration that belongs to these weights"
+                )
             check_stored(name, place.info.dtype, where=place.file)
 
 

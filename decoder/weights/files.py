@@ -1,5 +1,5 @@
 """Files of a checkpoint's weights, opened: safetensors and pickles. Which files there are:
-`paceline.decoder.weights.folder`; a file of any kind, packed ones and GGUF too: `paceline.decoder.weights.open`.
+`paceline.decoder.weights.folder`; a file of any kind, GGUF too: `paceline.decoder.weights.open`.
 
 Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
 comparison is `paceline.decoder.weights.checkpoint`. A pickle (``.bin``) is read by torch's restricted unpickler only,
@@ -9,7 +9,7 @@ which builds tensors and refuses everything else: no code from a file is run.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,18 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
-from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.folder import AGAIN, is_gguf
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.quantize import QuantizedTensor, scale_name, scaled_matrix
 
 _ZIP = b"PK\x03\x04"
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPE_NAMES = {**_FLOATS, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_DTYPE_NAMES = {
+    **_FLOATS,
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 FLOAT_NAMES = frozenset(_FLOATS.values())
 
 
@@ -50,9 +54,6 @@ class WeightFile(Protocol):
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) of a ``span``, whose end is not included; no others are read."""
-
-    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        """The matrix as it is stored, copied, if that is a `WeightFormat`, and the wanted one where one is wanted."""
 
 
 def is_mapped(path: Path) -> bool:
@@ -99,22 +100,6 @@ class _SafetensorsFile:
         tensor: Tensor = part[slice(*span)] if dim == 0 else part[:, slice(*span)]
         return tensor
 
-    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        scale = scale_name(name, self.handle.keys())
-        if scale is None:
-            return None
-        part = self.handle.get_slice(name)
-        form = STORED_FORMATS[part.get_dtype()]
-        if wanted not in (None, form):
-            return None
-        return scaled_matrix(
-            name,
-            form,
-            tuple(part.get_shape()),
-            read=lambda begin, end: part[begin:end],
-            scales=self.handle.get_tensor(scale),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PickleFile:
@@ -141,25 +126,6 @@ class PickleFile:
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
-
-    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        return scaled_matrix_in(self, name, self.tensors, wanted=wanted)
-
-
-def scaled_matrix_in(
-    file: WeightFile, name: str, names: Container[str], *, wanted: WeightFormat | None
-) -> QuantizedTensor | None:
-    """`WeightFile.read_quantized` of a file whose ``names`` are read whole."""
-    scale = scale_name(name, names)
-    if scale is None:
-        return None
-    data = file.read(name)
-    form = STORED_FORMATS[dtype_name(data)]
-    if wanted not in (None, form):
-        return None
-    return scaled_matrix(
-        name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=file.read(scale)
-    )
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -311,9 +277,6 @@ class SplitFolder:
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
-
-    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        return scaled_matrix_in(self, name, self.files, wanted=wanted)
 
 
 def _place(folder: Path, file: object) -> Path:

@@ -1,20 +1,21 @@
-"""Opening one file of weights, of any kind. Packed matrices are read as floats (`paceline.decoder.weights.packed`)."""
+"""Opening files of weights, of any kind, one or those of a checkpoint as their tensors are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.decoder.gguf.checkpoint import GgufFile
-from paceline.decoder.weights.files import PickleFile, SplitFolder, WeightFile, check_present, open_safetensors
-from paceline.decoder.weights.packed import PackedFile
-
-
-@contextmanager
-def _safetensors(path: Path) -> Iterator[WeightFile]:
-    with open_safetensors(path) as source:
-        yield PackedFile.around(source, path)
+from paceline.decoder.weights.files import (
+    PickleFile,
+    SplitFolder,
+    TensorInfo,
+    WeightFile,
+    check_present,
+    open_safetensors,
+)
 
 
 def _gguf(path: Path) -> AbstractContextManager[WeightFile]:
@@ -23,7 +24,7 @@ def _gguf(path: Path) -> AbstractContextManager[WeightFile]:
 
 
 _BY_SUFFIX: dict[str, Callable[[Path], AbstractContextManager[WeightFile]]] = {
-    ".safetensors": _safetensors,
+    ".safetensors": open_safetensors,
     ".gguf": _gguf,
 }
 
@@ -39,3 +40,31 @@ def open_weight_file(path: Path) -> AbstractContextManager[WeightFile]:
         return nullcontext(SplitFolder.open(path))
     opened = _BY_SUFFIX.get(path.suffix.lower())
     return nullcontext(PickleFile.open(path)) if opened is None else opened(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Location of a tensor in a checkpoint: its file, its name there, and its entry in that file.
+
+    parts  of a quantised matrix: its tensors, by the part of their names after the module's; the first one is ``file``
+           and ``stored``
+    """
+
+    file: Path
+    stored: str
+    info: TensorInfo
+    parts: Mapping[str, Place] = field(default_factory=dict)
+
+
+class OpenFiles(ExitStack):
+    """Files of a checkpoint, each open from its first use to the end of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, WeightFile] = {}
+
+    def __call__(self, path: Path) -> WeightFile:
+        """The file, opened; errors as of `open_weight_file`."""
+        if path not in self._opened:
+            self._opened[path] = self.enter_context(open_weight_file(path))
+        return self._opened[path]

@@ -6,26 +6,19 @@ for every row, too: ``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8
 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
 rounding. Weights alone are quantised in memory; what products do with activations is the kernels' affair: native ones
 make them integers of 16 bits for int8 and blocks (`decoder/native/integers.h`). Not here: files, and products.
-
-Files name the scales of 8-bit matrices in several ways; both of these multiply the numbers of X.weight, [N, 1] or [N]
-with one for every row, or [1] with one for all:
-
-    X.weight_scale  of compressed-tensors, and written here
-    X.scale         of NxD Inference (`generate_quantized_state_dict`)
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigurationError, WeightValueError
-from paceline.decoder.weights.compressed import SCALE
+from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.formats import E4M3_LARGEST, GROUP, WeightFormat
 
 _PIECE = 1 << 15  # numbers of a matrix that are quantised at a time
@@ -94,9 +87,15 @@ Stored = Tensor | QuantizedTensor
 
 
 def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> QuantizedTensor:
-    """Matrices of one format one below the other; up to ``rows``, zeros follow."""
+    """Matrices one below the other; up to ``rows``, zeros follow.
+
+    Where they are quantised in several formats, as some GGUF files mix them, all become Q8_0.
+    """
+    if len({part.format for part in parts}) > 1:
+        form = WeightFormat.Q8_0
+        parts = [part if part.format is form else quantize(part.dequantize(), form) for part in parts]
     first = parts[0]
-    assert all(part.format is first.format and part.columns == first.columns for part in parts), "one format and width"
+    assert all(part.columns == first.columns for part in parts), "one width"
     data = torch.cat([part.data for part in parts])
     scales = None if first.scales is None else torch.cat([part.scales for part in parts if part.scales is not None])
     if rows is not None and (missing := rows - len(data)):
@@ -204,20 +203,13 @@ def matrix(weight: Stored) -> MatrixLike:
 
 
 def joined(parts: Sequence[Stored]) -> MatrixLike:
-    """Several matrices one below the other as one, so that one product reads them all.
-
-    Where they are quantised in several formats, as some GGUF files mix them, all become Q8_0.
-    """
+    """Several matrices one below the other as one, so that one product reads them all."""
     return_free_memory()  # of the parts that were joined before
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return matrix(torch.cat(plain))
     assert not plain, "all matrices of a layer are quantised, or none"
-    packed = [part for part in parts if isinstance(part, QuantizedTensor)]
-    if len({part.format for part in packed}) > 1:
-        form = WeightFormat.Q8_0
-        packed = [part if part.format is form else quantize(part.dequantize(), form) for part in packed]
-    return matrix(joined_rows(packed))
+    return matrix(joined_rows([part for part in parts if isinstance(part, QuantizedTensor)]))
 
 
 def _half(pair: Tensor) -> Tensor:
@@ -255,48 +247,7 @@ MatrixLike = Tensor | PackedMatrix
 """A matrix that kernels multiply with."""
 
 
-_READ_PIECE = 1 << 17  # numbers that are read at a time
-_NXD_SCALE = ".scale"
 _LARGEST_BITS = int(torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def scale_name(matrix: str, names: Container[str]) -> str | None:
-    """The tensor among ``names`` that holds a matrix's scales, if there is one."""
-    stem = matrix.removesuffix(".weight")
-    candidates = (matrix + SCALE, stem + _NXD_SCALE) if stem != matrix else (matrix + SCALE,)
-    return next((name for name in candidates if name in names), None)
-
-
-def scaled_matrix(
-    name: str, form: WeightFormat, shape: tuple[int, ...], *, read: Callable[[int, int], Tensor], scales: Tensor
-) -> QuantizedTensor:
-    """The matrix, copied some rows at a time.
-
-    read    rows from one to another, as they are stored
-    scales  as they are stored
-
-    Raises:
-        WeightValueError: a number is NaN, or a scale is none that rows could have.
-    """
-    rows, columns = shape
-    flat = scales.float().flatten()
-    flat = flat.expand(rows) if len(flat) == 1 else flat
-    if len(flat) != rows or not bool((torch.isfinite(flat) & (flat > 0)).all()):
-        raise WeightValueError(
-            f"{name}: expected a positive scale for each of {rows} rows, or one for all, got other values; download "
-            "the file again"
-        )
-    data = torch.empty(rows, columns, dtype=form.dtype)
-    beyond = False
-    step = max(1, _READ_PIECE // max(1, columns))
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        piece = read(begin, end)
-        if form.dtype.is_floating_point and bool(piece.float().isnan().any()):
-            raise WeightValueError(f"{name} contains NaN; download the file again")
-        data[begin:end] = piece
-        beyond = beyond or (form is WeightFormat.FP8_E4M3 and bool(_beyond(piece).any()))
-    return QuantizedTensor(data, flat.clone(), form, columns, beyond)
 
 
 def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
@@ -306,17 +257,17 @@ def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
     whose halves are stored with a fixed step and may be rounded by half of it.
     """
     assert matrix.format is WeightFormat.FP8_E4M3 and matrix.scales is not None
-    rows = _beyond(matrix.data).any(1).nonzero().flatten()
+    rows = beyond_e4m3(matrix.data).any(1).nonzero().flatten()
     if not len(rows):
         return matrix
     data, scales = matrix.data.clone(), matrix.scales.clone()
-    for some in rows.split(max(1, _READ_PIECE // max(1, matrix.columns))):
+    for some in rows.split(max(1, 4 * _PIECE // max(1, matrix.columns))):
         data[some] = (data[some].float() / 2).to(data.dtype)
     scales[rows] *= 2
     return replace(matrix, data=data, scales=scales, beyond=False)
 
 
-def _beyond(data: Tensor) -> Tensor:
+def beyond_e4m3(data: Tensor) -> Tensor:
     """Whether each number of e4m3, none of them NaN, is above the largest one: by its bits, as its type has few
     operations.
     """

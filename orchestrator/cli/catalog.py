@@ -20,6 +20,7 @@ from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.models.family import Family
 from paceline.decoder.models.registry import MODEL_FAMILIES
 from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, fetched
+from paceline.decoder.weights.layouts import EIGHT_BITS, LAYOUTS
 from paceline.draft_spec import CHOICE
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
 
@@ -35,7 +36,7 @@ def list_rows(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List drafters and acceptance rules with their options, model families, models to fetch, and backends."""
+    """List drafters and acceptance rules with their options, model families, layouts of weights, and backends."""
     tables = registry_tables()
     if name is not None:
         with console.refusals():
@@ -132,6 +133,9 @@ def registry_tables() -> dict[str, Rows]:
         "drafters": [_capabilities(row) for row in DRAFTERS.values()],
         "acceptance rules": [_capabilities(row) for row in ACCEPTANCE_RULES.values()],
         "model families": [_capabilities(row) for row in MODEL_FAMILIES.values()],
+        "quantised checkpoints": [
+            {"name": row.name, "quant_method": row.method, "summary": row.summary.replace("`", "")} for row in LAYOUTS
+        ],
         "models to fetch": [_to_fetch(row) for row in KNOWN_MODELS.values()],
         "backends": [_capabilities(row) for row in BACKENDS.values()],
     }
@@ -141,7 +145,8 @@ def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, 
     """The row without its paths, with the names of its options."""
     if isinstance(row, Family):
         names = [name for name, one in ARCHITECTURES.items() if row.name in one.families]
-        return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names)}
+        read = EIGHT_BITS.name if row.names.transposed else "all"
+        return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names), "quantised": read}
     values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in _UNSHOWN}
     if isinstance(row, BackendRow):
         return {**values, "divided": bool(row.divided)}

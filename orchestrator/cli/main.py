@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fetch": ("catalog", "Fetch a published model and print its folder."),
     "list": (
         "catalog",
-        "List drafters and acceptance rules with their options, model families, models to fetch, and backends.",
+        "List drafters and acceptance rules with their options, model families, layouts of weights, and backends.",
     ),
     "doctor": (
         "checks",

@@ -190,7 +190,7 @@ def rope(**settings: object) -> dict[str, object]:
         (
             SIZES | {"quantization_config": {"bits": 4}},
             UnknownArchitectureError,
-            ["quantization_config: expected 8-bit weights"],
+            ["quantization_config: expected weights as one of"],
         ),
         (SIZES | {"per_layer_config": {"0": {}}}, UnknownArchitectureError, ["per_layer_config"]),
         (SIZES | {"head_dim": 7}, UnknownArchitectureError, ["head_dim", "got 7", "even"]),

@@ -187,6 +187,15 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
         assert torch.equal(packed[0].dequantize(), plain.body.model.embedding.detach())
 
 
+def test_a_gguf_file_may_mix_formats_in_attention(tmp_path: Path) -> None:
+    network = gguf_files.network()
+    values = network.state_dict()["model.layers.0.self_attn.v_proj.weight"].half().numpy()
+    extra = {"blk.0.attn_v.weight": values}
+    path = gguf_files.write(tmp_path / "a.gguf", network, gguf.GGMLQuantizationType.Q4_0, extra=extra)
+    layers = load(path, quantization="gguf", amp="f32").body.model.layers
+    assert [layer.attention.qkv.format for layer in layers][:2] == [WeightFormat.Q8_0, WeightFormat.Q4_0]
+
+
 def test_a_gguf_file_is_quantised_again_on_request(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q8_0)
     kept, anew = load(path, quantization="gguf"), load(path, quantization="q4_0")

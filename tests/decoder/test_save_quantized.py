@@ -11,23 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline import AutoDecoder, DecoderApplication, NeuronConfig, SpeculativeGenerator, save_quantized
+from paceline import AutoDecoder, DecoderApplication, NeuronConfig, save_quantized
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import (
     CheckpointError,
     ConfigurationError,
-    MissingWeightsError,
     PacelineError,
     UnknownArchitectureError,
     WeightValueError,
 )
 from paceline.decoder import steps
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import Layout, Shard
-from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, quantization_config
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.save_quantized import QUANTIZATION_CONFIG, quantization_config
 from tests.decoder import tiny
 
 PROMPTS = [[5, 9, 13, 5], [40, 2]]
@@ -96,29 +92,6 @@ def test_a_nan_of_8_bits_is_found(original: Path, tmp_path: Path) -> None:
         load(tmp_path / "made")
 
 
-def test_speculation_on_it_keeps_the_tokens(original: Path, quantized: Path) -> None:
-    target = load(quantized)
-    generator = SpeculativeGenerator(load(original), target, k=3)
-    assert generator.sample(PROMPTS, max_new_tokens=20).tolist() == texts(target)
-    assert 0 < generator.statistics.num_accepted_tokens < generator.statistics.num_draft_tokens
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_gets_its_part(original: Path, quantized: Path, rank: int) -> None:
-    config = ModelConfig.from_pretrained(quantized)
-    shard = Shard(config, Layout(2), rank)
-    made = load_weights(quantized, config, torch.float32, shard=shard)
-    expected = load_weights(original, config, torch.float32, shard=shard, quantization="int8")
-    assert made.keys() == expected.keys()
-    for name, one in made.items():
-        other = expected[name]
-        if isinstance(one, QuantizedTensor):
-            assert isinstance(other, QuantizedTensor) and torch.equal(one.data, other.data)
-            assert one.scales is not None and other.scales is not None and torch.equal(one.scales, other.scales)
-        else:
-            assert isinstance(other, torch.Tensor) and torch.equal(one, other)
-
-
 def altered(quantized: Path, folder: Path, **fields: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """A copy with other fields in its config.json; and its tensors."""
     folder.mkdir()
@@ -156,21 +129,24 @@ def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
         with pytest.raises(WeightValueError, match="a positive scale for each of 48 rows"):
             load(folder)
     folder, tensors = altered(quantized, tmp_path / "no scale")
-    scale = tensors.pop(name + "_scale")
+    tensors.pop(name + "_scale")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name}: the data type I8 is not supported"):
         load(folder)
-    (folder / "model.safetensors").rename(folder / "one.safetensors")
-    save_file({name + "_scale": scale}, folder / "two.safetensors")
-    places = {**dict.fromkeys(tensors, "one.safetensors"), name + "_scale": "two.safetensors"}
+
+
+def test_a_matrix_and_its_scales_may_be_in_two_files(quantized: Path, tmp_path: Path) -> None:
+    folder, tensors = altered(quantized, tmp_path / "other")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    save_file({name: tensors.pop(name)}, folder / "two.safetensors")
+    save_file(tensors, folder / "one.safetensors")
+    places = {**dict.fromkeys(tensors, "one.safetensors"), name: "two.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(MissingWeightsError, match="expected a matrix and its scales in one file, got"):
-        load(folder)
+    assert texts(load(folder)) == texts(load(quantized))
 
 
 WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
 OTHERS: dict[str, dict[str, Any]] = {
-    "quant_method = 'gptq'": {"quant_method": "gptq"},
     "format = 'marlin-24'": {"format": "marlin-24"},
     "kv_cache_scheme": {"kv_cache_scheme": {"num_bits": 8}},
     "config_groups that are missing": {"config_groups": {}},

@@ -15,12 +15,12 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.compressed import OWN_METHOD
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.packed import packed_parts
+from paceline.decoder.weights.layouts import OWN_METHOD
 from paceline.decoder.weights.quantize import QuantizedTensor, Stored, quantize
+from paceline.decoder.weights.save_quantized import packed_parts
 from tests.decoder import families, tiny
-from tests.decoder.test_packed import packed
+from tests.decoder.test_coded import packed
 
 ROWS = ["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"]
 BLOCKS = ["q8_0", "q4_0"]
@@ -69,17 +69,18 @@ def test_every_number_comes_back(
     save_quantized(originals[name], tmp_path / "made", form)
     expected = weights(originals[name], form, rank)
     assert sum(isinstance(one, QuantizedTensor) for one in expected.values()) > 10
-    for asked in (None, form) if form in ROWS else (form,):
+    for asked in (None, form):
         found = weights(tmp_path / "made", asked, rank)
         assert found.keys() == expected.keys()
         assert [key for key, one in found.items() if not equal(one, expected[key])] == []
 
 
-def test_packed_matrices_load_as_floats_too(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_backends_without_blocks_get_packed_matrices_as_floats(originals: dict[str, Path], tmp_path: Path) -> None:
     for form in BLOCKS:
         save_quantized(originals["llama"], tmp_path / form, form)
-        found, blocks = weights(tmp_path / form, None, None), weights(originals["llama"], form, None)
-        for key, one in blocks.items():
+        config = ModelConfig.from_pretrained(tmp_path / form)
+        found = load_weights(tmp_path / form, config, torch.float32, blocks=False)
+        for key, one in weights(originals["llama"], form, None).items():
             other = found[key]
             meant = one.dequantize() if isinstance(one, QuantizedTensor) else one
             assert isinstance(other, Tensor) and torch.equal(meant, other)
