@@ -64,7 +64,7 @@ TABLES = frozenset({"neuron.chips"})
 EAGER: dict[str, frozenset[str]] = {
     "core": frozenset({"torch"}),
     "placement": frozenset({"torch", "numpy", "safetensors", "pydantic", "msgspec"}),
-    "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
+    "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich", "regex"}),
 }
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors", "filelock"})
 FENCED: dict[str, tuple[str, ...]] = {

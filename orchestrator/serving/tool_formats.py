@@ -283,7 +283,7 @@ class ToolFormat:
     tokens: tuple[str, ...] = ()
 
 
-def _marked_json(name: str, starts: tuple[str, ...], opening: str, closing: str, *, end: str = "") -> ToolFormat:
+def _marked_json(name: str, starts: tuple[str, ...], opening: str, *, closing: str, end: str = "") -> ToolFormat:
     """A row of `MarkedJsonParser`."""
     tokens = (*starts, *_LITERAL.findall(opening + closing), *((end,) if end else ()))
     return ToolFormat(
@@ -325,7 +325,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         "(?:<｜tool▁calls▁begin｜>\\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
         rf"{_NAME}(?:<｜tool▁sep｜>)?\s*(?:```json)?",
-        r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
+        closing=r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
         end="<｜tool▁calls▁end｜>",
     ),
     _marked_json(
@@ -333,14 +333,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
         r"(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-        r"\s*<\|tool_call_end\|>",
+        closing=r"\s*<\|tool_call_end\|>",
         end="<|tool_calls_section_end|>",
     ),
     _marked_json(
         "solar_open",
         ("<|tool_calls|>", "<|tool_call:begin|>"),
         r"(?:<\|tool_calls\|>\s*)?<\|tool_call:begin\|>[\w\-]*<\|tool_call:name\|>" + _NAME + r"<\|tool_call:args\|>",
-        r"\s*<\|tool_call:end\|>",
+        closing=r"\s*<\|tool_call:end\|>",
         end="<|calls|>",
     ),
     _marked_list("cohere2", "<|START_ACTION|>", "<|END_ACTION|>"),
@@ -370,7 +370,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), _OUTER),
     ToolFormat("mistral", lambda _: MistralParser(), ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-    _marked_json("functionary", ("<function=",), rf"<function=\s*{_NAME}\s*>", r"\s*</function>"),
+    _marked_json("functionary", ("<function=",), rf"<function=\s*{_NAME}\s*>", closing=r"\s*</function>"),
     ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
     ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
 )
