@@ -35,12 +35,17 @@ def main() -> None:
     target, draft = (AutoDecoder.from_pretrained(PAIR / name, n_positions=512) for name in ("target", "draft"))
     generator, tokenizer = SpeculativeGenerator(draft, target, k=K), load_tokenizer(PAIR / "target")
     ids = tokenizer.encode(prompt)
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True, width=100)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True, width=100, highlight=False
+    )
     view = TextView(console, tokenizer, ids)
     console.print(view.legend() + "\n")
     view.prompt(prompt)
+    text = list(ids)
     for output in generator.stream([ids], max_new_tokens=options.tokens):
         view.show(output)
+        text += output.tokens
+    assert target.sample([ids], max_new_tokens=options.tokens)[0].tolist() == text, "the draft changed the text"
     done = generator.statistics
     console.print(f"\n\n{done.new_tokens} tokens in {done.num_rounds} rounds (k = {K}); plain decoding gives the same.")
     OUT.write_text(console.export_svg(title="paceline generate", code_format=FORMAT, unique_id="paceline") + "\n")
