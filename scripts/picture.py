@@ -45,7 +45,8 @@ def main() -> None:
     for output in generator.stream([ids], max_new_tokens=options.tokens):
         view.show(output)
         text += output.tokens
-    assert target.sample([ids], max_new_tokens=options.tokens)[0].tolist() == text, "the draft changed the text"
+    plain = SpeculativeGenerator(None, target, k=0).sample([ids], max_new_tokens=options.tokens)
+    assert plain[0].tolist() == text, "the draft changed the text"
     done = generator.statistics
     console.print(f"\n\n{done.new_tokens} tokens in {done.num_rounds} rounds (k = {K}); plain decoding gives the same.")
     OUT.write_text(console.export_svg(title="paceline generate", code_format=FORMAT, unique_id="paceline") + "\n")
