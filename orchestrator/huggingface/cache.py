@@ -76,7 +76,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """True: a cache of attention, whose contents have a length."""
+        """Whether the layers are of linear attention, whose contents have no length: none is."""
         return [False]
 
     def reset(self) -> None:
