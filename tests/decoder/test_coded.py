@@ -25,7 +25,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import Layout, Shard
+from paceline.decoder.parallel.sharding import GQA, Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.coded import READERS, Parts
 from paceline.decoder.weights.formats import WeightFormat
@@ -385,6 +385,16 @@ def test_files_with_some_matrices_in_floats_load(tmp_path: Path, model: str, kin
     assert found == {name for name in loaded if re.search(kept, name)}
     wishes: dict[str, Any] = {"max_new_tokens": 12}
     assert torch.equal(load(made).sample(PROMPTS, **wishes), load(meant).sample(PROMPTS, **wishes))
+
+
+def test_a_rank_whose_columns_are_no_whole_blocks_gets_floats(tmp_path: Path) -> None:
+    made, meant = save(tmp_path, "gptq")
+    config = ModelConfig.from_pretrained(made)
+    shard = Shard(config, Layout(4, GQA.REPLICATED_HEADS), 3)
+    loaded, expected = (load_weights(one, config, torch.float32, shard=shard) for one in (made, meant))
+    assert all(torch.equal(one, expected[name]) for name, one in floats(loaded).items())
+    found = {name.split(".")[-2] for name, one in loaded.items() if isinstance(one, QuantizedTensor)}
+    assert found == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_biases_of_zeros_are_dropped(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import save_quantized
@@ -82,13 +83,34 @@ def write(folder: Path, hidden: int) -> dict[str, Path]:
     network.to(torch.bfloat16).save_pretrained(made["bfloat16"], max_shard_size="60MB")
     made["packed"] = folder / "packed"
     save_quantized(made["bfloat16"], made["packed"], "q4_0")
+    made["gptq"] = save_gptq(network, folder / "gptq")
     return made
+
+
+def save_gptq(network: LlamaForCausalLM, folder: Path) -> Path:
+    """Groups of 16, which no format has, so that all of it becomes floats."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in network.state_dict().items():
+        if "_proj." not in name:
+            tensors[name] = weight.clone()
+            continue
+        (rows, columns), module = weight.shape, name.removesuffix("weight")
+        tensors[module + "qweight"] = torch.full((columns // 8, rows), 0x12345678, dtype=torch.int32)
+        tensors[module + "qzeros"] = torch.full((columns // 16, rows // 8), 0x77777777, dtype=torch.int32)
+        tensors[module + "scales"] = torch.full((columns // 16, rows), 0.01, dtype=torch.float16)
+    network.config.save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(fields | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 CASES = [
     ("bfloat16", "bf16", "", 1), ("pickle", "f32", "", 1), ("bfloat16", "bf16", "int8", 1),
     ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "int8", 2), ("gguf", "bf16", "gguf", 1),
-    ("packed", "bf16", "q4_0", 1),
+    ("packed", "bf16", "", 1), ("gptq", "bf16", "", 1),
 ]  # fmt: skip
 """What is stored, the type in memory, the quantisation, and over how many ranks; of these, the last one loads."""
 
