@@ -315,7 +315,7 @@ class _Text:
             request.prompt,
             tuple(self.checker.text[len(request.prompt) :]),
             request.sampling.seed,
-            request.stopping.max_length,
+            request.max_length,
             reason,
         )
         return _Recorded(text, tuple(self.proposals), tuple(self.confidences))
@@ -328,7 +328,7 @@ class _Recording:
         self, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompted], *, decoder: CompiledDecoder
     ) -> None:
         self._drafter, self._verifier, self._kv_buckets = drafter, verifier, decoder.kv_buckets
-        self._texts = [_Text(one, StopChecker(one.request.stopping, one.request.prompt)) for one in prompts]
+        self._texts = [_Text(one, StopChecker(one.request)) for one in prompts]
         self._slots, self._width = decoder.batch_size, drafter.draft_shape.depth + 1
         last = [prompts[-1].request.sampling] * (self._slots - len(prompts))
         self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
