@@ -67,8 +67,8 @@ class Slot(StopChecker):
     """
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request.stopping, request.prompt)
-        self.request, self.prompt_length = request, len(request.prompt)
+        super().__init__(request)
+        self.prompt_length = len(request.prompt)
         self.num_logprobs, self.num_prompt_logprobs = request.num_logprobs, request.num_prompt_logprobs
         self.output_scores = request.output_scores
         self.prediction: Sequence[int] = request.prediction
@@ -268,7 +268,7 @@ class Batch:
         if kind != self.sampling.kind:
             self.sampling = replace(self.sampling, kind=kind)
         self._stale = True
-        end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
+        end_ids = frozenset[int]().union(*(slot.request.eos for slot in seated))
         # None: a sequence may stop for another reason than an id, so the host looks at every round.
         self._end_ids = None if any(slot.checks_each_token for slot in seated) else end_ids
 

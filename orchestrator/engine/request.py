@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Union
 
+from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
 from paceline.engine.sampling_params import SamplingParams, is_tensor, processor_list, shown
-from paceline.engine.stopping import Stopping, no_scores, reads_scores
+from paceline.engine.stopping import Criterion, no_scores, reads_scores
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import Grammar, GrammarCompiler, StructuredOutput
 
@@ -85,6 +86,11 @@ class Request:
     """One prompt to continue.
 
     index            its position in the call
+    max_length       of the sequence in tokens, prompt included
+    eos              ids that stop the sequence and stay in it
+    stop_strings     strings that stop it; the token that completes one stays in it
+    tokenizer        turns ids into text; needed for ``stop_strings``
+    criteria         Hugging Face's stopping criteria
     use_speculation  whether tokens are drafted for it
     max_draft_tokens maximum number of drafted tokens verified in a round; None = all
     rules            processing of its logits on the host; None = nothing
@@ -97,7 +103,11 @@ class Request:
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    stopping: Stopping
+    max_length: int
+    eos: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = None
+    tokenizer: Decodes | None = None
+    criteria: tuple[Criterion, ...] = ()
     use_speculation: bool = True
     rules: LogitsRules | None = None
     output_scores: bool = False
@@ -157,9 +167,7 @@ class Request:
         prediction = _prediction(params, limits) if params.prediction else ()
         requests: list[Request] = []
         for index, prompt in enumerate(rows):
-            length = params.max_length(len(prompt), limits.n_positions)
-            stopping = Stopping(length, end_ids, stop_strings, params.tokenizer, criteria)
-            asked = params.use_speculation
+            length, asked = params.max_length(len(prompt), limits.n_positions), params.use_speculation
             speculation = asked if isinstance(asked, bool) else asked[index]
             for copy in range(params.n):
                 sampling = params.sampling_of(index, copy)
@@ -170,7 +178,11 @@ class Request:
                         len(requests),
                         prompt,
                         sampling,
-                        stopping,
+                        length,
+                        end_ids,
+                        stop_strings,
+                        params.tokenizer,
+                        criteria,
                         use_speculation=speculation,
                         rules=rules,
                         output_scores=params.output_scores,

@@ -7,35 +7,19 @@ would call them. The search for stop strings is in `paceline.text.stop_strings`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from dis import get_instructions
 from inspect import isfunction
+from typing import TYPE_CHECKING
 
-from paceline.core.detokenizer import Decodes
 from paceline.core.errors import SamplingError
 from paceline.outputs import FinishReason
-from paceline.text.stop_strings import StopStringFilter, StopStrings
+from paceline.text.stop_strings import StopStringFilter
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
 
 Criterion = Callable[..., object]
 """Hugging Face's interface: (ids [1, length] int64, scores or None) -> bool or bool tensor [1]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """Limits of one request.
-
-    max_length    of the sequence in tokens, prompt included
-    eos           ids that stop the sequence and stay in it
-    stop_strings  strings that stop it; the token that completes one stays in it
-    tokenizer     turns ids into text; needed for ``stop_strings``
-    criteria      Hugging Face's stopping criteria
-    """
-
-    max_length: int
-    eos: frozenset[int] = frozenset()
-    stop_strings: StopStrings | None = None
-    tokenizer: Decodes | None = None
-    criteria: tuple[Criterion, ...] = ()
 
 
 class StopChecker:
@@ -45,20 +29,19 @@ class StopChecker:
     checks_each_token  whether every single token must be checked to find the stop
     """
 
-    def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
-        self._stopping = stopping
-        self.text = list(prompt)
+    def __init__(self, request: Request) -> None:
+        self.request, self.text = request, list(request.prompt)
         self._filter: StopStringFilter | None = None
-        if stopping.stop_strings is not None and stopping.tokenizer is not None:
-            self._filter = StopStringFilter(stopping.stop_strings, stopping.tokenizer, prompt)
-        self.checks_each_token = self._filter is not None or bool(stopping.criteria)
+        if request.stop_strings is not None and request.tokenizer is not None:
+            self._filter = StopStringFilter(request.stop_strings, request.tokenizer, request.prompt)
+        self.checks_each_token = self._filter is not None or bool(request.criteria)
         self._appended = 0  # tokens added by `append` since the last `extend`, and the stop reason among them
         self._reason: FinishReason | None = None
 
     @property
     def remaining(self) -> int:
         """Maximum number of tokens that may still come."""
-        return self._stopping.max_length - len(self.text)
+        return self.request.max_length - len(self.text)
 
     def append(self, token: int) -> FinishReason | None:
         """Add a token; return the reason if the sequence stops with it.
@@ -75,15 +58,15 @@ class StopChecker:
 
         -> number of tokens that were appended, and the reason if it stops.
         """
-        stopping = self._stopping
+        request = self.request
         if self._appended:
             count = self.take_appended()
             assert self.text[-count:] == list(tokens[:count]), "another text was checked than was committed"
             return count, self._reason
         if (
             not self.checks_each_token
-            and len(self.text) + len(tokens) < stopping.max_length
-            and stopping.eos.isdisjoint(tokens)
+            and len(self.text) + len(tokens) < request.max_length
+            and request.eos.isdisjoint(tokens)
         ):
             self.text += tokens
             return len(tokens), None
@@ -101,21 +84,21 @@ class StopChecker:
 
     def _reason_to_end(self, token: int) -> FinishReason | None:
         """Return why the sequence stops with its last token, or None."""
-        stopping = self._stopping
-        if token in stopping.eos:
+        request = self.request
+        if token in request.eos:
             return "stop"
         if self._filter is not None:
             self._filter.push(token)
             if self._filter.finished:
                 return "stop"
-        reason = self._criterion() if stopping.criteria else None
-        return "length" if reason is None and len(self.text) >= stopping.max_length else reason
+        reason = self._criterion() if request.criteria else None
+        return "length" if reason is None and len(self.text) >= request.max_length else reason
 
     def _criterion(self) -> FinishReason | None:
         import torch
 
         ids = torch.tensor([self.text])
-        for criterion in self._stopping.criteria:
+        for criterion in self.request.criteria:
             try:
                 verdict = criterion(ids, None)
             except (TypeError, AttributeError) as error:

@@ -257,7 +257,7 @@ def _text(prompt: Prompt, request: Request, outputs: Sequence[RequestOutput]) ->
         request.prompt,
         tuple(token for output in outputs for token in output.tokens),
         request.sampling.seed,
-        request.stopping.max_length,
+        request.max_length,
         reason,
     )
 

@@ -34,7 +34,6 @@ from paceline.engine.batch import RoundShape
 from paceline.engine.engine import Engine, ListQueue
 from paceline.engine.request import Request
 from paceline.engine.rounds import RoundPlan, Rounds
-from paceline.engine.stopping import Stopping
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText
 from paceline.outputs import RequestOutput, Statistics
@@ -94,7 +93,7 @@ def replay(
     shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
     engine = Engine([None] * batch_size, rounds, shape)
     requests = [
-        Request(index, text.prompt, Sampling(seed=text.seed), Stopping(text.max_length, frozenset({end})))
+        Request(index, text.prompt, Sampling(seed=text.seed), text.max_length, frozenset({end}))
         for index, text in enumerate(texts)
     ]
     statistics = Statistics()

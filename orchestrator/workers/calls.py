@@ -136,10 +136,10 @@ class CallState:
     @classmethod
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
         """Create the state of a call. ``numbers``: the engine's numbers for its requests."""
-        shared = call.requests[0].stopping.tokenizer
+        shared = call.requests[0].tokenizer
         tokenizer = None if shared is None else GuardedTokenizer(shared)
         guarded = [
-            replace(request, index=number, stopping=replace(request.stopping, tokenizer=tokenizer))
+            replace(request, index=number, tokenizer=tokenizer)
             for number, request in zip(numbers, call.requests, strict=True)
         ]
         indices = {number: request.index for number, request in zip(numbers, call.requests, strict=True)}

@@ -24,7 +24,6 @@ from paceline.core.errors import DeadlineError, EventLoopError, PacelineError, Q
 from paceline.core.sampling import Sampling
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
-from paceline.engine.stopping import Stopping
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput, Statistics
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
@@ -267,7 +266,7 @@ class SharedEngine:
     def _probe(self) -> None:
         """Run an internal request, to check whether rounds work."""
         prompt = (0,)
-        request = Request(0, prompt, Sampling(), Stopping(min(4, self._generator.limits.n_positions)))
+        request = Request(0, prompt, Sampling(), min(4, self._generator.limits.n_positions))
         for _ in self._generator.steps(ListQueue([request])):
             self.heartbeat += 1
 

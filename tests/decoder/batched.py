@@ -19,7 +19,6 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request
-from paceline.engine.stopping import Stopping
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop, fresh
 
@@ -93,7 +92,7 @@ class Arrivals:
 def texts(made: SpeculativeGenerator, setting: str) -> list[list[int]]:
     """What the prompts become, six in four slots."""
     requests = [
-        Request(index, tuple(prompt), replace(SETTINGS[setting], seed=index), Stopping(len(prompt) + length))
+        Request(index, tuple(prompt), replace(SETTINGS[setting], seed=index), len(prompt) + length)
         for index, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
     ]
     found: list[list[int]] = [[] for _ in requests]

@@ -12,7 +12,7 @@ from paceline.core.sampling import Sampling
 from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundReport, RoundResult
 from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
-from paceline.engine.stopping import StopChecker, Stopping
+from paceline.engine.stopping import StopChecker
 from paceline.outputs import Statistics
 
 BUCKETS = (16, 24, 64)
@@ -45,8 +45,8 @@ def test_limits(data: st.DataObject) -> None:
         if None in batch.slots and data.draw(st.booleans()):
             free = batch.slots.index(None)
             prompt = (1,) * data.draw(st.integers(1, 20))
-            stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
-            request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
+            length, drafts = len(prompt) + data.draw(st.integers(1, 40)), data.draw(st.booleans())
+            request = Request(index, prompt, Sampling(), length, frozenset([0]), use_speculation=drafts)
             batch.seat(free, request)
             batch.join(free, PrefillResult(1))
             index += 1
@@ -69,8 +69,8 @@ def test_limits(data: st.DataObject) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
 def test_several_tokens_at_once_end_a_text_where_single_ones_do(parts: list[list[int]], length: int) -> None:
-    stopping = Stopping(length, eos=frozenset([0, 3]))
-    whole, single = StopChecker(stopping, []), StopChecker(stopping, [])
+    request = Request(0, (), Sampling(), length, frozenset([0, 3]))
+    whole, single = StopChecker(request), StopChecker(request)
     for tokens in parts:
         reasons = []
         for token in tokens:

@@ -14,7 +14,6 @@ from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.rounds import Rounds
-from paceline.engine.stopping import Stopping
 from paceline.outputs import Statistics
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds
 
@@ -27,7 +26,7 @@ FULL, WIDE = Sampling(temperature=0.8, top_p=0.9, seed=4), Sampling(temperature=
 
 def request(index: int, sampling: Sampling, *, new: int = 20) -> Request:
     prompt = (index + 1, 5, index + 2)
-    return Request(index, prompt, sampling, Stopping(len(prompt) + new))
+    return Request(index, prompt, sampling, len(prompt) + new)
 
 
 class Kinds:
@@ -98,7 +97,7 @@ def test_rounds_are_of_the_widest_kind_while_it_is_there(sampled: Sampling, k: i
 def test_every_row_of_a_mixed_batch_has_the_tokens_that_it_has_alone(k: int) -> None:
     asked = [GREEDY, FULL, TOP_K, WIDE, GREEDY, TOP_K]
     requests = [request(index, sampling, new=12 + 5 * index) for index, sampling in enumerate(asked)]
-    alone = [served(generator(1, k), [Request(0, one.prompt, one.sampling, one.stopping)])[0] for one in requests]
+    alone = [served(generator(1, k), [Request(0, one.prompt, one.sampling, one.max_length)])[0] for one in requests]
     assert [len(text) for text in alone] == [12 + 5 * index for index in range(len(asked))]
     for slots in (2, 3):
         assert served(generator(slots, k), requests) == alone

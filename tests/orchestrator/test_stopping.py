@@ -20,7 +20,9 @@ from transformers import (
 
 from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import SamplingError
-from paceline.engine.stopping import StopChecker, Stopping
+from paceline.core.sampling import Sampling
+from paceline.engine.request import Request
+from paceline.engine.stopping import StopChecker
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
 from tests.draft.tokenizers_of_two import every_byte
@@ -140,6 +142,11 @@ def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None
 WORDS = every_byte()
 
 
+def checker(strings: StopStrings, prompt: Sequence[int] = ()) -> StopChecker:
+    """Of a request with these strings, whose text is long enough."""
+    return StopChecker(Request(0, tuple(prompt), Sampling(), 100, stop_strings=strings, tokenizer=WORDS))
+
+
 @settings(max_examples=100)
 @given(
     tokens=st.lists(st.sampled_from([0, *WORDS.encode("ab the")]), min_size=1, max_size=10),
@@ -147,7 +154,7 @@ WORDS = every_byte()
 )
 def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
     theirs = StopStringCriteria(WORDS, stops)
-    ours = StopChecker(Stopping(100, stop_strings=StopStrings(tuple(stops)), tokenizer=WORDS), tokens[:1])
+    ours = checker(StopStrings(tuple(stops)), tokens[:1])
     for size in range(2, len(tokens) + 1):
         stop = bool(theirs(torch.tensor([tokens[:size]]), None))
         assert (ours.append(tokens[size - 1]) == "stop") == stop
@@ -158,24 +165,24 @@ def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int]
 def test_a_round_decided_token_by_token_ends_in_new_text_where_plain_decoding_does() -> None:
     """The verifier appends the tokens of a round, and the batch is then given the same ones; each is looked at once."""
     new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the b the")]
-    stopping = Stopping(100, stop_strings=StopStrings(("b the",), scope="output"), tokenizer=WORDS)
-    plain = StopChecker(stopping, [])
+    strings = StopStrings(("b the",), scope="output")
+    plain = checker(strings)
     end = next(place for place, token in enumerate(new) if plain.append(token) is not None) + 1
     assert 0 < end < len(new)
     for size in (1, 2, 3):
-        checker, length = StopChecker(stopping, []), 0
+        one, length = checker(strings), 0
         for at in range(0, len(new), size):
             tokens: list[int] = []
             for token in new[at : at + size]:
                 tokens.append(token)
-                if checker.append(token) is not None:
+                if one.append(token) is not None:
                     break
-            kept, reason = checker.extend(tokens)
+            kept, reason = one.extend(tokens)
             length += kept
             assert kept == len(tokens) and (reason == "stop") == (length == end)
             if reason is not None:
                 break
-        assert checker.text == new[:end]
+        assert one.text == new[:end]
 
 
 class Seen(StoppingCriteria):

@@ -73,7 +73,7 @@ class ScriptedEngine:
     def _speak(self, call: Call, sink: Sink) -> None:
         for request in call.requests:
             text = self.say(self.tokenizer.decode(list(request.prompt)))
-            room = request.stopping.max_length - len(request.prompt)
+            room = request.max_length - len(request.prompt)
             tokens = self.tokenizer.encode(text)
             kept = tokens[:room]
             for first in range(0, len(kept), 3):

@@ -223,7 +223,7 @@ def test_parameters_reach_the_engine(browser: Browser, served: tuple[str, Script
         assert engine.tokenizer.decode(list(request.prompt)) == "[system]be brief[user]x[assistant]"
         assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0.5, 7, 11)
         assert (request.max_draft_tokens, request.num_logprobs) == (2, None)
-        assert request.stopping.max_length - len(request.prompt) == 6
+        assert request.max_length - len(request.prompt) == 6
         page.reload()
         assert page.input_value("#temperature") == "0.5" and page.input_value("#system") == "be brief"
 
