@@ -58,7 +58,8 @@ class QuantizedTensor:
     def at(self, rows: Tensor) -> QuantizedTensor:
         """Its rows in another order. rows [n] int64"""
         scales = None if self.scales is None else self.scales[rows]
-        return replace(self, data=self.data[rows], scales=scales)
+        # By bytes: PyTorch 2.9, which torch-neuronx needs, cannot index fp8.
+        return replace(self, data=self.data.view(torch.uint8)[rows].view(self.data.dtype), scales=scales)
 
     def columns_of(self, start: int, end: int, columns: int) -> QuantizedTensor:
         """Some of its columns; of blocks, whole ones. Up to ``columns``, zeros follow.
