@@ -236,7 +236,8 @@ ROWS: dict[str, Row] = {
     "EAGLE 3.1 dynamic tree": Row(
         "eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3), **SHARED), depths=(3,)
     ),
-    "P-EAGLE": Row("eagle", _eagle(3, Chain, **PARALLEL)),
+    "P-EAGLE chain": Row("eagle", _eagle(3, Chain, **PARALLEL)),
+    "P-EAGLE static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES), **PARALLEL), depths=(3,)),
     "remote": Row("remote", _remote),
 }
 
