@@ -54,14 +54,14 @@ class EagleDrafter(HeadDrafter):
             )
         head.config.check_target(target.config)
         parallel = head.config.mask_token is not None
-        if parallel and not isinstance(draft_tree, Chain):
+        if parallel and draft_tree.draft_shape.dynamic:
             raise ConfigurationError(
-                f"draft_tree: expected chain for a P-EAGLE head, whose drafts do not read each other, got "
-                f"{draft_tree.name}; omit it"
+                "draft_tree: expected a chain or a static tree for a P-EAGLE head, whose drafts do not read each "
+                f"other, got {draft_tree.name}; omit it"
             )
         super().__init__(head, target, draft_tree.draft_shape)
         room = target.options.rows - target.n_positions
-        rows = 2 * self.draft_shape.depth if parallel else draft_tree.rows
+        rows = self.draft_shape.num_draft_tokens + self.draft_shape.depth if parallel else draft_tree.rows
         if rows > room:
             raise ConfigurationError(
                 f"draft_tree: expected at most {room} cache rows after the last position, got {rows} for "

@@ -257,6 +257,7 @@ ROWS: dict[str, Row] = {
     "Medusa chain": Row("medusa", _medusa(None)),
     "Medusa tree": Row("medusa", _medusa(CHOICES), depths=(3,)),
     "EAGLE 1 chain": Row("eagle", _eagle(1, Chain)),
+    "P-EAGLE static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES), **PARALLEL), depths=(3,)),
     "EAGLE 2": Row("eagle", _eagle(1, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,)),
     "EAGLE 3 chain": Row("eagle", _eagle(3, Chain)),
     "EAGLE 3 static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,)),

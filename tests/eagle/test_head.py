@@ -132,7 +132,7 @@ def test_the_pass_that_reads_the_commit_gives_the_first_level(
     assert len(seen) - reading == passes
 
 
-@pytest.mark.parametrize(("version", "changes"), HEADS)
+@pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
 def test_static_trees_are_those_of_whole_path_recomputation(
     workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
 ) -> None:

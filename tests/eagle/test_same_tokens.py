@@ -32,7 +32,12 @@ SAMPLINGS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize(
     ("draft_tree", "changes"),
-    [*((draft_tree, {}) for draft_tree in GROWTHS), (Chain(3), NEWER), (GROWTHS[2], SHARED), (Chain(3), PARALLEL)],
+    [
+        *((draft_tree, {}) for draft_tree in GROWTHS),
+        (Chain(3), NEWER),
+        (GROWTHS[2], SHARED),
+        *((one, PARALLEL) for one in GROWTHS[:2]),
+    ],
 )
 def test_fused_or_not_the_same_is_drafted(
     workshop: Workshop, tmp_path: Path, draft_tree: DraftTree, changes: dict[str, object]
@@ -49,7 +54,7 @@ def test_fused_or_not_the_same_is_drafted(
         assert accepted[0] == accepted[1]
 
 
-def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_trees(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_dynamic_trees(workshop: Workshop, tmp_path: Path) -> None:
     """Sampled from its own probabilities too, at one position as at another; alone and among three."""
     for slots in (1, 4):
         target = workshop.decoder(slots=slots)
@@ -59,11 +64,8 @@ def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_trees(workshop: Worksho
             assert torch.equal(generator.sample(prompts, max_new_tokens=20), target.sample(prompts, max_new_tokens=20))
         generator.sample(PROMPTS, max_new_tokens=20, do_sample=True, temperature=0.8, seed=3)
         assert generator.statistics.num_accepted_tokens > 0
-    for draft_tree in GROWTHS[1:]:
-        with pytest.raises(
-            ConfigurationError, match="expected chain for a P-EAGLE head, whose drafts do not read each"
-        ):
-            drafter(tmp_path, target, 3, draft_tree, **PARALLEL)
+    with pytest.raises(ConfigurationError, match="expected a chain or a static tree for a P-EAGLE head, whose drafts"):
+        drafter(tmp_path, target, 3, GROWTHS[2], **PARALLEL)
     with pytest.raises(ConfigurationError, match=r"expected at most 128 cache rows .* got 130 for a chain 65 w"):
         drafter(tmp_path, target, 3, Chain(65), **PARALLEL)
 

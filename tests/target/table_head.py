@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ class TableHead(DraftHead):
         super().__init__(TorchKernels(), DecoderOptions(LoadOptions(batch_size=slots, amp="f32"), (24,), (8, 16)))
         self.register_buffer("table", logits)
         self.ids = torch.arange(len(logits), dtype=torch.int32)
+        self.config = SimpleNamespace(mask_token=None)
 
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         raise NotImplementedError("a tree makes its own step")
