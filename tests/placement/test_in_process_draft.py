@@ -46,8 +46,8 @@ def test_folders_are_relative_to_the_file(home: Path) -> None:
         ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"]}}, "auto"),
         ({"draft": "ngram", "k": 3}, 3), ({"draft": {"path": "draft", "k": 2}}, None),
         ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"], "k": 2}}, None),
-        ({"draft": "none"}, None), ({"draft": "./medusa"}, None), ({"draft": "./eagle"}, None), ({"draft": "./dflash"}, "auto"),
-        ({"draft": "./pard"}, "auto"), ({}, None),
+        ({"draft": "none"}, None), ({"draft": "./medusa"}, None), ({"draft": "./eagle"}, None),
+        ({"draft": "./dflash"}, "auto"), ({"draft": "./pard"}, "auto"), ({}, None),
     ],
     ids=str,
 )  # fmt: skip
