@@ -24,7 +24,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions, check_width
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.draft.dflash.config import head_form, is_dflash_config, parse
+from paceline.draft.dflash.config import DFlashOptions, is_dflash_config, parse
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
 from paceline.eagle import config as eagle_config
 from paceline.eagle.config import EagleOptions
@@ -179,7 +179,7 @@ class _Checks:
             return None if choices is None else tree.draft_shape(choices.parents)
         k = self.config.max_k if spec.k is None else spec.k
         if row.name == "dflash":
-            head_form(options.get("quantization"))
+            DFlashOptions(**options)
             return DraftShape.chain(block_k(self.config, spec, self.target.config, k=k))
         EagleOptions(**options)
         eagle_config.check_own(folder, self.target.config)

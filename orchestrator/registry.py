@@ -133,6 +133,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             draws=True,
             fused=True,
             listable=False,
+            options="paceline.draft.dflash.config:DFlashOptions",
         ),
         DrafterRow(
             "mtp",

@@ -168,6 +168,20 @@ class DFlashConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashOptions:
+    """Options of a draft, documented at `paceline.draft.dflash.drafter.DFlashDrafter.from_pretrained`.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+
+    quantization: object = None
+
+    def __post_init__(self) -> None:
+        head_form(self.quantization)
+
+
 def head_form(quantization: object) -> WeightFormat | None:
     """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
 

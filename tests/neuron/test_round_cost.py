@@ -13,7 +13,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
@@ -144,6 +144,10 @@ def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published))
     found = read_draft(tmp_path, setup.target)
     assert isinstance(found, EagleDraft) and (found.config.version, found.config.layers) == (3, (2, 18, 33))
+    for more in ({"pard_token": 7}, {"dflash_config": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(published | more))
+        with pytest.raises(UnknownArchitectureError, match="or model that drafts in one pass; plan with another draft"):
+            read_draft(tmp_path, setup.target)
 
 
 def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> None:
