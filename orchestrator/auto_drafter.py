@@ -33,7 +33,7 @@ LoadModel = Callable[[Loadable], CompiledDecoder]
 
 
 class AutoDrafter:
-    """Finds out from a checkpoint's configuration what drafts: a model, Medusa heads or an EAGLE head."""
+    """Finds out from a checkpoint's configuration what drafts: a model, or heads of a row of the registry."""
 
     @staticmethod
     def from_pretrained(
@@ -43,8 +43,8 @@ class AutoDrafter:
     ) -> Drafter:
         """Load a drafter for ``target``.
 
-        path     folder of a decoder, Medusa heads or an EAGLE head; of a decoder also a GGUF file, or the name of a
-                 fetched model; for each an id of the Hugging Face hub
+        path     folder of a decoder or of heads (Medusa, EAGLE, an MTP layer, an MLP speculator); of a decoder also a
+                 GGUF file, or the name of a fetched model; for each an id of the Hugging Face hub
         options  the fields of `SpeculativeConfig` that concern a draft (k: default 4, or the depth of the heads' tree;
                  acceptor, confidence_threshold, vocabulary), and those of the row: those of
                  `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree`` for heads,
