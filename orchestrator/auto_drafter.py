@@ -33,7 +33,7 @@ LoadModel = Callable[[Loadable], CompiledDecoder]
 
 
 class AutoDrafter:
-    """Finds out from a checkpoint's configuration what drafts: a model, or heads of which kind."""
+    """Finds out from a checkpoint's configuration what drafts: a model, or heads of a row of the registry."""
 
     @staticmethod
     def from_pretrained(

@@ -2,7 +2,8 @@
 
     ngram                           a drafter by its name (`paceline.registry.DRAFTERS`)
     ngram:prompt_lookup_max=4       with its own options
-    models/small                    a folder; its config.json says whether it is a model, Medusa heads or an EAGLE head
+    layerskip:layers=8              the target's first layers
+    models/small                    a folder; its config.json says whether it is a model, or heads of which kind
     models/small:k=3,amp=f32        with options
     {type: ngram, prompt_lookup_max: 4}, {path: models/small, k: 3}      the same as mappings, for any path
     choice:drafts=["ngram","models/small"]     the one of several that currently predicts the sequence best

@@ -15,6 +15,7 @@ from tests.decoder.tiny import save_pair
 from tests.workers.folders import drafts, save_heads
 
 INF2 = INSTANCES["inf2.48xlarge"]
+TAKES_NOTHING = ("none", "ngram", "suffix", "layerskip")
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +66,15 @@ def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash"]
+    "name",
+    [*TAKES_NOTHING, "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mlp_speculator"],
 )
 def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) -> None:
     (alone,) = planned(home).placements
     (item,) = planned(home, draft=drafts(Path("draft"), Path())[name]).placements
     assert item.role == "target" and item.cores == alone.cores
     grown = item.footprint.weights > alone.footprint.weights, item.footprint.cache > alone.footprint.cache
-    assert grown == ((False, False) if name in ("none", "ngram", "suffix") else (True, True))
+    assert grown == ((False, False) if name in TAKES_NOTHING else (True, True))
 
 
 def test_a_draft_model_counts_as_if_it_were_planned_alone(home: Path) -> None:
