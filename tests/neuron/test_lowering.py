@@ -23,7 +23,19 @@ from paceline.target.steps import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
 
-CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft", "fused medusa", "fused eagle 3")
+CASES = (
+    "draft, PARD",
+    "fused DFlash",
+    "fused DFlash 2",
+    "fused DSpark",
+    "prefill",
+    "keep",
+    "verify, reject, drawn",
+    "verify, dynamic tree",
+    "draft",
+    "fused medusa",
+    "fused eagle 3",
+)
 
 
 @pytest.fixture(scope="module")
