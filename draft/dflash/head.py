@@ -116,7 +116,8 @@ class Convolution(nn.Module):
         total = torch.zeros_like(x)
         for tap in range(len(base)):
             before = x if tap == 0 else F.pad(x[:, :-tap], (0, 0, tap, 0))
-            total = total + before * (base[tap] + made[:, :, tap].repeat_interleave(self._group, -1))
+            kernel = base[tap].unflatten(0, (-1, self._group)) + made[:, :, tap].unsqueeze(-1)
+            total = total + before * kernel.flatten(2)
         return total
 
 
@@ -338,9 +339,18 @@ class DFlashHead(CachedHead):
         for place in range(seen.shape[1]):
             context = embed(own["predecessor_codebook"], token) * seen[:, place : place + 1]
             fit = (context * embed(own["successor_codebook"], ids[:, place])).sum(-1)
-            row = torch.full_like(scores[:, 0], reduce.NEGATIVE)
-            row = row.scatter(-1, ids[:, place].to(torch.int64), best[:, place] + fit)
-            token = choice.add(place, row.unsqueeze(1))
+            token = choice.add(place, self._spread_some(scores[:, :1], ids[:, place], best[:, place] + fit))
+
+    def _spread_some(self, like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        """Logits [B, 1, V] of the values [B, n] of ids [B, n], `reduce.NEGATIVE` for others."""
+        if not self.kernels.sampling_kinds:
+            return torch.full_like(like, reduce.NEGATIVE).scatter(
+                -1, ids.to(torch.int64).unsqueeze(1), values.unsqueeze(1)
+            )
+        every = torch.arange(like.shape[-1], dtype=torch.int32, device=like.device)
+        one = (ids.unsqueeze(-1) == every).to(torch.float32)  # graphs of accelerators have no scatter
+        some = (one * values.unsqueeze(-1)).sum(1, keepdim=True)
+        return torch.where(one.sum(1, keepdim=True) > 0, some, reduce.NEGATIVE)
 
     def _follow(self, scores: Tensor, choice: Choice) -> None:
         """DSpark: choose with a bias by the token before; kinds with a gate also read the block's hidden state."""
@@ -354,7 +364,8 @@ class DFlashHead(CachedHead):
             elif kind == "rnn":
                 joint = linear(torch.cat([state, before, here], -1), own["joint_proj"]) + own["joint_proj_bias"]
                 gate, candidate, made = joint.chunk(3, -1)
-                state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * torch.tanh(candidate)
+                candidate = torch.tanh(candidate)
+                state = candidate + _sigmoid(gate) * (state - candidate)
                 before = torch.tanh(made)
             bias = linear(before, own["markov_w2"])
             token = choice.add(place, self.spread(scores[:, place : place + 1] + bias))

@@ -24,7 +24,19 @@ from tests.decoder.steps import STEPS, draft, inputs, traceable, verify
 from tests.decoder.test_families import TEXT, loaded, wanted
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
-CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft", "fused medusa", "fused eagle 3")
+CASES = (
+    "draft, PARD",
+    "fused DFlash",
+    "fused DFlash 2",
+    "fused DSpark",
+    "prefill",
+    "keep",
+    "verify, reject, drawn",
+    "verify, dynamic tree",
+    "draft",
+    "fused medusa",
+    "fused eagle 3",
+)
 
 
 @pytest.fixture(scope="module")
