@@ -22,7 +22,7 @@ from rich.console import Console
 
 from paceline import AutoDecoder, PacelineError, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.cli.console import TextView, err, loading, out, say
+from paceline.cli.console import TextView, bar, err, out, say
 from paceline.core.errors import DownloadError
 from paceline.decoder.native import build
 from paceline.fetch import fetch_model
@@ -161,14 +161,14 @@ def fetched(model: Model) -> Model:
 def decoder(model: Model, path: Path | None) -> SamplingDecoder:
     """Load the target or the draft model."""
     assert path is not None
-    with loading(err(), path) as report:
+    with bar(err(), f"loading {path}") as shown:
         return AutoDecoder.from_pretrained(
             path,
             n_positions=model.positions,
             context_length_estimate=model.longest,
             amp="bf16",
             backend="native",
-            progress=report,
+            progress=shown.reach,
         )
 
 

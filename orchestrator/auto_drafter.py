@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from paceline import auto, vocab_compat
@@ -161,7 +162,9 @@ class _Makers:
         if isinstance(between, VocabMap):
             make: Callable[..., ModelDrafter] = ModelDrafter
             folder = decoder.folder
-            if folder is not None and (spec.name or recognise(str(folder))) == "pard":
+            known = folder is not None and (Path(folder) / "config.json").is_file()
+            if known and (spec.name or recognise(str(folder))) == "pard":
+                assert folder is not None
                 make = partial(PardDrafter, mask=mask_token(read_config(folder)))
             return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
         from paceline.draft.retokenizing import RetokenizingDrafter

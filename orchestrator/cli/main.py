@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "export-hlo": (
         "neuron",
-        "Write the graphs of a pair, without weights, and a script that compiles them with neuronx-cc on any machine.",
+        "Write the graphs of a pair, without weights, and a script that compiles them on any machine.",
     ),
     "serve": (
         "serve",

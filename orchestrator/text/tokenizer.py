@@ -66,7 +66,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> lis
 _CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Class names in tokenizer_config.json that keep tokenizer.json unchanged."""
 
-_OWN_CLASS = frozenset({None, "qwen2"})
+_OWN_CLASS = frozenset({None, "gpt_neo", "qwen2"})
 """Values of ``model_type`` for which `AutoTokenizer` uses another class, regardless of the file."""
 
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

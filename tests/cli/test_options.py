@@ -24,17 +24,25 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif", "experiment tune"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
-    "--draft": [{"bench"}, {"cost"}, {"plan-speed"}, {"export-hlo"}, {"experiment whatif"}, {"experiment regret"}],
+    "--draft": [
+        {"doctor"},
+        {"bench"},
+        {"cost"},
+        {"plan-speed"},
+        {"export-hlo"},
+        {"experiment whatif"},
+        {"experiment regret"},
+    ],
     "--k": [{"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, and fixed ones
     "--layout": [{"convert-eagle"}],
     "--learning-rate": [{"train eagle"}],
     "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
     "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"experiment tune"}, {"experiment export"}],
-    "--prompts": [{"medusa-tree"}, {"verify"}],  # may be left out
+    "--prompts": [{"doctor"}, {"medusa-tree"}, {"verify"}],  # may be left out
     "--quantization": [{"cost"}],  # the graphs that are counted know int8 alone
     "--sampling": [{"compile"}],  # several
     "--seed": [{"verify"}, TRAINING],
-    "--target": [CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],
+    "--target": [{"doctor"}, CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],
     "--temperature": [{"train medusa"}],  # several
     "--tokens": [{"train eagle"}],
     "--tp-degree": [{"serve"}, {"plan-speed"}, {"cost", "export-hlo"}],

@@ -78,7 +78,7 @@ def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
 ) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
     rounds = host._generator.engine.rounds
-    assert isinstance(rounds, Rounds) and [plan.fused for plan in rounds.plans.values()] == [fused is None]
+    assert isinstance(rounds, Rounds) and [plan.fused is not None for plan in rounds.plans.values()] == [fused is None]
 
 
 def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop) -> None:
