@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
-from paceline.decoder.models.blueprint import Blueprint
+from paceline.decoder.models.blueprint import Blueprint, Experts
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.layouts import layout_of
@@ -350,12 +350,29 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         blueprint=plan,
         local_rope=local if plan.local_rope else None,
     )
-    if made.rotated % 2:
+    if made.rotated % 2 or made.rotated > made.head_dim:
         raise UnknownArchitectureError(
-            f"{config.where}: expected an even number of rotated dimensions per head, got {made.rotated}; use "
-            "another model"
+            f"{config.where}: expected an even number of rotated dimensions per head, at most head_dim = "
+            f"{made.head_dim}, got {made.rotated}; use another model"
         )
+    if plan.experts is not None:
+        _check_experts(plan.experts, config.where)
     return made
+
+
+def _check_experts(experts: Experts, where: str) -> None:
+    """Raise CheckpointError unless a token can choose so many experts."""
+    size, rest = divmod(experts.count, experts.groups)
+    if experts.groups > 1 and (rest or size < experts.of_group or experts.chosen_groups > experts.groups):
+        raise CheckpointError(
+            f"{where}: expected {experts.count} experts in equal groups of {experts.of_group} or more, some of which "
+            f"are chosen, got {experts.groups} groups, of which {experts.chosen_groups} are chosen; correct the file"
+        )
+    most = size * min(experts.chosen_groups, experts.groups)
+    if experts.chosen > most:
+        raise CheckpointError(
+            f"{where}: expected at most {most} active experts per token, got {experts.chosen}; correct the file"
+        )
 
 
 def _refuse_options(config: Fields) -> None:

@@ -96,6 +96,12 @@ def _whole_head(config: Fields) -> int:
 
 def _latent(config: Fields) -> Latent:
     query = config.values.get("q_lora_rank")
+    if config.integer("v_head_dim") > config.integer("head_dim"):
+        raise UnknownArchitectureError(
+            f"{config.where}: v_head_dim: expected at most qk_nope_head_dim + qk_rope_head_dim = "
+            f"{config.integer('head_dim')}, got {config.integer('v_head_dim')}, which is not supported; use another "
+            "model"
+        )
     return Latent(
         query=0 if query is None else config.integer("q_lora_rank"),
         rank=config.integer("kv_lora_rank"),
@@ -114,6 +120,17 @@ def _latent_scale(config: Fields) -> float:
         factor = rope.number("factor", 1.0)
         scale = (0.1 * most * math.log(factor) + 1.0) ** 2 if most and factor > 1.0 else 1.0
     return float(scale * config.integer("head_dim") ** -0.5)
+
+
+def _in_groups(config: Fields) -> bool:
+    """Return whether DeepSeek V2 chooses experts from the best groups."""
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnknownArchitectureError(
+            f"{config.where}: topk_method: expected greedy or group_limited_greedy, got {method!r}, which is not "
+            "supported; use another model"
+        )
+    return method == "group_limited_greedy"
 
 
 _LATENT_NAMES = _ROUTED_NAMES.but(
@@ -175,7 +192,7 @@ _DEEPSEEK_V2 = replace(
                 scores="softmax",
                 corrected="",
                 of_group=1,
-                **({} if config.text("topk_method", "greedy") == "group_limited_greedy" else {"groups": 1}),
+                **({} if _in_groups(config) else {"groups": 1}),
             ),
         ),
     },

@@ -10,6 +10,9 @@ MODEL_FAMILIES: dict[str, Family] = {
     row.name: row for row in (*families.FAMILIES, *families_experts.FAMILIES, *families_gpt.FAMILIES)
 }
 
+_SAME = {"kimi_k2": "deepseek_v3"}
+"""Other values of ``model_type`` for the same network and the same keys."""
+
 
 def family(model_type: str, where: str = "config.json") -> Family:
     """Return the row of a family.
@@ -17,6 +20,7 @@ def family(model_type: str, where: str = "config.json") -> Family:
     Raises:
         UnknownArchitectureError: no family has this ``model_type``; ``where`` names its file.
     """
+    model_type = _SAME.get(model_type, model_type)
     if model_type not in MODEL_FAMILIES:
         raise UnknownArchitectureError(
             f"{where}: model_type: expected one of {', '.join(MODEL_FAMILIES)}, got {model_type!r}; use a supported "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, isfinite
 from typing import Any
 
 import torch
@@ -187,6 +187,12 @@ class Parts:
         place = self.place(part)
         return self.files(place.file).read_range(place.stored, span, dim=dim)
 
+    def check(self, part: str, shape: tuple[int, ...], *types: str) -> None:
+        """Raise CheckpointError unless a part has this shape and one of these types."""
+        info = self.info(part)
+        if info.shape != shape or info.dtype not in types:
+            raise self.wrong(part, f"{' or '.join(types)} of shape {list(shape)}")
+
     def wrong(self, part: str, expected: str) -> CheckpointError:
         place = self.place(part)
         return CheckpointError(
@@ -253,6 +259,11 @@ def _packed(parts: Parts) -> CodedMatrix:
         (-(-rows * bits // 32), groups), "I32"
     ):
         raise parts.wrong("weight_zero_point", f"zero points for {rows} rows of {groups} groups")
+    told = _weights_of(parts.settings)
+    if told and groups > 1 and all(one.get("actorder") in ("group", "dynamic") for one in told):
+        parts.place("weight_g_idx")
+    if told and all(one.get("symmetric") is False for one in told):
+        parts.place("weight_zero_point")
     order = _order(parts, "weight_g_idx", columns, groups=groups) if "weight_g_idx" in parts else None
     return CodedMatrix(
         parts.name,
@@ -285,6 +296,8 @@ def _gptq(parts: Parts) -> CodedMatrix:
         raise parts.wrong("qzeros", f"zero points for {rows} rows of {groups} groups")
     form = parts.settings.get("checkpoint_format") or parts.settings.get("format")
     one = 0 if form == "gptq_v2" else sum(1 << at for at in range(0, 32, bits))  # in every number of a word
+    if parts.settings.get("desc_act") is True and not parts.settings.get("dynamic") and groups > 1:
+        parts.place("g_idx")
     order = _order(parts, "g_idx", columns, groups=groups) if "g_idx" in parts else None
     if order is None and columns % groups and "g_idx" not in parts:
         raise parts.wrong("scales", f"groups of equal sizes of {columns} columns, or g_idx")
@@ -379,18 +392,29 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
     """
     rows, columns = parts.shape
     kind = next((one for one in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{one}" in parts), "nf4")
-    state = _json(parts, f"weight.quant_state.bitsandbytes__{kind}")
-    if state.get("shape") != [rows, columns] or parts.info("weight").dtype != "U8":
+    part = f"weight.quant_state.bitsandbytes__{kind}"
+    state = _json(parts, part)
+    count, block = -(-rows * columns // 2), _size(state, "blocksize", parts, part)
+    if state.get("shape") != [rows, columns] or parts.info("weight") != TensorInfo((count, 1), "U8"):
         raise parts.wrong("weight", f"bytes of a matrix of shape {[rows, columns]}")
-    block = int(state["blocksize"])
+    parts.check("weight.quant_map", (16,), "F32")
+    blocks, coarse, offset = -(-rows * columns // block), 0, state.get("nested_offset")
+    nested = parts.info("weight.absmax").dtype == "U8"
+    parts.check("weight.absmax", (blocks,), "U8", "F32", "F16", "BF16")
+    if nested:
+        coarse = _size(state, "nested_blocksize", parts, part)
+        parts.check("weight.nested_quant_map", (256,), "F32")
+        parts.check("weight.nested_absmax", (-(-blocks // coarse),), "F32")
+        if not isinstance(offset, int | float) or not isfinite(offset):
+            raise parts.wrong(part, "a finite nested_offset")
     size = gcd(columns, block)
 
     def absmax() -> Tensor:
         found = parts.read("weight.absmax")
-        if "weight.nested_absmax" not in parts:
+        if not nested:
             return found.float()
-        outer = parts.read("weight.nested_absmax").repeat_interleave(int(state["nested_blocksize"]))[: len(found)]
-        return parts.read("weight.nested_quant_map")[found.int()] * outer + float(state["nested_offset"])
+        outer = parts.read("weight.nested_absmax").repeat_interleave(coarse)[: len(found)]
+        return parts.read("weight.nested_quant_map")[found.int()] * outer + offset
 
     def scales() -> Tensor:
         return absmax()[torch.arange(0, rows * columns, size) // block].view(rows, -1)
@@ -451,6 +475,14 @@ READERS: dict[str, Callable[[Parts], CodedMatrix]] = {
 """By the names of `paceline.decoder.weights.layouts.LAYOUTS`."""
 
 
+def _weights_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """What compressed-tensors says of the weights of each of its groups."""
+    found = settings.get("config_groups")
+    groups = list(found.values()) if isinstance(found, Mapping) else []
+    weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
+    return [one for one in weights if isinstance(one, Mapping)]
+
+
 def _groups(parts: Parts, scales: str, rows: int, *, dim: int) -> int:
     """The groups of a row, of which the dimension ``dim`` of the scales has one entry for each row."""
     shape = parts.info(scales).shape
@@ -479,9 +511,16 @@ def _json(parts: Parts, part: str) -> dict[str, Any]:
         values = json.loads(bytes(parts.read(part).tolist()))
     except ValueError as error:
         raise parts.wrong(part, "JSON") from error
-    if not isinstance(values, dict) or not isinstance(values.get("blocksize"), int):
-        raise parts.wrong(part, "a blocksize")
+    if not isinstance(values, dict):
+        raise parts.wrong(part, "a JSON object")
     return values
+
+
+def _size(state: Mapping[str, Any], key: str, parts: Parts, part: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise parts.wrong(part, f"a {key} above zero")
+    return value
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:

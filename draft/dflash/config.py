@@ -367,6 +367,11 @@ def _made(
             f"{fields.where}: draft_vocab_size: expected {sizes.vocab_size} for a head with a selector, got "
             f"{draft_vocab_size}; use a head of the whole vocabulary"
         )
+    if variant.get("selector_top", 0) > sizes.vocab_size:
+        raise CheckpointError(
+            f"{fields.where}: selector_top_k: expected at most vocab_size = {sizes.vocab_size}, got "
+            f"{variant['selector_top']}; correct the file"
+        )
     group = variant.get("conv_group", 0)
     if group and (sizes.hidden_size % group or variant["conv_size"] > block_size):
         raise CheckpointError(

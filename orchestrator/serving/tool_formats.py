@@ -117,7 +117,7 @@ class TaggedParser(_MarkedParser):
         self._written = 0
 
     def _begin(self, name: str) -> Delta:
-        self._properties = self._schemas.get(name, {}).get("properties", {})
+        self._properties = _mapping(self._schemas.get(name, {}).get("properties"))
         self._state, self._written = self._function, 0
         return Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
 
@@ -134,7 +134,7 @@ class TaggedParser(_MarkedParser):
             self.calls, self._state = self.calls + 1, self._after
             return Delta(tool_calls=(ToolCallDelta(self.calls - 1, None, "}"),))
         name, value = found["key"].strip(), found["value"].removeprefix("\n").removesuffix("\n")
-        schema = self._properties.get(name, {})
+        schema = _mapping(self._properties.get(name))
         if (kind := found.groupdict().get("string")) is not None:  # the call itself says whether it is text
             schema = (
                 {"type": "string"} if kind == "true" else {"type": ["number", "boolean", "null", "object", "array"]}
@@ -386,10 +386,13 @@ def tool_format(template: str) -> ToolFormat | None:
 
 def _json(value: str, schema: Mapping[str, Any]) -> str:
     """Return a value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
-    kinds = schema.get("type", "string" if not schema.keys() & {"anyOf", "oneOf", "$ref"} else ())
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        kinds |= {other["type"]} if isinstance(other.get("type"), str) else set()
+    kinds = _kinds(schema)
+    if not kinds and not schema.keys() & {"type", "anyOf", "oneOf", "$ref"}:
+        kinds = {"string"}
+    for key in ("anyOf", "oneOf"):
+        others = schema.get(key)
+        for other in others if isinstance(others, list) else ():
+            kinds |= _kinds(_mapping(other))
     text = json.dumps(value, ensure_ascii=False)
     if value.strip().lower() in ("null", "none") and "null" in kinds:
         return "null"
@@ -402,6 +405,17 @@ def _json(value: str, schema: Mapping[str, Any]) -> str:
     except (ValueError, RecursionError):
         return text
     return value.strip()
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names."""
+    said = schema.get("type")
+    return {one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """Return a schema of a request; one that is true, or no schema at all, says nothing."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _refuse(constant: str) -> None:

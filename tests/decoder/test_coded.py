@@ -432,6 +432,7 @@ def test_other_layouts_are_refused_by_name(tmp_path: Path, words: str) -> None:
         ModelConfig.from_pretrained(tmp_path)
 
 
+STATE = torch.tensor(list(b'{"blocksize": 0, "shape": [128, 64]}'), dtype=torch.uint8)
 DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
     ("packed, asymmetric", {"weight_shape": None}, MissingWeightsError, "up_proj.weight_shape, got none"),
     ("packed, asymmetric", {"weight_scale": None}, MissingWeightsError, "up_proj.weight_scale, got none"),
@@ -439,6 +440,9 @@ DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
     ("packed, asymmetric", {"weight_packed": torch.zeros(128, 3).int()}, CheckpointError, "128 x 64 numbers of 4 or"),
     ("packed, asymmetric", {"weight_zero_point": torch.zeros(8, 3).int()}, CheckpointError, "points for 128 rows"),
     ("packed, asymmetric", {"weight_g_idx": torch.full((64,), 4).int()}, CheckpointError, "group of each of 64"),
+    ("packed, asymmetric", {"weight_zero_point": None}, MissingWeightsError, "up_proj.weight_zero_point, got none"),
+    ("packed, ordered", {"weight_g_idx": None}, MissingWeightsError, "up_proj.weight_g_idx, got none"),
+    ("gptq, act-order", {"g_idx": None}, MissingWeightsError, "up_proj.g_idx, got none"),
     ("gptq", {"qweight": torch.zeros(12, 128).int()}, CheckpointError, "64 x 128 numbers of 4 or 8 bits"),
     ("gptq", {"qzeros": torch.zeros(3, 16).int()}, CheckpointError, "zero points for 128 rows of 2 groups"),
     ("gptq", {"scales": torch.zeros(2, 64)}, CheckpointError, "scales of groups for 128 rows"),
@@ -449,6 +453,13 @@ DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
     ("fp8", {"weight_scale_inv": torch.zeros(())}, WeightValueError, "a positive scale for each of 128 rows"),
     ("mxfp4", {"weight_scale": torch.full((128, 2), 255).byte()}, WeightValueError, "a finite scale for each of 128"),
     ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.zeros(9).byte()}, CheckpointError, "expected JSON"),
+    ("nf4", {"weight.quant_map": torch.ones(8)}, CheckpointError, r"expected F32 of shape \[16\]"),
+    ("nf4", {"weight.absmax": torch.ones(100)}, CheckpointError, r"of shape \[256\], got F32"),
+    ("nf4", {"weight": torch.zeros(9, 1).byte()}, CheckpointError, "expected bytes of a matrix"),
+    ("nf4", {"weight.absmax": torch.ones(256).byte()}, CheckpointError, "expected a nested_blocksize above zero"),
+    ("nf4", {"weight.quant_state.bitsandbytes__nf4": STATE}, CheckpointError, "expected a blocksize above zero"),
+    ("nf4, double", {"weight.nested_absmax": None}, MissingWeightsError, "weight.nested_absmax, got none"),
+    ("nf4, double", {"weight.nested_quant_map": torch.ones(9)}, CheckpointError, r"expected F32 of shape \[256\]"),
     ("torchao int4", {"_weight_qdata": torch.zeros(128, 32).byte()}, UnknownArchitectureError, "tensors of int8 or"),
 ]  # fmt: skip
 

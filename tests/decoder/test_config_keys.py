@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from paceline.core.errors import PacelineError, UnknownArchitectureError
+from paceline.core.errors import CheckpointError, PacelineError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
@@ -146,6 +146,27 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("deepseek_v3", {"n_group": 4}, "6 experts in equal groups of 2 or more, .*, got 4 groups, of which 2"),
+        ("deepseek_v3", {"n_group": 6}, "got 6 groups"),
+        ("deepseek_v3", {"topk_group": 4}, "got 3 groups, of which 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "at most 4 active experts per token, got 5"),
+        ("mixtral", {"num_experts_per_tok": 5}, "at most 4 active experts per token, got 5"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(kind: str, changes: dict[str, int], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        ModelConfig.from_fields(Fields({**next(files_of(kind)), **changes}, "config.json"))
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    """By the name in its files: every key, and every tensor, is DeepSeek V3's."""
+    config = next(files_of("deepseek_v3"))
+    assert seen({**config, "model_type": "kimi_k2"}) == seen(config) != "refused"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -105,6 +105,9 @@ def test_plain_and_drafted_give_the_greedy_text_of_transformers(
         ("qwen3 moe", {"mlp_only_layers": [0]}, ["mlp_only_layers"]),
         ("qwen3 moe", {"capacity_factor": 1.5}, ["capacity_factor: ", "got 1.5"]),
         ("mixtral", {"capacity_factor": 2.0}, ["capacity_factor: ", "got 2.0"]),
+        ("deepseek v2", {"topk_method": "noaux_tc"}, ["topk_method: expected greedy or", "got 'noaux_tc'"]),
+        ("deepseek v3", {"v_head_dim": 14}, ["v_head_dim: expected at most", "= 12, got 14"]),
+        ("minimax", {"rotary_dim": 10}, ["rotated dimensions per head, at most head_dim = 8, got 10"]),
         ("qwen3 slides", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
     ],
 )

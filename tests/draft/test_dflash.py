@@ -212,6 +212,7 @@ def told(target: SamplingDecoder, **changes: object) -> dict[str, Any]:
         ({"markov_rank": 4, "markov_head_type": "lstm"}, UNKNOWN, "markov_head_type: expected vanilla, gated or rnn"),
         ({"dflash_config": {"conv_kernel_size": 2}}, CheckpointError, "'conv_group_size' is missing"),
         ({"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 5}}, CheckpointError, "to divide hidden_size"),
+        ({"dflash_config": {"selector_rank": 4, "selector_top_k": 97}}, CheckpointError, "at most vocab_size = 96"),
         ({"markov_rank": 4}, MissingWeightsError, "expected the tensors markov_head.markov_w1.weight"),
         ({"num_hidden_layers": 1, "layer_types": None}, CheckpointError, "got also layers.1"),
         ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, "quantization_config"),

@@ -131,6 +131,26 @@ def test_calls_cut_anywhere(name: str, text: str, left: str, calls: Calls) -> No
         assert found.content == f"a {left}", pieces
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (True, "2"),
+        (None, "2"),
+        ({"type": None}, 2),
+        ({"type": ["integer", "null"]}, 2),
+        ({"anyOf": [True, {"type": ["integer", "string"]}]}, "2"),
+        ({"oneOf": None}, 2),
+    ],
+)
+def test_a_schema_of_any_form_ends_no_answer(schema: object, value: object) -> None:
+    """JSON Schema has true for what may be anything, and a request is not checked for it."""
+    row = next(row for row in TOOL_FORMATS if row.name == "minicpm5")
+    text = '<function name="f"><param name="x">2</param></function>'
+    for properties, wanted in (({"x": schema}, value), ([], "2")):
+        (call,) = read(row.make({"f": {"properties": properties}}), [text]).tool_calls
+        assert json.loads(call.text) == {"x": wanted}
+
+
 TOOL = {
     "type": "function",
     "function": {
