@@ -69,7 +69,7 @@ def examine_draft(target: CompiledDecoder, config: SpeculativeConfig, prompts: S
         if fit.judged:
             break
     status: Status = "ok" if fit.fits else "note"
-    seen = f"{fit}" if fit.fits else fit.warning or f"{fit.name} does not fit: {fit}; likely causes: {fit.causes}"
+    seen = f"{fit}" if fit.fits else f"{fit.name} does not fit this target: {fit}; likely causes: {fit.causes}"
     return Finding("draft", status, seen, seconds=perf_counter() - began)
 
 

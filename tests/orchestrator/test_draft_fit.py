@@ -103,6 +103,7 @@ def test_the_doctor_measures_it(workshop: Workshop, tmp_path: Path, monkeypatch:
     mlp_speculator(tmp_path, target, 3)
     found = doctor.examine_draft(target, SpeculativeConfig(draft=str(tmp_path)), [[5, 17, 17]])
     assert found.status == "note" and "does not fit" in found.seen and "rounds pay from" in found.seen
+    assert not found.seen.startswith("draft:")  # which is the name of the finding
     assert doctor.examine_draft(target, SpeculativeConfig(draft="ngram")).status == "note"
     monkeypatch.setattr(doctor, "examine", list)
     done = CliRunner().invoke(
