@@ -325,9 +325,9 @@ def load_weights(
     expected = family.tensors(config)
     place = checkpoint_path(path)
     layout = stored_layout(place)
-    places = _prefixed(_with_parts(_survey(place), layout[0]), family)
+    places = _prefixed(_with_parts(_survey(place), layout[0]), family, config)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
-    relevant = [name for name in places if name in expected or not (family.ignores(name) or _idle(name, places))]
+    relevant = [one for one in places if one in expected or not (family.ignores(one, config) or _idle(one, places))]
     _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
@@ -498,12 +498,12 @@ def _portions(places: dict[str, Place], specs: dict[str, TensorSpec], numbers: i
             yield portion
 
 
-def _prefixed(places: dict[str, Place], family: Family) -> dict[str, Place]:
+def _prefixed(places: dict[str, Place], family: Family, config: ModelConfig) -> dict[str, Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
     prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):
         return places
-    whole = {name for name in places if name.startswith("lm_head.") or family.ignores(name)}
+    whole = {name for name in places if name.startswith("lm_head.") or family.ignores(name, config)}
     return {name if name in whole else prefix + name: place for name, place in places.items()}
 
 
