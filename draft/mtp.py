@@ -104,10 +104,11 @@ class MtpConfig:
             PairingError: it is for another target.
         """
         fields = read_config(folder)
+        layouts: tuple[Layout, ...] = (MIMO, NEXTN)
         if "speculators_model_type" in fields.values:
             layouts, layer = (SPECULATORS,), cls._speculators(fields)
         else:
-            layouts, layer = (MIMO, NEXTN), ModelConfig.from_pretrained(folder)
+            layer = ModelConfig.from_pretrained(folder)
             key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in fields.values else "num_mtp_layers"
             if fields.integer(key) != 1:
                 raise UnknownArchitectureError(
