@@ -36,6 +36,7 @@ from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import WHOLE, Shard, TensorSpec
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
+from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
@@ -165,22 +166,21 @@ class MtpConfig:
         return {name: spec.shape for name, spec in self.tensors().items()}
 
 
-def load(folder: Path, target: ModelConfig) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.shapes`.
+def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.tensors`, as they are computed with.
 
     Raises:
         CheckpointError: the folder cannot be used.
         PairingError: it is for another target.
     """
     config = MtpConfig.read(folder, target)
-    prefix, alone = config.prefix, config.layout is SPECULATORS
-
-    def wanted(name: str) -> bool:
-        return (alone or name.startswith(prefix)) and name.removeprefix(prefix) not in _COPIES
-
-    weights = {name.removeprefix(prefix): x for name, x in read(folder, wanted=wanted).items()}
+    specs, prefix = config.tensors(), config.prefix
+    if config.layout is not SPECULATORS:
+        return config, load_floats(folder, specs, dtype, prefix=prefix, unused=_COPIES)
+    found = read(folder, wanted=lambda name: name not in _COPIES)
+    weights = {name.removeprefix(prefix): x for name, x in found.items()}
     check(folder, weights, config.shapes())
-    return config, weights
+    return config, {name: check_finite(name, x, dtype, where=folder) for name, x in weights.items()}
 
 
 class MtpHead(AutoregressiveHead):
@@ -279,10 +279,7 @@ class MtpDrafter(HeadDrafter):
             CheckpointError: the folder cannot be used.
             PairingError: it is for another target.
         """
-        folder, dtype = checkpoint_path(path), target.options.dtype
-        config, found = load(folder, target.config)
-        kept = {name: torch.float32 if spec.exact else dtype for name, spec in config.tensors().items()}
-        weights = {name: check_finite(name, x, kept[name], where=folder) for name, x in found.items()}
+        config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         kernels, options = target.backend.kernels, target.options
         return cls(MtpHead(config, weights, lent=target.body.lent, kernels=kernels, options=options), target, k)
 

@@ -362,6 +362,28 @@ def load_weights(
     return {name: loaded[name] for name in expected}
 
 
+def load_floats(
+    path: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, *, prefix: str, unused: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Read what a folder has next to the network, as floats, however it is stored: the tensors whose names begin with
+    ``prefix``, by the rest of their names, without the ``unused`` ones. Checks and errors are those of `load_weights`.
+    """
+    layout = stored_layout(path)
+    found = _with_parts(_survey(path), layout[0])
+    places = {name.removeprefix(prefix): place for name, place in found.items() if name.startswith(prefix)}
+    expected = dict(specs)
+    _check_names(path, [name for name in places if name not in unused], expected, copies=set())
+    _check_infos(places, expected, layout)
+    loaded: dict[str, Tensor] = {}
+    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
+    for names in _portions(places, expected, portion):
+        with OpenFiles() as files:
+            for name in names:
+                stored = _Stored(places[name], specs[name], name, files, layout, portion)
+                loaded[name] = _read_tensor(stored, torch.float32 if specs[name].exact else dtype, None)
+    return loaded
+
+
 def _widen_where_mixed(loaded: dict[str, Stored], specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
     """Turn matrices into floats that a layer joins with floats, or with matrices of another format."""
     together: dict[tuple[str, Split], list[str]] = {}

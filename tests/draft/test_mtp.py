@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.cache_utils import MtpCache
@@ -20,6 +21,7 @@ from paceline.core.errors import CheckpointError, MissingWeightsError, PairingEr
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.draft.mtp import MIMO, MtpConfig, MtpDrafter, load
+from tests.decoder.test_coded import eight_bits
 from tests.decoder.tiny import Workshop, fresh
 from tests.draft.random_heads import random_weights, rounds, save_mtp, save_narrowed, simulated_rounds
 
@@ -159,11 +161,33 @@ def test_only_layers_that_the_network_does_not_have_are_ignored(workshop: Worksh
 @pytest.mark.parametrize("kind", NEXTN)
 def test_the_router_s_correction_stays_exact(workshop: Workshop, tmp_path: Path, kind: str) -> None:
     target = fresh(folder := nextn(workshop, tmp_path / "target", kind), amp="bf16")
-    config, weights = load(folder, target.config)
+    config, weights = load(folder, target.config, torch.bfloat16)
     layer = MtpDrafter.from_pretrained(folder, target).head.layer
     assert torch.equal(layer.mlp.router_bias, weights["mlp.gate.e_score_correction_bias"])  # type: ignore[arg-type]
     assert not torch.equal(layer.mlp.router_bias, layer.mlp.router_bias.bfloat16().float())  # type: ignore[union-attr]
     assert config.layer.blueprint.experts is not None and not config.layer.blueprint.experts.dense
+
+
+@pytest.mark.parametrize("kind", NEXTN)
+def test_a_layer_in_8_bits_has_the_numbers_that_it_means(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    source = nextn(workshop, tmp_path / "floats", kind)
+    tensors, prefix, meant = load_file(source / "model.safetensors"), "model.layers.3.", {}
+    for name in [name for name in tensors if name.startswith(prefix) and "_proj" in name and "eh_" not in name]:
+        if name.endswith(".weight"):
+            parts, meant[name.removeprefix(prefix)] = eight_bits(tensors.pop(name), (16, 24))
+            tensors |= {name.removesuffix("weight") + part: x.contiguous() for part, x in parts.items()}
+    (folder := tmp_path / "coded").mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    coded = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 24]}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": coded}
+    (folder / "config.json").write_text(json.dumps(config))
+    _, weights = load(folder, (target := fresh(folder)).config, torch.float32)
+    assert len(meant) > 20 and all(torch.equal(weights[name], x) for name, x in meant.items())
+    sampled = SpeculativeGenerator(str(folder), target, k=2).sample(PROMPTS[:1], max_new_tokens=8)
+    assert torch.equal(sampled, target.sample(PROMPTS[:1], max_new_tokens=8))
+    save_file(tensors | {prefix + "gate.weight": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"got also gate\.weight"):
+        load(folder, target.config, torch.float32)
 
 
 def test_logits_are_those_of_transformers_step_by_step(made: Made) -> None:
