@@ -4,7 +4,8 @@ The layer reads the target's last hidden state and the embedding of the next tok
 product. Its normed output gives the logits by the target's output layer, and is the state of the next draft; further
 tokens take the same layer again. Row p of its cache belongs to the pair of the state at p and the token at p + 1.
 
-Layouts: the layer within the target's own checkpoint (MiMo), and folders of the speculators library.
+Layouts: the layer within the target's own checkpoint (MiMo; GLM 4 MoE and DeepSeek V3), and folders of the speculators
+library.
 
 Letters: b lines, n pairs of a call, H width of the target, V vocabulary.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.errors import PairingError, UnknownArchitectureError
 from paceline.core.types import FeatureSpec, SamplingTensors
@@ -27,24 +28,23 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.blueprint import Names
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Part, Weights
+from paceline.decoder.models.layers import Part, Weights, frozen
 from paceline.decoder.models.network import DecoderLayer
 from paceline.decoder.models.rope import rope_tables, rotation_at
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import SingleRank
-from paceline.decoder.parallel.sharding import WHOLE, Shard
+from paceline.decoder.parallel.sharding import WHOLE, Shard, TensorSpec
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
+from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
 from paceline.heads.checkpoint import check, read
 from paceline.heads.layouts import Keys, MustBe, read_config
 
-_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
-"""Tensors of speculators' files that its own readers replace by the target's."""
-
-_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "shared_head.head.weight")
+"""Tensors in place of which the target's are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Layout:
     """Storage of a layer, and details of its computation.
 
     families      ``model_type`` of the targets, whose layer it has
-    prefix        of its tensors
+    prefix        of its tensors; {n} is the target's number of layers
+    norms         names of the norms of the embedding, of the state and of the output
+    product       the name of the product that reads the first two
     hidden_first  the product reads the state before the embedding, not after it
     masks_first   the embedding of the first pair of a text is zero
     """
@@ -60,11 +62,16 @@ class Layout:
     name: str
     families: tuple[str, ...]
     prefix: str
+    norms: tuple[str, str, str] = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    product: str = "input_proj"
     hidden_first: bool = False
     masks_first: bool = False
 
 
 MIMO = Layout("mimo", ("mimo",), "model.mtp_layers.0.", hidden_first=True, masks_first=True)
+NEXTN = Layout(
+    "nextn", ("glm4_moe", "deepseek_v3"), "model.layers.{n}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
+)
 SPECULATORS = Layout("speculators", ("qwen3",), "mtp_layers.0.")
 _SPECULATORS_KEYS = Keys(
     "an MTP head",
@@ -98,20 +105,22 @@ class MtpConfig:
             PairingError: it is for another target.
         """
         fields = read_config(folder)
+        layouts: tuple[Layout, ...] = (MIMO, NEXTN)
         if "speculators_model_type" in fields.values:
-            layout, layer = SPECULATORS, cls._speculators(fields)
+            layouts, layer = (SPECULATORS,), cls._speculators(fields)
         else:
-            layout, layer = MIMO, ModelConfig.from_pretrained(folder)
+            layer = ModelConfig.from_pretrained(folder)
             key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in fields.values else "num_mtp_layers"
             if fields.integer(key) != 1:
                 raise UnknownArchitectureError(
                     f"{fields.where}: {key}: expected 1, got {fields.integer(key)}, and only one layer is read; use "
                     "another drafter"
                 )
-        if layer.model_type not in layout.families:
+        known = {name: one for one in layouts for name in one.families}
+        if layer.model_type not in known:
             raise UnknownArchitectureError(
-                f"{fields.where}: model_type: expected one of {', '.join(layout.families)} for MTP layers in this "
-                f"layout, got {layer.model_type!r}; use another drafter"
+                f"{fields.where}: model_type: expected one of {', '.join(known)} for MTP layers in this layout, "
+                f"got {layer.model_type!r}; use another drafter"
             )
         if any(layer.blueprint.windows):
             raise UnknownArchitectureError(
@@ -124,7 +133,9 @@ class MtpConfig:
                     f"{fields.where}: {name}: expected the target's {getattr(target, name)}, got "
                     f"{getattr(layer, name)}; use the target that the head was trained for"
                 )
-        return cls(layout, replace(layer, blueprint=replace(layer.blueprint, windows=())))
+        experts = layer.blueprint.experts and replace(layer.blueprint.experts, dense=())
+        blueprint = replace(layer.blueprint, windows=(), experts=experts)
+        return cls(known[layer.model_type], replace(layer, blueprint=blueprint))
 
     @classmethod
     def _speculators(cls, fields: Fields) -> ModelConfig:
@@ -136,33 +147,40 @@ class MtpConfig:
             )
         return ModelConfig.from_fields(inner)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, without the prefix."""
-        size = self.layer.hidden_size
-        family = registry.family(self.layer.model_type)
+    @property
+    def prefix(self) -> str:
+        """Prefix of its tensors in the file."""
+        return self.layout.prefix.format(n=self.layer.num_layers)
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor by its name without the prefix."""
+        size, family = self.layer.hidden_size, registry.family(self.layer.model_type)
         return {
-            **{f"{name}.weight": (size,) for name in _NORMS},
-            "input_proj.weight": (size, 2 * size),
-            **{name: spec.shape for name, spec in family.layer_tensors(self.layer, "").items()},
+            **{f"{name}.weight": TensorSpec((size,)) for name in self.layout.norms},
+            f"{self.layout.product}.weight": TensorSpec((size, 2 * size)),
+            **family.layer_tensors(self.layer, ""),
         }
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by its name without the prefix."""
+        return {name: spec.shape for name, spec in self.tensors().items()}
 
-def load(folder: Path, target: ModelConfig) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.shapes`.
+
+def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.tensors`, as they are computed with.
 
     Raises:
         CheckpointError: the folder cannot be used.
         PairingError: it is for another target.
     """
     config = MtpConfig.read(folder, target)
-    prefix, of_target = config.layout.prefix, config.layout is MIMO
-
-    def wanted(name: str) -> bool:
-        return name.startswith(prefix) if of_target else name not in _COPIES
-
-    weights = {name.removeprefix(prefix): x for name, x in read(folder, wanted=wanted).items()}
+    specs, prefix = config.tensors(), config.prefix
+    if config.layout is not SPECULATORS:
+        return config, load_floats(folder, specs, dtype, prefix=prefix, unused=_COPIES)
+    found = read(folder, wanted=lambda name: name not in _COPIES)
+    weights = {name.removeprefix(prefix): x for name, x in found.items()}
     check(folder, weights, config.shapes())
-    return config, weights
+    return config, {name: check_finite(name, x, dtype, where=folder) for name, x in weights.items()}
 
 
 class MtpHead(AutoregressiveHead):
@@ -193,8 +211,8 @@ class MtpHead(AutoregressiveHead):
         )
         self.config, self._group = config, lent.group
         self.embedding, self.output = lent.embedding, lent.head
-        self.token_norm, self.hidden_norm, self.norm = (part.norm(own, name) for name in _NORMS)
-        self.fuse = nn.Parameter(torch.as_tensor(own.pop("input_proj.weight")).contiguous(), requires_grad=False)
+        self.token_norm, self.hidden_norm, self.norm = (part.norm(own, name) for name in config.layout.norms)
+        self.fuse = frozen(own.pop(f"{config.layout.product}.weight"))
         self.layer = DecoderLayer(part, own, 0)
         assert not own, "`load` has checked the names"
         cos, sin = rope_tables(layer.rope, layer.rotated, options.n_positions)
@@ -261,9 +279,7 @@ class MtpDrafter(HeadDrafter):
             CheckpointError: the folder cannot be used.
             PairingError: it is for another target.
         """
-        folder, dtype = checkpoint_path(path), target.options.dtype
-        config, found = load(folder, target.config)
-        weights = {name: check_finite(name, x, dtype, where=folder) for name, x in found.items()}
+        config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         kernels, options = target.backend.kernels, target.options
         return cls(MtpHead(config, weights, lent=target.body.lent, kernels=kernels, options=options), target, k)
 

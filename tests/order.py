@@ -60,6 +60,7 @@ LONG = (
     "tests/neuron/test_graph_sampling.py",
     "tests/neuron/test_install.py",
     "tests/decoder/test_coded.py",
+    "tests/draft/test_mtp.py",
 )
 """The other files that take long, the longest first."""
 

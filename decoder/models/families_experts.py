@@ -49,6 +49,8 @@ def _routed(normalise: bool, first: int, shared: int = 1) -> Key:
     return Key(names, value)
 
 
+_MTP_LAYERS = r"model\.layers\.(?P<layer>\d+)\..+"
+
 _GLM4_MOE = Family(
     "glm4_moe",
     "GLM 4.5 to 4.7, mixture of experts",
@@ -70,7 +72,7 @@ _GLM4_MOE = Family(
         "eos_token_id": None,
     },
     renamed={"num_local_experts": "n_routed_experts"},
-    ignored=r"model\.layers\.(46|92)\..+",
+    ignored=_MTP_LAYERS,
 )
 
 
@@ -176,7 +178,7 @@ _DEEPSEEK_V3 = _LatentFamily(
     },
     renamed={"num_local_experts": "n_routed_experts"},
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "qk_head_dim": _whole_head},
-    ignored=r"model\.layers\.61\..+",
+    ignored=_MTP_LAYERS,
 )
 _DEEPSEEK_V2 = replace(
     _DEEPSEEK_V3,

@@ -168,7 +168,8 @@ class Family:
     neutral      keys whose other values would change the computation, with the neutral value, or a function of the file
                  that returns it
     bare_prefix  prefix of names that is missing in checkpoints of the network without its head
-    ignored      a pattern of tensors in a checkpoint that have no effect
+    ignored      a pattern of tensors in a checkpoint that have no effect; a group "layer" in it must be the number of a
+                 layer that the network does not have, as MTP layers have (`paceline.draft.mtp` reads them)
     """
 
     name: str
@@ -218,13 +219,15 @@ class Family:
         """
         return replace(self.plan, **{name: key.value(config) for name, key in self.reads.items()})
 
-    def ignores(self, name: str) -> bool:
+    def ignores(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor of that name in a checkpoint has no effect in Paceline.
 
         For every family this includes draft heads, by the names of Medusa and of NxD Inference, which `paceline.medusa`
         loads.
         """
-        return bool(_HEADS.fullmatch(name) or (self.ignored and re.fullmatch(self.ignored, name)))
+        found = re.fullmatch(self.ignored, name) if self.ignored else None
+        first = config.num_layers
+        return bool(_HEADS.fullmatch(name) or (found and int(found.groupdict().get("layer", first)) >= first))
 
     def tensors(self, config: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of a checkpoint by its name, in the order of their use."""

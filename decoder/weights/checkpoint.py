@@ -325,9 +325,9 @@ def load_weights(
     expected = family.tensors(config)
     place = checkpoint_path(path)
     layout = stored_layout(place)
-    places = _prefixed(_with_parts(_survey(place), layout[0]), family)
+    places = _prefixed(_with_parts(_survey(place), layout[0]), family, config)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
-    relevant = [name for name in places if name in expected or not (family.ignores(name) or _idle(name, places))]
+    relevant = [one for one in places if one in expected or not (family.ignores(one, config) or _idle(one, places))]
     _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
@@ -360,6 +360,28 @@ def load_weights(
     if quantization is None:
         _widen_where_mixed(loaded, specs, dtype)
     return {name: loaded[name] for name in expected}
+
+
+def load_floats(
+    path: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, *, prefix: str, unused: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Read what a folder has next to the network, as floats, however it is stored: the tensors whose names begin with
+    ``prefix``, by the rest of their names, without the ``unused`` ones. Checks and errors are those of `load_weights`.
+    """
+    layout = stored_layout(path)
+    found = _with_parts(_survey(path), layout[0])
+    places = {name.removeprefix(prefix): place for name, place in found.items() if name.startswith(prefix)}
+    expected = dict(specs)
+    _check_names(path, [name for name in places if name not in unused], expected, copies=set())
+    _check_infos(places, expected, layout)
+    loaded: dict[str, Tensor] = {}
+    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
+    for names in _portions(places, expected, portion):
+        with OpenFiles() as files:
+            for name in names:
+                stored = _Stored(places[name], specs[name], name, files, layout, portion)
+                loaded[name] = _read_tensor(stored, torch.float32 if specs[name].exact else dtype, None)
+    return loaded
 
 
 def _widen_where_mixed(loaded: dict[str, Stored], specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
@@ -498,12 +520,12 @@ def _portions(places: dict[str, Place], specs: dict[str, TensorSpec], numbers: i
             yield portion
 
 
-def _prefixed(places: dict[str, Place], family: Family) -> dict[str, Place]:
+def _prefixed(places: dict[str, Place], family: Family, config: ModelConfig) -> dict[str, Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
     prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):
         return places
-    whole = {name for name in places if name.startswith("lm_head.") or family.ignores(name)}
+    whole = {name for name in places if name.startswith("lm_head.") or family.ignores(name, config)}
     return {name if name in whole else prefix + name: place for name, place in places.items()}
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -19,7 +20,8 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, PairingError, UnknownArchitectureError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
-from paceline.draft.mtp import MIMO, MtpConfig, MtpDrafter
+from paceline.draft.mtp import MIMO, MtpConfig, MtpDrafter, load
+from tests.decoder.test_coded import eight_bits
 from tests.decoder.tiny import Workshop, fresh
 from tests.draft.random_heads import random_weights, rounds, save_mtp, save_narrowed, simulated_rounds
 
@@ -44,19 +46,43 @@ def mimo(workshop: Workshop, folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+NEXTN = ("glm4 moe", "deepseek v3")
+
+
+def nextn(workshop: Workshop, folder: Path, kind: str) -> Path:
+    """Add a random MTP layer to a checkpoint as its authors do: after the last layer, with tables that are not used."""
+    source = workshop.checkpoint(kind=kind)
+    config = MtpConfig.read(source, ModelConfig.from_pretrained(source))
+    tables = {f"{table}.weight": torch.zeros(96, 32) for table in ("embed_tokens", "shared_head.head")}
+    tensors = {config.prefix + name: x for name, x in {**random_weights(config.shapes()), **tables}.items()}
+    assert config.prefix == "model.layers.3."
+    return save_narrowed(source, folder, tensors)
+
+
 class Oracle:
     """transformers' own layer over whole sequences, without a cache."""
 
-    def __init__(self, model: PreTrainedModel, weights: dict[str, Tensor], *, of_mimo: bool) -> None:
+    def __init__(self, model: PreTrainedModel, mtp: MtpModel, *, of_mimo: bool = False) -> None:
+        self.model, self.of_mimo, self.mtp = model, of_mimo, mtp
+
+    @classmethod
+    def with_weights(cls, model: PreTrainedModel, weights: dict[str, Tensor], *, of_mimo: bool) -> Oracle:
         model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
         model.config.mtp_hidden_states_first = of_mimo
-        self.model, self.of_mimo, self.mtp = model, of_mimo, MtpModel(model, 1).eval()
-        named = {}
+        mtp, named = MtpModel(model, 1).eval(), {}
         for name, x in weights.items():
             module, _, kind = name.rpartition(".")
             named[f"layers.0.{_NAMES.get(module, f'mtp_block.{module}')}.{kind}"] = x
-        missing, surplus = self.mtp.load_state_dict(named, strict=False)
+        missing, surplus = mtp.load_state_dict(named, strict=False)
         assert not surplus and all(not name.startswith("layers") for name in missing)
+        return cls(model, mtp, of_mimo=of_mimo)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> Oracle:
+        """What transformers reads of a target's folder, with the number that its layer has here."""
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]
+        return cls(model, MtpModel.from_pretrained(model).eval())
 
     @torch.inference_mode()
     def states(self, text: list[int]) -> Tensor:
@@ -89,19 +115,27 @@ class Oracle:
 Made = tuple[SamplingDecoder, Callable[..., MtpDrafter], Oracle]
 
 
-@pytest.fixture(params=["qwen3", "mimo"])
-def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path) -> Made:
+@pytest.fixture
+def backend() -> str:
+    return "native"
+
+
+@pytest.fixture(params=["qwen3", "mimo", *NEXTN])
+def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path, backend: str) -> Made:
     """A target, its drafter of a length through the disk, and what transformers computes."""
+    if request.param in NEXTN:
+        target = fresh(folder := nextn(workshop, tmp_path / "target", request.param), backend=backend, batch_size=4)
+        return target, lambda k=3: AutoDrafter.from_pretrained(folder, target, k=k), Oracle.from_pretrained(folder)  # type: ignore[return-value]
     source = workshop.checkpoint(kind="qwen2" if request.param == "mimo" else "qwen3")
     folder, model = tmp_path / "target", save_narrowed(source, tmp_path / "for transformers")
     if request.param == "mimo":
         weights = mimo(workshop, folder)
-        target = fresh(folder, batch_size=4)
+        target = fresh(folder, backend=backend, batch_size=4)
     else:
-        target = fresh(save_narrowed(source, folder), batch_size=4)
+        target = fresh(save_narrowed(source, folder), backend=backend, batch_size=4)
         weights = save_mtp(folder := tmp_path / "head", target.config)
     network = (Qwen2ForCausalLM if request.param == "mimo" else Qwen3ForCausalLM).from_pretrained(model).eval()
-    oracle = Oracle(network, weights, of_mimo=request.param == "mimo")
+    oracle = Oracle.with_weights(network, weights, of_mimo=request.param == "mimo")
     return target, lambda k=3: AutoDrafter.from_pretrained(folder, target, k=k), oracle  # type: ignore[return-value]
 
 
@@ -113,6 +147,47 @@ def test_the_target_is_a_qwen2(workshop: Workshop, tmp_path: Path) -> None:
     logits, _ = prefill(fresh(tmp_path / "mimo"), 0, PROMPTS[0])
     with torch.inference_mode():
         assert torch.allclose(logits[0, 0], model(torch.tensor(PROMPTS[:1])).logits[0, -1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", NEXTN)
+def test_only_layers_that_the_network_does_not_have_are_ignored(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    nextn(workshop, tmp_path / "one", kind)
+    plain = fresh(save_narrowed(workshop.checkpoint(kind=kind), tmp_path / "none"))
+    assert torch.equal(prefill(fresh(tmp_path / "one"), 0, PROMPTS[0])[0], prefill(plain, 0, PROMPTS[0])[0])
+    with pytest.raises(CheckpointError, match=r"got also model\.layers\.2\.enorm\.weight"):
+        fresh(save_narrowed(tmp_path / "one", tmp_path / "wrong", {"model.layers.2.enorm.weight": torch.ones(32)}))
+
+
+@pytest.mark.parametrize("kind", NEXTN)
+def test_the_router_s_correction_stays_exact(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    target = fresh(folder := nextn(workshop, tmp_path / "target", kind), amp="bf16")
+    config, weights = load(folder, target.config, torch.bfloat16)
+    layer = MtpDrafter.from_pretrained(folder, target).head.layer
+    assert torch.equal(layer.mlp.router_bias, weights["mlp.gate.e_score_correction_bias"])  # type: ignore[arg-type]
+    assert not torch.equal(layer.mlp.router_bias, layer.mlp.router_bias.bfloat16().float())  # type: ignore[union-attr]
+    assert config.layer.blueprint.experts is not None and not config.layer.blueprint.experts.dense
+
+
+@pytest.mark.parametrize("kind", NEXTN)
+def test_a_layer_in_8_bits_has_the_numbers_that_it_means(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    source = nextn(workshop, tmp_path / "floats", kind)
+    tensors, prefix, meant = load_file(source / "model.safetensors"), "model.layers.3.", {}
+    for name in [name for name in tensors if name.startswith(prefix) and "_proj" in name and "eh_" not in name]:
+        if name.endswith(".weight"):
+            parts, meant[name.removeprefix(prefix)] = eight_bits(tensors.pop(name), (16, 24))
+            tensors |= {name.removesuffix("weight") + part: x.contiguous() for part, x in parts.items()}
+    (folder := tmp_path / "coded").mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    coded = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 24]}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": coded}
+    (folder / "config.json").write_text(json.dumps(config))
+    _, weights = load(folder, (target := fresh(folder)).config, torch.float32)
+    assert len(meant) > 20 and all(torch.equal(weights[name], x) for name, x in meant.items())
+    sampled = SpeculativeGenerator(str(folder), target, k=2).sample(PROMPTS[:1], max_new_tokens=8)
+    assert torch.equal(sampled, target.sample(PROMPTS[:1], max_new_tokens=8))
+    save_file(tensors | {prefix + "gate.weight": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"got also gate\.weight"):
+        load(folder, target.config, torch.float32)
 
 
 def test_logits_are_those_of_transformers_step_by_step(made: Made) -> None:
@@ -136,6 +211,7 @@ def test_rounds_are_those_of_a_simulation(made: Made) -> None:
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
 
 
+@pytest.mark.parametrize("backend", ["native", pytest.param("eager", marks=pytest.mark.full)])
 def test_no_token_changes(made: Made) -> None:
     target, drafter, _ = made
     for sampling in SAMPLINGS:
@@ -183,8 +259,15 @@ def test_what_would_change_the_head_is_refused_by_name(
         AutoDrafter.from_pretrained(tmp_path, target, k=2)
 
 
-def test_a_target_with_several_layers_is_refused_before_it_drafts_wrong(workshop: Workshop, tmp_path: Path) -> None:
-    mimo(workshop, folder := tmp_path / "mimo")
+@pytest.mark.parametrize("kind", ["mimo", *NEXTN])
+def test_a_target_with_several_layers_is_refused_before_it_drafts_wrong(
+    workshop: Workshop, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "target"
+    if kind == "mimo":
+        mimo(workshop, folder)
+    else:
+        nextn(workshop, folder, kind)
     target = fresh(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 3}))
