@@ -361,7 +361,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
 
 
 def _check_experts(experts: Experts, where: str) -> None:
-    """Raise CheckpointError unless a token can choose so many experts."""
+    """Raise CheckpointError if a token cannot choose as many experts as the file says."""
     size, rest = divmod(experts.count, experts.groups)
     if experts.groups > 1 and (rest or size < experts.of_group or experts.chosen_groups > experts.groups):
         raise CheckpointError(

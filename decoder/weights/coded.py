@@ -394,19 +394,21 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
     kind = next((one for one in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{one}" in parts), "nf4")
     part = f"weight.quant_state.bitsandbytes__{kind}"
     state = _json(parts, part)
-    count, block = -(-rows * columns // 2), _size(state, "blocksize", parts, part)
+    count, block = -(-rows * columns // 2), _size(state, "blocksize", parts, part=part)
     if state.get("shape") != [rows, columns] or parts.info("weight") != TensorInfo((count, 1), "U8"):
         raise parts.wrong("weight", f"bytes of a matrix of shape {[rows, columns]}")
     parts.check("weight.quant_map", (16,), "F32")
-    blocks, coarse, offset = -(-rows * columns // block), 0, state.get("nested_offset")
+    blocks, coarse, shift = -(-rows * columns // block), 0, 0.0
     nested = parts.info("weight.absmax").dtype == "U8"
     parts.check("weight.absmax", (blocks,), "U8", "F32", "F16", "BF16")
     if nested:
-        coarse = _size(state, "nested_blocksize", parts, part)
+        coarse = _size(state, "nested_blocksize", parts, part=part)
         parts.check("weight.nested_quant_map", (256,), "F32")
         parts.check("weight.nested_absmax", (-(-blocks // coarse),), "F32")
+        offset = state.get("nested_offset")
         if not isinstance(offset, int | float) or not isfinite(offset):
             raise parts.wrong(part, "a finite nested_offset")
+        shift = float(offset)
     size = gcd(columns, block)
 
     def absmax() -> Tensor:
@@ -414,7 +416,7 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
         if not nested:
             return found.float()
         outer = parts.read("weight.nested_absmax").repeat_interleave(coarse)[: len(found)]
-        return parts.read("weight.nested_quant_map")[found.int()] * outer + offset
+        return parts.read("weight.nested_quant_map")[found.int()] * outer + shift
 
     def scales() -> Tensor:
         return absmax()[torch.arange(0, rows * columns, size) // block].view(rows, -1)
@@ -476,7 +478,7 @@ READERS: dict[str, Callable[[Parts], CodedMatrix]] = {
 
 
 def _weights_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """What compressed-tensors says of the weights of each of its groups."""
+    """The settings of the weights of each group of compressed-tensors."""
     found = settings.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
     weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
@@ -516,7 +518,7 @@ def _json(parts: Parts, part: str) -> dict[str, Any]:
     return values
 
 
-def _size(state: Mapping[str, Any], key: str, parts: Parts, part: str) -> int:
+def _size(state: Mapping[str, Any], key: str, parts: Parts, *, part: str) -> int:
     value = state.get(key)
     if not isinstance(value, int) or value < 1:
         raise parts.wrong(part, f"a {key} above zero")
