@@ -197,6 +197,9 @@ def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
 
 log = logging.getLogger("paceline")
 
+_MOST_LAYERS = 10000
+"""More than any model has."""
+
 _ROPE_KEYS = frozenset(
     {
         "type",
@@ -315,6 +318,10 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     config = family.translated(config)
     _refuse_others(config, family.neutral)
     _refuse_options(config)
+    if (layers := config.integer("num_hidden_layers")) > _MOST_LAYERS:  # before anything is made for each
+        raise CheckpointError(
+            f"{config.where}: num_hidden_layers: expected at most {_MOST_LAYERS}, got {layers}; correct the file"
+        )
     plan = family.blueprint(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")

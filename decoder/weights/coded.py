@@ -399,8 +399,8 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
         raise parts.wrong("weight", f"bytes of a matrix of shape {[rows, columns]}")
     parts.check("weight.quant_map", (16,), "F32")
     blocks, coarse, shift = -(-rows * columns // block), 0, 0.0
-    nested = parts.info("weight.absmax").dtype == "U8"
-    parts.check("weight.absmax", (blocks,), "U8", "F32", "F16", "BF16")
+    nested = "weight.nested_absmax" in parts or parts.info("weight.absmax").dtype == "U8"
+    parts.check("weight.absmax", (blocks,), *(("U8",) if nested else ("F32", "F16", "BF16")))
     if nested:
         coarse = _size(state, "nested_blocksize", parts, part=part)
         parts.check("weight.nested_quant_map", (256,), "F32")
@@ -511,7 +511,7 @@ def _first_group(parts: Parts, columns: int, groups: int) -> int:
 def _json(parts: Parts, part: str) -> dict[str, Any]:
     try:
         values = json.loads(bytes(parts.read(part).tolist()))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise parts.wrong(part, "JSON") from error
     if not isinstance(values, dict):
         raise parts.wrong(part, "a JSON object")

@@ -195,8 +195,14 @@ def values(title: str, found: Mapping[str, object], *, as_json: bool) -> None:
         return
     table = Table("what", "value", title=title)
     for name, value in _leaves(found, ""):
-        table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+        table.add_row(Text(name), Text(_shown(value)))
     out().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:

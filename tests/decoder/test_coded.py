@@ -458,6 +458,8 @@ DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
     ("nf4", {"weight": torch.zeros(9, 1).byte()}, CheckpointError, "expected bytes of a matrix"),
     ("nf4", {"weight.absmax": torch.ones(256).byte()}, CheckpointError, "expected a nested_blocksize above zero"),
     ("nf4", {"weight.quant_state.bitsandbytes__nf4": STATE}, CheckpointError, "expected a blocksize above zero"),
+    ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.ones(9)}, CheckpointError, "expected JSON"),
+    ("nf4, double", {"weight.absmax": torch.ones(128)}, CheckpointError, r"expected U8 of shape \[128\]"),
     ("nf4, double", {"weight.nested_absmax": None}, MissingWeightsError, "weight.nested_absmax, got none"),
     ("nf4, double", {"weight.nested_quant_map": torch.ones(9)}, CheckpointError, r"expected F32 of shape \[256\]"),
     ("torchao int4", {"_weight_qdata": torch.zeros(128, 32).byte()}, UnknownArchitectureError, "tensors of int8 or"),

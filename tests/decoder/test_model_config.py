@@ -199,6 +199,7 @@ def rope(**settings: object) -> dict[str, object]:
         (SIZES | {"num_key_value_heads": 3}, CheckpointError, ["num_key_value_heads = 3"]),
         (SIZES | {"hidden_size": "32"}, CheckpointError, ["hidden_size", "got '32'", "integer"]),
         (SIZES | {"num_hidden_layers": True}, CheckpointError, ["num_hidden_layers", "got True"]),
+        (SIZES | {"num_hidden_layers": 20000}, CheckpointError, ["num_hidden_layers: expected at most 10000, got"]),
         (SIZES | {"num_hidden_layers": 0}, CheckpointError, ["num_hidden_layers", "got 0"]),
         (SIZES | {"rms_norm_eps": float("nan")}, CheckpointError, ["rms_norm_eps", "finite"]),
         (SIZES | {"rms_norm_eps": 10**400}, CheckpointError, ["rms_norm_eps", "..."]),
