@@ -398,15 +398,17 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
     if state.get("shape") != [rows, columns] or parts.info("weight") != TensorInfo((count, 1), "U8"):
         raise parts.wrong("weight", f"bytes of a matrix of shape {[rows, columns]}")
     parts.check("weight.quant_map", (16,), "F32")
-    blocks, coarse, offset = -(-rows * columns // block), 0, state.get("nested_offset")
+    blocks, coarse, offset = -(-rows * columns // block), 0, 0.0
     nested = "weight.nested_absmax" in parts or parts.info("weight.absmax").dtype == "U8"
     parts.check("weight.absmax", (blocks,), *(("U8",) if nested else ("F32", "F16", "BF16")))
     if nested:
         coarse = _size(parts, part, state, key="nested_blocksize")
         parts.check("weight.nested_quant_map", (256,), "F32")
         parts.check("weight.nested_absmax", (-(-blocks // coarse),), "F32")
-        if not isinstance(offset, int | float) or not isfinite(offset):
+        said = state.get("nested_offset")
+        if not isinstance(said, int | float) or not isfinite(said):
             raise parts.wrong(part, "a finite nested_offset")
+        offset = float(said)
     size = gcd(columns, block)
 
     def absmax() -> Tensor:
