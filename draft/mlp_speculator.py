@@ -23,7 +23,7 @@ from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import DraftHead, HeadDrafter, at_index
@@ -87,6 +87,10 @@ class MlpSpeculatorConfig:
             raise PairingError(
                 f"{fields.where}: expected a target of width {made.hidden_size} with {made.vocab_size} ids, got "
                 f"{target.hidden_size} and {target.vocab_size}; use the target that it was trained for"
+            )
+        if made.stages >= MAX_WIDTH:
+            raise CheckpointError(
+                f"{fields.where}: n_predict: expected less than {MAX_WIDTH}, got {made.stages}; correct it"
             )
         if made.tied and made.stages == 1:
             raise CheckpointError(f"{fields.where}: tie_weights: expected false for one stage, got true; correct it")

@@ -218,9 +218,9 @@ class EagleConfig:
                 f"{new[0]}: expected its default for an EAGLE-1 head, which has no such part, got "
                 f"{getattr(self, new[0])}; use a head of version 3, or remove it"
             )
-        if self.num_layers < 1 or (self.fc_norm and self.norm_before_fc):
+        if not 1 <= self.num_layers <= 1000 or (self.fc_norm and self.norm_before_fc):
             raise CheckpointError(
-                "num_layers: expected at least 1, and fc_norm or norm_before_fc but not both, got "
+                "num_layers: expected 1 to 1000, and fc_norm or norm_before_fc but not both, got "
                 f"{self.num_layers}, {self.fc_norm} and {self.norm_before_fc}; correct the file"
             )
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:

@@ -394,21 +394,21 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
     kind = next((one for one in ("nf4", "fp4") if f"weight.quant_state.bitsandbytes__{one}" in parts), "nf4")
     part = f"weight.quant_state.bitsandbytes__{kind}"
     state = _json(parts, part)
-    count, block = -(-rows * columns // 2), _size(state, "blocksize", parts, part=part)
+    count, block = -(-rows * columns // 2), _size(parts, part, state, key="blocksize")
     if state.get("shape") != [rows, columns] or parts.info("weight") != TensorInfo((count, 1), "U8"):
         raise parts.wrong("weight", f"bytes of a matrix of shape {[rows, columns]}")
     parts.check("weight.quant_map", (16,), "F32")
-    blocks, coarse, shift = -(-rows * columns // block), 0, 0.0
+    blocks, coarse, offset = -(-rows * columns // block), 0, 0.0
     nested = "weight.nested_absmax" in parts or parts.info("weight.absmax").dtype == "U8"
     parts.check("weight.absmax", (blocks,), *(("U8",) if nested else ("F32", "F16", "BF16")))
     if nested:
-        coarse = _size(state, "nested_blocksize", parts, part=part)
+        coarse = _size(parts, part, state, key="nested_blocksize")
         parts.check("weight.nested_quant_map", (256,), "F32")
         parts.check("weight.nested_absmax", (-(-blocks // coarse),), "F32")
-        offset = state.get("nested_offset")
-        if not isinstance(offset, int | float) or not isfinite(offset):
+        said = state.get("nested_offset")
+        if not isinstance(said, int | float) or not isfinite(said):
             raise parts.wrong(part, "a finite nested_offset")
-        shift = float(offset)
+        offset = float(said)
     size = gcd(columns, block)
 
     def absmax() -> Tensor:
@@ -416,7 +416,7 @@ def _bitsandbytes(parts: Parts) -> CodedMatrix:
         if not nested:
             return found.float()
         outer = parts.read("weight.nested_absmax").repeat_interleave(coarse)[: len(found)]
-        return parts.read("weight.nested_quant_map")[found.int()] * outer + shift
+        return parts.read("weight.nested_quant_map")[found.int()] * outer + offset
 
     def scales() -> Tensor:
         return absmax()[torch.arange(0, rows * columns, size) // block].view(rows, -1)
@@ -518,7 +518,7 @@ def _json(parts: Parts, part: str) -> dict[str, Any]:
     return values
 
 
-def _size(state: Mapping[str, Any], key: str, parts: Parts, *, part: str) -> int:
+def _size(parts: Parts, part: str, state: Mapping[str, Any], *, key: str) -> int:
     value = state.get(key)
     if not isinstance(value, int) or value < 1:
         raise parts.wrong(part, f"a {key} above zero")

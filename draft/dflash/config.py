@@ -418,7 +418,7 @@ def _sizes(fields: Fields) -> ModelConfig:
 
 def _windows(fields: Fields) -> list[tuple[int, bool]]:
     """Return the window of every layer (0: none) and whether the layer is called a sliding one, as `Qwen3Config`."""
-    count = fields.integer("num_hidden_layers")
+    count = _sizes(fields).num_layers  # which is checked
     on = fields.flag("use_sliding_window", fields.values.get("model_type") not in ("qwen3", None))
     window = fields.integer("sliding_window") if on and fields.values.get("sliding_window") is not None else 0
     types = fields.values.get("layer_types")

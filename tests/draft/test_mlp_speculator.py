@@ -122,6 +122,7 @@ def test_it_drafts_no_more_than_it_has_stages(workshop: Workshop, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
+        ({"n_predict": 1 << 40}, CheckpointError, "n_predict: expected less than 128, got"),
         ({"vocab_size": 97}, PairingError, "expected a target of width 32 with 97 ids, got 32 and 96"),
         ({"emb_dim": 64}, PairingError, "expected a target of width 64"),
         ({"method": "sum_lstm"}, UnknownArchitectureError, "'method' is not a known setting of an MLP speculator"),

@@ -260,6 +260,7 @@ def test_parts_that_only_tensors_tell_of_are_found_or_asked_for(target: ModelCon
     ("settings", "error", "part"),
     [
         ({"version": 2}, CheckpointError, "EAGLE-2"),
+        ({"num_layers": 1001}, CheckpointError, "num_layers: expected 1 to 1000"),
         ({"surprise": 1}, CheckpointError, "surprise"),
         ({"layers": []}, CheckpointError, "layers"),
         ({"layers": [0, 9, 1]}, PairingError, "2 layers"),
