@@ -169,7 +169,7 @@ def read_config(path: Path) -> ModelConfig:
 
 def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
     """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not required: a head without its own
-    vocabulary counts as version 1.
+    vocabulary counts as version 1, and each as having one layer and an output layer of its own.
 
     Raises:
         CheckpointError: it is not a configuration of either.
@@ -188,7 +188,7 @@ def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
     else:
         nested = "transformer_layer_config" in fields.values
         layout, version = ("speculators" if nested else "eagle"), (3 if "draft_vocab_size" in fields.values else 1)
-    config = formats.parse(fields, layout, version, target=target, names=())
+    config = formats.parse(fields, layout, version, target=target, names=(formats.HEAD,))
     config.check_target(target)
     return EagleDraft(config)
 
