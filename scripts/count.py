@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import paceline
 
 ROOT = Path(paceline.__file__).resolve().parents[1]
-STEP = "backends/eager.py"
+STEP = "eager_step.<locals>.run"
 """Where a step begins: what runs inside of it would run on the device."""
 
 ROW = re.compile(r"(?:Drafter|Rule|Family|Backend)Row\(")
@@ -75,7 +75,7 @@ def traced() -> Iterator[Trace]:
         if event not in ("call", "return"):
             return
         file = frame.f_code.co_filename
-        if file.endswith(STEP):
+        if frame.f_code.co_qualname == STEP:
             if event == "call" and not inside[0]:
                 trace.first_step = len(trace.calls) if trace.first_step is None else trace.first_step
                 trace.calls.append((relative(file), name_of(frame)))
