@@ -110,7 +110,7 @@ HARMLESS: dict[str, str] = {
             "torchscript", "use_bfloat16", "is_decoder", "tie_encoder_decoder", "attn_implementation",
             "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "use_flash_attention",
             "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "cache_implementation",
-            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "norm_type", "bias_dropout_fusion",
+            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "bias_dropout_fusion",
             "masked_softmax_fusion", "reorder_and_upcast_attn",
             "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "experts_implementation",
         ),

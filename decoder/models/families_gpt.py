@@ -82,7 +82,7 @@ def _local(config: Fields) -> tuple[int, ...]:
     count, window = config.integer("num_hidden_layers"), config.integer("window_size", 256)
     pattern = config.values.get("attention_types") or [[["global", "local"], (count + 1) // 2]]
     try:
-        kinds = [kind for some, times in pattern for _ in range(times) for kind in some]  # type: ignore[attr-defined]
+        kinds = [kind for some, times in pattern for _ in range(min(times, count)) for kind in some]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) < count or not set(kinds) <= {"global", "local"}:
@@ -303,7 +303,13 @@ _MPT = Family(
         "max_seq_len": "max_position_embeddings",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    neutral={"no_bias": True, "expansion_ratio": 4, "logit_scale": None, "embedding_fraction": 1.0},
+    neutral={
+        "norm_type": "low_precision_layernorm",
+        "no_bias": True,
+        "expansion_ratio": 4,
+        "logit_scale": None,
+        "embedding_fraction": 1.0,
+    },
     bare_prefix="transformer.",
 )
 _MPT_NEUTRAL = {

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import UnknownArchitectureError
+from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from tests.decoder.families import FAMILIES, POSITIONS, VOCABULARY, save_pair
+from tests.decoder.families import FAMILIES, POSITIONS, VOCABULARY, WINDOW, save_pair
 
 TEXT = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -99,6 +101,7 @@ def test_plain_and_drafted_give_the_greedy_text_of_transformers(
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "'gpt2'"]),
         ("opt", {"do_layer_norm_before": False}, ["do_layer_norm_before"]),
         ("opt", {"word_embed_proj_dim": 16}, ["word_embed_proj_dim", "32"]),
+        ("mpt", {"norm_type": "low_precision_rmsnorm"}, ["norm_type: ", "low_precision_rmsnorm"]),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, ["apply_residual_connection_post_layernorm"]),
         ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ("gemma2", {"hidden_activation": "tanh"}, ["hidden_activation: ", "got 'tanh'"]),
@@ -119,3 +122,9 @@ def test_what_would_change_the_output_is_refused(
     with pytest.raises(UnknownArchitectureError) as caught:
         loaded(tmp_path)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_damaged_pattern_of_layers_fills_no_memory(folders: dict[str, tuple[Path, Path]]) -> None:
+    known = json.loads((folders["gpt neo"][0] / "config.json").read_text())
+    damaged = {**known, "attention_types": [[["global", "local"], 1 << 40]]}
+    assert ModelConfig.from_fields(Fields(damaged, "config.json")).blueprint.windows == (0, WINDOW, 0)

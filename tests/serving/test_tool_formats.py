@@ -192,7 +192,6 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "tools": ([SYSTEM, USER], True),
     "result": (answered(ARGUMENTS), True),
 }
-FALLS = (Exception,)
 UNKNOWN = {
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "Kimi-K3",
@@ -232,7 +231,7 @@ def test_a_published_template_renders_as_transformers_does(path: Path) -> None:
             (wanted,), _ = render_jinja_template(
                 [messages], chat_template=template, tools=[TOOL] if tools else None, add_generation_prompt=True, **known
             )
-        except FALLS:
+        except Exception:  # templates are programs that may raise any error
             assert made is None or form.in_parts, name
             continue
         if tools and form.tools is None:
@@ -251,7 +250,7 @@ def test_a_call_that_a_published_template_writes_is_parsed_back(path: Path) -> N
         more: dict[str, Any] = {"chat_template": template, "tools": [TOOL], "bos_token": "", "eos_token": ""}
         (asked,), _ = render_jinja_template([[USER]], add_generation_prompt=True, **more)
         (text,), _ = render_jinja_template([[USER, calling(ARGUMENTS)]], **more)
-    except FALLS:
+    except Exception:
         pytest.skip("the template does not render this conversation")
     text = text[len(asked) if text.startswith(asked) else text.rindex(USER["content"]) + len(USER["content"]) :]
     if "weather" not in text:
