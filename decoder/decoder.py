@@ -269,6 +269,12 @@ class CompiledDecoder:
             self.on_graph(GraphEvent(key, seconds=perf_counter() - begin))
         return step
 
+    def forget(self, owner: object) -> None:
+        """Drop the steps of an owner whose weights have changed: they may hold values that were computed from them."""
+        gone = [key for key in self._steps if key[1] == id(owner)]
+        steps = {id(self._steps.pop(key)) for key in gone}
+        self._used = [(graph, step) for graph, step in self._used if id(step) not in steps]
+
     def graphs(self) -> list[tuple[Graph, Step]]:
         """Every graph requested so far, with its step."""
         return list(self._used)

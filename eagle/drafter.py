@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
@@ -135,6 +135,37 @@ class EagleDrafter(HeadDrafter):
         drafter = cls(head, target, draft_tree or Chain(4))
         target.backend.divide(head, others)
         return drafter
+
+    @property
+    def learns(self) -> bool:
+        """Whether `adopt` can replace the weights: they are in this process, and none is a copy of the target's."""
+        return self.head.group.degree == 1 and self.head.embedding is self.decoder.body.lent.embedding
+
+    def adopt(self, path: str | os.PathLike[str]) -> None:
+        """Replace the head's weights by those of a later training of it, between two rounds. Its cache stays.
+
+        Raises:
+            CheckpointError: the folder cannot be used, or holds another kind of head.
+        """
+        target, folder = self.decoder, checkpoint_path(path)
+        loaded = checkpoint.load(folder, target.config)
+        if loaded.config != self.head.config or loaded.embedding is not None:
+            raise CheckpointError(
+                f"{folder}: expected a head trained from the one in use, got another kind; give one of its kind"
+            )
+        weights = _weights(loaded, target.options.dtype, folder)
+        if "ids" in weights and not weights["ids"].equal(self.head.ids.to(torch.int64)):
+            raise CheckpointError(
+                f"{folder}: expected a head that drafts the ids of the one in use, got others; train it from that one"
+            )
+        options, form = replace(target.options, load=replace(target.options.load, batch_size=1)), self.head.form
+        lent, kernels = target.body.lent, target.backend.kernels
+        others = EagleHead(loaded.config, weights, lent=lent, kernels=kernels, options=options, form=form).state_dict()
+        caches = {id(x) for pair in self.head.caches() for x in pair}
+        for name, mine in self.head.state_dict(keep_vars=True).items():
+            if id(mine) not in caches and name != "slots":
+                mine.data.copy_(others[name])
+        target.forget(self.state)
 
     def shortened(self, length: int) -> EagleDrafter:
         """Return a drafter of shorter chains.

@@ -51,23 +51,21 @@ def objective(
     network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: DraftVocab
 ) -> Tensor:
     """Return the loss of a batch of sequences, a scalar. ``head`` [V, H] is the target's output layer."""
-    last = texts.last.float()
+    places = torch.ones_like(texts.tokens, dtype=torch.bool) if texts.counted is None else texts.counted
+    last = texts.last[places].float()
     probs, inside = target_probs(last, head, vocabulary)
-    if texts.counted is not None:
-        inside = inside & texts.counted
+    rows = (places.flatten().cumsum(0) - 1).view_as(places)  # of a counted position among them
     first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
     if network.config.version == 3:
         first, second = 0.0, 1.0
     for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
-        logits = network.logits(hidden).float()
-        weights = inside[:, ahead:].float()
-        losses = LOSSES[options.loss](logits, probs[:, ahead:])
+        here = places[:, ahead:]
+        at, hidden = rows[:, ahead:][here], hidden[here]
+        weights = inside[at].float()
+        losses = LOSSES[options.loss](network.logits(hidden).float(), probs[at])
         loss = second * (losses * weights).sum() / weights.sum().clamp(min=1)
         if first:
-            errors = F.smooth_l1_loss(hidden.float(), last[:, ahead:], reduction="none").mean(-1)
-            if texts.counted is not None:
-                errors = errors[texts.counted[:, ahead:]]
-            loss = loss + first * errors.mean()
+            loss = loss + first * F.smooth_l1_loss(hidden.float(), last[at])
         total = total + options.ttt_decay**index * loss
     return total
 
@@ -124,12 +122,12 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
 
 @torch.no_grad()
 def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Tensor, Tensor]:
-    """Return the target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b,
-    S].
+    """Return the target's distribution over the drafted ids [..., U], and whether its best id is one of them [...].
+    last [..., H]
     """
     logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
-        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
+        return logits.softmax(-1), torch.ones(last.shape[:-1], dtype=torch.bool, device=last.device)
     return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
 
 

@@ -99,6 +99,11 @@ class SpeculativeConfig(BaseModel):
             "Keep finished prompts in their slots, so that a request with a shared prefix prefills only its suffix."
         ),
     )
+    learn: Annotated[str | None, OF_DRAFTS] = Field(
+        default=None,
+        description="Folder for an EAGLE head that goes on learning from the finished texts of this process, in the "
+        "time that no other process wants, and replaces the given one where it drafts better. Default: none.",
+    )
     confidence_threshold: Annotated[float, OF_MODELS] = Field(
         default=0.0,
         ge=0,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from paceline.engine.request import InputIds, Request, SamplingParams
 from paceline.engine.rounds import Rounds
 from paceline.loadable import request_limits
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
+
+if TYPE_CHECKING:
+    from paceline.learner import Learner
 
 log = logging.getLogger("paceline")
 
@@ -62,6 +65,12 @@ class SpeculativeGenerator:
         self._rule = make_rule(self.config)
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
+        self.learner: Learner | None = None
+        if self.config.learn is not None and self.config.k != 0:
+            from paceline.learner import Learner  # and training
+
+            paths = [leaf.path for leaf in self.config.leaves()]
+            self.learner = Learner(self.drafter, target, head=paths[0], folder=self.config.learn)
         self._last_holder = object()  # of the decoders, in the last call
         self._warned = False  # that values of sampling change nothing
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule, verify_width=verify_width)
@@ -135,7 +144,7 @@ class SpeculativeGenerator:
             _check_streamer(streamer, len(requests))
         with (
             self._held() as (statistics, _),
-            closing(self.engine.run(ListQueue(requests), statistics)) as steps,
+            closing(self._run(ListQueue(requests), statistics)) as steps,
         ):
             outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
             if streamer is not None:
@@ -169,7 +178,7 @@ class SpeculativeGenerator:
         """
 
         def begin(statistics: Statistics) -> Generator[RequestOutput, None, None]:
-            with closing(self.engine.run(queue, statistics)) as steps:
+            with closing(self._run(queue, statistics)) as steps:
                 for outputs in steps:
                     yield from outputs
 
@@ -179,7 +188,7 @@ class SpeculativeGenerator:
         """Serve a queue, with all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
 
         def begin(statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
-            return self.engine.run(queue, statistics)
+            return self._run(queue, statistics)
 
         return HeldStream(self, begin)
 
@@ -194,6 +203,12 @@ class SpeculativeGenerator:
             ConfigurationError: a kind is unknown, or there is none.
         """
         warmup.compile_graphs(self.engine, self.decoders, kinds=known_kinds(kinds))
+
+    def _run(self, queue: RequestQueue, statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
+        """Run the engine; the head learns from the texts if it is to."""
+        if self.learner is None:
+            return self.engine.run(queue, statistics)
+        return self.learner.run(self.engine, queue, statistics)
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:

@@ -64,6 +64,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("paceline:drafter_num_scored_tokens", "counter", "First tokens of these that it wrote.", ("drafter",)),
     Metric("paceline:drafter_propose_seconds", "counter", "Time in which it proposed.", ("drafter",)),
     Metric("paceline:drafter_misfit", "gauge", "1: drafts are accepted far less often than pays; the log has causes."),
+    Metric("paceline:learner_texts", "counter", "Finished texts that the head has learnt from (learn)."),
+    Metric("paceline:learner_heads", "counter", "Heads taken over from the process that learns."),
+    Metric("paceline:learner_live_acceptance_length", "gauge", "Tokens a round on new texts, by the head that drafts."),
+    Metric("paceline:learner_shipped_acceptance_length", "gauge", "The same, by the head that was given."),
     Metric("paceline:engine_seconds", "counter", "Time of the engine, by what it did.", ("part",)),
     Metric("paceline:requests_failed", "counter", "Requests that failed, by HTTP status.", ("status",)),
     Metric("paceline:drafter_up", "gauge", "1: the draft in its own process answers; 0: rounds go on without it."),
@@ -143,6 +147,11 @@ class MetricSet:
             for name in ("num_drafts", "num_draft_tokens", "num_scored", "num_scored_tokens", "propose_seconds"):
                 self.reach(f"paceline:drafter_{name}", getattr(counts, name), drafter=drafter)
         self.show("paceline:drafter_misfit", float(bool(figures.misfit)))
+        if figures.learning is not None:
+            self.reach("paceline:learner_texts", figures.learning.texts)
+            self.reach("paceline:learner_heads", figures.heads)
+            for head in ("live", "shipped") if figures.learning.acceptance_length else ():
+                self.show(f"paceline:learner_{head}_acceptance_length", figures.learning.acceptance_length[head])
         if health is not None:
             self.show("paceline:drafter_up", float(health.state == "up"))
             self.reach("paceline:drafter_restarts", health.restarts)

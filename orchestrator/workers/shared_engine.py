@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from paceline.engine.request import Request
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput, Statistics
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
+
+if TYPE_CHECKING:
+    from paceline.eagle.learning import Progress
 
 log = logging.getLogger("paceline")
 
@@ -43,6 +47,7 @@ class EngineFigures:
     draft_lengths     number of rounds for each draft length, if the length is chosen per round
     drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
     misfit            why the drafter does not fit the target; "" = it does, or is not judged yet
+    heads, learning   with ``learn``: heads taken over from the process that learns, and its progress
     """
 
     running: int
@@ -51,6 +56,8 @@ class EngineFigures:
     draft_lengths: Mapping[int, int]
     drafters: Mapping[str, DrafterCounts]
     misfit: str = ""
+    heads: int = 0
+    learning: Progress | None = None
 
 
 class _Totals:
@@ -110,7 +117,10 @@ class SharedEngine:
             total, lengths = self._totals.plus(made.statistics)
             misfit = "" if made.draft_fit is None else made.draft_fit.warning
             running = len(self._running)
-            return EngineFigures(running, waiting, total, dict(sorted(lengths.items())), made.choice_counts, misfit)
+            learner, counts = made.learner, made.choice_counts
+            heads, learning = (0, None) if learner is None else (learner.heads, learner.progress)
+            lengths_sorted = dict(sorted(lengths.items()))
+            return EngineFigures(running, waiting, total, lengths_sorted, counts, misfit, heads, learning)
 
     def take_timings(self) -> Sequence[RequestTiming]:
         """Return the timings of the requests that finished since the last call."""

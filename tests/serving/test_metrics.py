@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
+from paceline.eagle.learning import Progress
 from paceline.outputs import Statistics
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
 from paceline.serving.refused import RefusedError
@@ -20,6 +21,7 @@ ENGINE = Statistics(
 FIGURES = EngineFigures(
     running=2, waiting=3, engine=ENGINE, draft_lengths={0: 1, 3: 9},
     drafters={"ngram": DrafterCounts(6, 18, 9, 20, 0.25), "model": DrafterCounts(4, 12, 5, 9, 0.5)},
+    heads=2, learning=Progress(60, 4000, {"shipped": 2.0, "live": 2.5, "learner": 2.4}),
 )  # fmt: skip
 
 
@@ -66,6 +68,9 @@ def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> N
     assert found["vllm:prefix_cache_queries_total", ""] == 50 and found["vllm:prefix_cache_hits_total", ""] == 32
     drafters = [found[f"paceline:drafter_{name}_total", "ngram"] for name in ("num_drafts", "num_scored_tokens")]
     assert drafters == [6, 20] and found["paceline:drafter_propose_seconds_total", "model"] == 0.5
+    assert found["paceline:learner_texts_total", ""] == 60 and found["paceline:learner_heads_total", ""] == 2
+    lengths = [found[f"paceline:learner_{head}_acceptance_length", ""] for head in ("live", "shipped")]
+    assert lengths == [2.5, 2.0]
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
 
