@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -111,7 +112,8 @@ class Learning:
     def __init__(self, target: Path, head: Path, folder: Path, *, depth: int) -> None:
         sizes = ModelConfig.from_pretrained(target)
         found = checkpoint.load(head, sizes)
-        self._target = FrozenTarget(target, found.config.layers)
+        precision = _faster_precision()
+        self._target = FrozenTarget(target, found.config.layers, precision=precision)
         self._output = self._target.output.detach()
         self.vocabulary = DraftVocab(found.weights.get("ids", torch.arange(sizes.vocab_size)), sizes.vocab_size)
         self._shipped_folder, self._folder, self._depth = head, folder, depth
@@ -119,7 +121,9 @@ class Learning:
         began = head if start is None else start
         load = [(head, found), *[(began, found if start is None else checkpoint.load(began, sizes))] * 2]
         self._shipped, self._live, self.network = (continued(one, self._target, where=place) for place, one in load)
-        self._options = EagleTraining(batch_size=ROWS, learning_rate=_RATE, ttt_steps=max(2, depth), tokens=1)
+        self._options = EagleTraining(
+            batch_size=ROWS, learning_rate=_RATE, ttt_steps=max(2, depth), tokens=1, precision=precision
+        )
         parameters = dict(self.network.named_parameters())
         matrices = {name: x for name, x in parameters.items() if x.dim() == 2 and not name.startswith("lm_head")}
         vectors = [x for name, x in parameters.items() if name not in matrices]
@@ -232,6 +236,20 @@ class Learning:
             if old < number - 1:
                 shutil.rmtree(self._folder / f"head-{old}", ignore_errors=True)
         return folder
+
+
+def _faster_precision() -> str:
+    """Return the precision in which this machine multiplies faster; bf16 needs instructions for it."""
+    x, seconds = torch.randn(256, 512), {}
+    for precision in ("f32", "bf16"):
+        with products(precision), torch.no_grad():
+            times = []
+            for _ in range(5):
+                begin = perf_counter()
+                x @ x.T
+                times.append(perf_counter() - begin)
+            seconds[precision] = min(times)
+    return min(seconds, key=lambda name: seconds[name])
 
 
 def _lower_priority() -> None:
