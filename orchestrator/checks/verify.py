@@ -131,11 +131,10 @@ def verify(
             f"prompts: expected at least {_LEAST_ROOM} free positions of {target.n_positions} after each, got fewer "
             f"after one of {longest} tokens; give shorter prompts, or load the target with more n_positions"
         )
-    rule = make_rule(generator.config)
     subject = Subject(
         generator,
         plain,
-        rule,
+        make_rule(generator.config),
         known,
         sampled,
         settings.seed,
@@ -154,17 +153,22 @@ def verify(
     for share, test in (TESTS[name] for name in chosen):
         findings.append(test(subject, Budget(60 * settings.minutes * share / whole)))
         say(findings[-1])
-    setting = {
+    return Report(_setting(subject), tuple(findings))
+
+
+def _setting(subject: Subject) -> dict[str, object]:
+    """Description of what was verified."""
+    generator, target = subject.generator, subject.target
+    return {
         "target": str(target.folder or type(target).__name__),
         "draft": ", ".join(map(str, generator.config.draft)) or "none",
         "shape": str(generator.drafter.draft_shape),
-        "acceptor": rule.name,
+        "acceptor": subject.rule.name,
         "batch_size": target.batch_size,
         "backend": target.backend.name,
         "amp": target.options.load.amp,
-        "seed": settings.seed,
+        "seed": subject.seed,
     }
-    return Report(setting, tuple(findings))
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (

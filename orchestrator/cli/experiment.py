@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -70,25 +70,13 @@ def run(
             raise typer.BadParameter("expected a folder for the results; give --out DIR", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
-        from paceline.experiments import record_traces, report, round_times
+        from paceline.experiments import record_traces, report
 
         _show_warnings(planned, store)
         if dry_run or store is None:
             _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)
             return
-        with console.bar(console.err(), config.name, len(planned.cells)) as shown:
-
-            def reached(label: str, done: int, total: int) -> None:
-                shown.step(label)
-                shown.reach(done, total)
-
-            deadline = math.inf if minutes is None else monotonic() + 60 * minutes
-            results = runner.run(planned, store, reached, deadline=deadline)
-            if config.runs:
-                report.write_rows(store.folder, results)
-                store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
-                report.write_reports(store, config.name, results)
-            traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
+        results, traces = _run_all(planned, store, minutes)
         summaries = [report.summary(result) for result in results]
         failed = runner.failed(results)
         missing = (len(planned.cells) - len(results)) * config.runs, record_traces.count(planned) - len(traces)
@@ -107,6 +95,27 @@ def run(
         cells, files = missing
         console.say(console.err(), f"{cells} cells and {files} traces are left; the same command goes on with them")
         raise typer.Exit(console.UNFINISHED)
+
+
+def _run_all(planned: ExperimentPlan, store: Store, minutes: float | None) -> tuple[list[CellResult], list[Path]]:
+    """Run what is left, and write results and traces. -> the finished cells and the complete traces"""
+    from paceline.experiments import record_traces, report, round_times, runner
+
+    config = planned.config
+    with console.bar(console.err(), config.name, len(planned.cells)) as shown:
+
+        def reached(label: str, done: int, total: int) -> None:
+            shown.step(label)
+            shown.reach(done, total)
+
+        deadline = math.inf if minutes is None else monotonic() + 60 * minutes
+        results = runner.run(planned, store, reached, deadline=deadline)
+        if config.runs:
+            report.write_rows(store.folder, results)
+            store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
+            report.write_reports(store, config.name, results)
+        traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
+    return results, traces
 
 
 def _show_warnings(planned: ExperimentPlan, store: Store | None) -> None:
@@ -262,63 +271,6 @@ def regret(
 
 
 @app.command()
-def tune(
-    folder: ResultFolder,
-    trace: Trace,
-    *,
-    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
-    batch_size: Annotated[int, typer.Option(min=1, help=BATCH_SIZE)] = 1,
-    max_depth: MaxDepth = 8,
-    trials: Annotated[int, typer.Option(help="Confidence thresholds to try; 0 switches it off.", min=0)] = 30,
-    check: Annotated[bool, typer.Option(help="Run the best choice and compare it with plain decoding.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.
-
-    A run that fails ends it before anything is written.
-    """
-    with console.refusals():
-        from paceline.decoder.weights.atomic_write import save_bytes
-        from paceline.experiments import questions, round_times, runner, store, tuned
-        from paceline.experiments.trace import load_trace
-
-        config, loaded = store.read_config(folder), load_trace(trace)
-        times = round_times.load_times(folder / "round_times.json").of(loaded)
-        answers = questions.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
-        answers = questions.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
-        best, run = answers[0], None
-        own = tuned.verifying(config, loaded, best.policy, batch_size=batch_size)
-        planned = runner.plan(own, None)
-        cell = planned.cells[0].cell
-        if check:
-            run = tuned.checked(loaded, times, best.policy, result=_run_one(planned, folder))
-        save_bytes(out, [tuned.models_file(config, best.policy, cell).encode()])
-    answers_json = [answer.to_dict() for answer in answers]
-    if as_json:
-        found = {"best": answers_json[0], "run": None if run is None else run.to_dict(), "all": answers_json}
-        typer.echo(json.dumps(found))
-        return
-    for row in answers_json[:10]:
-        speed, length = row["tokens_per_second"], row["mean_acceptance_length"]
-        typer.echo(f"{speed:8.1f} tokens/s predicted, length {length:.2f}: {row['policy']}")
-    if run is not None:
-        typer.echo(f"run: {run.predicted:.1f} tokens/s predicted, {run.measured:.1f} measured, plain {run.plain:.1f}")
-    if run is not None and run.speedup < 1:
-        said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding beside it. Run it again on a "
-        console.say(console.err(), said + "quiet machine, and serve without a draft if it stays so", style="yellow")
-    typer.echo(f"written: {out}")
-
-
-def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
-    """Run an experiment of one cell and plain decoding. ``folder``: of the experiment that was asked about."""
-    from paceline.experiments import runner, store
-
-    with console.bar(console.err(), "verify", 1) as shown:
-        (result,) = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
-    return result
-
-
-@app.command()
 def compare(
     first: ResultFolder,
     second: ResultFolder,
@@ -421,7 +373,22 @@ class MeasuredOptions:
         bool,
         typer.Option("--verify", help="Compare the best of each load with plain decoding. Needs --trace."),
     ] = False
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Models file of the fastest to write, for `paceline serve`. Needs --trace and one load."),
+    ] = None
+    trials: Annotated[
+        int, typer.Option(help="Confidence thresholds to try, too; 0 switches it off. Needs --trace.", min=0)
+    ] = 0
     time_error: Annotated[float, typer.Option(help="Relative error to assume for predicted times, from 0 to 1.")] = 0.1
+
+    def check(self, sizes: Collection[int]) -> None:
+        """Raise ConfigurationError for options that need others."""
+        asked = {"--verify": self.verify, "--out": self.out is not None, "--trials": self.trials}
+        if (name := next((one for one in asked if asked[one]), None)) and (not self.experiment or not self.trace):
+            raise ConfigurationError(f"{name}: expected --experiment and --trace with it; give both")
+        if self.out is not None and len(sizes) > 1:
+            raise ConfigurationError(f"--batch-sizes: expected one with --out, got {len(sizes)}; give one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +430,8 @@ def plan_speed(
 ) -> None:
     """Find the fastest mode, draft length and cores at each load and how certain that is; or not to speculate.
 
-    From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance).
+    From measured times (--experiment), or by arithmetic about a Neuron chip (--target, --draft, --instance). If a run
+    of --verify fails, --out is not written.
     """
     with console.refusals():
         sizes, asked = numbers(batch_sizes, "--batch-sizes", least=1), Asked(draft, acceptance, max_depth)
@@ -473,13 +441,14 @@ def plan_speed(
                 "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
                 f"got {got}; give one of them"
             )
-        if measured.verify and measured.experiment is None:
-            raise ConfigurationError("--verify: expected --experiment and --trace with it; give both")
+        measured.check(sizes)
         if measured.experiment is not None:
             plans = _measured(measured, measured.experiment, asked, sizes=sizes)
         else:
             plans = _hardware(hardware, asked, sizes=sizes)
         checks = _verified(measured, plans) if measured.verify else []
+        if measured.out is not None:
+            _save_models(measured, plans[0])
     if as_json:
         source = "measured" if measured.experiment is not None else "arithmetic, not measured"
         typer.echo(json.dumps({"times": source, "loads": [one.to_dict() for one in plans], "verified": checks}))
@@ -515,9 +484,8 @@ def _measured(options: MeasuredOptions, folder: Path, asked: Asked, *, sizes: Se
         raise ConfigurationError(f"--acceptance: expected either --trace or --acceptance, got {got}; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
+        limits["trials"] = options.trials
         return [questions.from_trace(trace, timed.of(trace), batch_size=size, **limits) for size in sizes]
-    if options.verify:
-        raise ConfigurationError("--verify: expected --trace with it, whose prompts it runs; give --trace")
     times = timed.alone()
     if asked.draft is None:
         names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
@@ -558,7 +526,7 @@ def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
-        policy = questions.policy_of(drafting)
+        policy = drafting.policy
         planned = runner.plan(tuned.verifying(config, trace, policy, batch_size=plan.batch_size), None)
         result = _run_one(planned, options.experiment)
         run = tuned.checked(trace, times, policy, result=result)
@@ -569,7 +537,34 @@ def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[
         ):
             figures = {"predicted": predicted, "measured": seen, "error": predicted / seen - 1}
             found.append({"batch_size": plan.batch_size, "label": label, **figures})
+        if run.measured < run.plain:
+            said = f"warning: {drafting.label} was {run.measured / run.plain:.2f} times as fast as plain decoding "
+            said += "beside it. Run it again on a quiet machine, and serve without a draft if it stays so"
+            console.say(console.err(), said, style="yellow")
     return found
+
+
+def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
+    """Run an experiment of one cell and plain decoding. ``folder``: of the experiment that was asked about."""
+    from paceline.experiments import runner, store
+
+    with console.bar(console.err(), "verify", 1) as shown:
+        (result,) = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
+    return result
+
+
+def _save_models(options: MeasuredOptions, plan: LoadPlan) -> None:
+    """Write the models file of the fastest candidate of a load."""
+    from paceline.decoder.weights.atomic_write import save_bytes
+    from paceline.experiments import store, tuned
+    from paceline.experiments.config import cells
+    from paceline.experiments.trace import load_trace
+
+    assert options.experiment is not None and options.trace is not None and options.out is not None
+    config = store.read_config(options.experiment)
+    own = tuned.verifying(config, load_trace(options.trace), plan.best.policy, batch_size=plan.batch_size)
+    save_bytes(options.out, [tuned.models_file(config, plan.best.policy, next(cells(own))).encode()])
+    console.say(console.err(), f"written: {options.out}")
 
 
 def _show(plan: LoadPlan) -> None:

@@ -111,9 +111,6 @@ EXPERIMENT = _all_in(
         "whatif": ("Simulate other drafters, depths, trees or batch sizes on recorded sequences, without a model."),
         "regret": "Show how many rounds a choice among drafters loses against the best fixed one, on recorded "
         "sequences.",
-        "tune": (
-            "Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file."
-        ),
         "compare": "Compare the cells that two runs share, prompt by prompt, with a paired test.",
         "import": (
             "Show the acceptance that other engines recorded, by the definitions of this program; a line for "

@@ -371,6 +371,7 @@ class SpeedEstimate:
     mode              "plain"; "speculative"; on Neuron "shared cores" (draft and target in one graph on the same
                       cores) or "separate cores"
     drafter, k        drafter and draft length; "" and 0 for plain decoding
+    confidence        threshold of recorded draft models, replacing their own; None = their own
     cores             of the target and of the draft; (0, 0) if times were measured and not modelled
     tokens_per_round  of one request, the target's token included
     round_seconds     of the whole batch
@@ -387,6 +388,14 @@ class SpeedEstimate:
     speedup: float = 1.0
     low: float = 1.0
     high: float = 1.0
+    confidence: float | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The same, as a question to a trace."""
+        if self.plain:
+            return Policy(())
+        return Policy(tuple(self.drafter.split("+")), self.k, confidence=self.confidence)
 
     @property
     def tokens_per_second(self) -> float:
@@ -403,6 +412,7 @@ class SpeedEstimate:
         where = f", {self.cores[0]} cores" if self.cores[0] else ""
         where += f" and {self.cores[1]} for the draft" if self.cores[1] else ""
         depth = "" if self.k is None else f", k {self.k}"
+        depth += "" if self.confidence is None else f", confidence {self.confidence:.4g}"
         return (self.mode if self.plain else f"{self.mode}: {self.drafter}{depth}") + where
 
     def to_dict(self) -> dict[str, Any]:
@@ -479,17 +489,20 @@ def from_rates(
     return ranked(batch_size, [(one, error) for one in candidates])
 
 
-def from_trace(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float) -> LoadPlan:
+def from_trace(
+    trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float, trials: int = 0
+) -> LoadPlan:
     """Return candidates from measured times, with exact acceptance for every drafter that was recorded or needs only
     tokens.
 
-    The interval of acceptance is a bootstrap over sequences.
+    The interval of acceptance is a bootstrap over sequences. ``trials``: as in `search_thresholds`.
 
     Raises:
         ConfigurationError: plain decoding was not timed.
     """
     found = []
-    for answer in search(trace, times, batch_size=batch_size, max_depth=max_depth):
+    answers = search(trace, times, batch_size=batch_size, max_depth=max_depth)
+    for answer in search_thresholds(trace, times, answers, batch_size=batch_size, trials=trials):
         one = _candidate(answer)
         requests = answer.replayed.requests
         interval = ratio_interval([one.new_tokens for one in requests], [max(1, one.num_rounds) for one in requests])
@@ -498,19 +511,15 @@ def from_trace(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: i
     return ranked(batch_size, found)
 
 
-def policy_of(candidate: SpeedEstimate) -> Policy:
-    """The policy of a candidate of `from_trace`."""
-    return Policy(()) if candidate.plain else Policy(tuple(candidate.drafter.split("+")), candidate.k)
-
-
 def _candidate(answer: PolicyResult) -> SpeedEstimate:
     figures, rounds = answer.acceptance, max(1, len(answer.replayed.rounds))
     assert answer.seconds is not None, "the search times every answer"
     # Sequences that end early leave slots empty, which is included in the tokens per round.
     tokens = figures.new_tokens / rounds / answer.batch_size
-    mode = "speculative" if answer.policy.drafters else "plain"
-    name = "+".join(answer.policy.drafters)
-    return SpeedEstimate(mode, name, answer.policy.k, answer.batch_size, tokens, answer.seconds / rounds)
+    policy, seconds = answer.policy, answer.seconds / rounds
+    mode = "speculative" if policy.drafters else "plain"
+    name, sure = "+".join(policy.drafters), policy.confidence
+    return SpeedEstimate(mode, name, policy.k, answer.batch_size, tokens, seconds, confidence=sure)
 
 
 def ranked(batch_size: int, candidates: Sequence[tuple[SpeedEstimate, float]]) -> LoadPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,6 @@ class Check:
     predicted: float
     measured: float
     plain: float
-
-    @property
-    def speedup(self) -> float:
-        """Over plain decoding, in turns with it."""
-        return self.measured / self.plain
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain values for JSON."""
-        return {**asdict(self), "speedup": self.speedup}
 
 
 def checked(trace: Trace, times: RoundTimes, policy: Policy, *, result: CellResult) -> Check:

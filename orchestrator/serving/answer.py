@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from paceline.core.types import TokenLogprobs
+from paceline.experiments.definitions import Acceptance, Draft
 from paceline.outputs import RequestOutput
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest
 from paceline.serving.parsers import Delta, Parser, ToolCallDelta
@@ -45,6 +46,7 @@ class Step:
     """Addition to one choice.
 
     first          whether this holds the first token of the choice
+    pieces         its tokens, where the answer shows any
     prompt         log-probabilities of the prompt's tokens from the second on, with the first step, if requested
     finish_reason  OpenAI's, with the last step of a choice
     """
@@ -152,14 +154,17 @@ class AnswerWriter(Protocol):
 
     by_token: bool
 
-    def step(self, step: Step, usage: Usage) -> bytes:
-        """The events of a step; empty where it shows nothing. ``usage``: up to here."""
+    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
+        """The events of a step; empty where it shows nothing. ``usage``: counts the tokens up to here."""
 
     def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         """Return the events after the last step."""
 
     def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
         """The whole answer, where nothing is streamed."""
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` would make one for every event
 
 
 def event(content: Mapping[str, object], name: str | None = None) -> bytes:
@@ -170,53 +175,38 @@ def event(content: Mapping[str, object], name: str | None = None) -> bytes:
 
 def _encode(content: Mapping[str, object]) -> bytes:
     """Return the object as JSON, in UTF-8."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return _JSON.encode(content).encode()
 
 
-@dataclass(slots=True)
-class AcceptanceMetrics:
+def acceptance_metrics(drafts: Sequence[Draft], num_spec_tokens: int, level: SpecMetrics) -> Mapping[str, object]:
     """Return ``metrics.speculative_decoding`` of a response, in vLLM 0.32's schema: counts of one request, over
-    verification steps with drafted tokens. Definitions:
+    verification steps with drafted tokens; empty without drafting, or if it is switched off. Definitions:
     https://docs.vllm.ai/en/v0.32.0/features/speculative_decoding/acceptance_metrics/
 
     ``num_spec_tokens``: maximum drafted tokens of a step, by the server's settings. ``level``: how much is reported.
     """
-
-    num_spec_tokens: int
-    level: SpecMetrics
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """One verification step; steps without a draft are left out."""
-        if drafted:
-            self.drafted.append(drafted)
-            self.accepted.append(accepted)
-
-    def report(self) -> Mapping[str, object]:
-        """Return the field ``metrics`` of a response; empty without drafting, or if it is switched off."""
-        if self.level == "none" or not self.num_spec_tokens:
-            return {}
-        longest = max([self.num_spec_tokens, *self.drafted])
-        histogram = [0] * (longest + 1)
-        by_length: dict[int, list[int]] = {}
-        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
-            histogram[accepted] += 1
-            by_length.setdefault(drafted, [0] * (drafted + 1))[accepted] += 1
-        steps, stood, proposed = len(self.drafted), sum(self.accepted), sum(self.drafted)
-        report: dict[str, object] = {
-            "mean_acceptance_length": 1 + stood / steps if steps else 1.0,
-            "draft_acceptance_rate": stood / proposed if proposed else 0.0,
-            "acceptance_histogram": histogram,
-            "acceptance_histogram_by_draft_length": {str(k): by_length[k] for k in sorted(by_length)},
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": stood,
-            "num_draft_tokens": proposed,
-            "num_spec_tokens": longest,
-        }
-        if self.level == "detailed":
-            report |= {"per_step_accepted": list(self.accepted), "per_step_drafted": list(self.drafted)}
-        return {"metrics": {"speculative_decoding": report}}
+    if level == "none" or not num_spec_tokens:
+        return {}
+    figures, lengths = Acceptance(tuple(drafts), len(drafts), 0), sorted({draft.drafted for draft in drafts})
+    longest = max([num_spec_tokens, *lengths])
+    by_length = {
+        str(length): Acceptance(tuple(one for one in drafts if one.drafted == length), 0, 0).histogram
+        for length in lengths
+    }
+    report: dict[str, object] = {
+        "mean_acceptance_length": figures.mean_acceptance_length,
+        "draft_acceptance_rate": figures.draft_acceptance_rate,
+        "acceptance_histogram": [*figures.histogram, *[0] * (longest + 1 - len(figures.histogram))],
+        "acceptance_histogram_by_draft_length": by_length,
+        "num_spec_steps": figures.num_drafts,
+        "num_accepted_draft_tokens": figures.num_accepted_tokens,
+        "num_draft_tokens": figures.num_draft_tokens,
+        "num_spec_tokens": longest,
+    }
+    if level == "detailed":
+        report["per_step_accepted"] = [draft.accepted for draft in drafts]
+        report["per_step_drafted"] = [draft.drafted for draft in drafts]
+    return {"metrics": {"speculative_decoding": report}}
 
 
 class ChoiceRenderer:
@@ -225,16 +215,17 @@ class ChoiceRenderer:
 
     skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
+    pieces   whether steps hold the tokens themselves
     ended    whether its last step was returned; later tokens are not part of the response
     tokens, whole  number of tokens so far; all of the choice, where the answer collects it
     reasoning_tokens  tokens up to the last one that completed a part of the reasoning
     """
 
     def __init__(
-        self, index: int, text: StopStringFilter, parser: Parser, *, skip: int = 0, by_token: bool = False
+        self, index: int, text: StopStringFilter, parser: Parser, *, skip: int, by_token: bool, pieces: bool
     ) -> None:
         self._index, self._text, self._parser = index, text, parser
-        self._skip, self._by_token = skip, by_token
+        self._skip, self._by_token, self._pieces = skip, by_token, pieces
         self.tokens = self.reasoning_tokens = 0
         self.whole = ChoiceText()
         self._prompt: tuple[TokenLogprobs, ...] | None = None
@@ -246,26 +237,24 @@ class ChoiceRenderer:
         Raises:
             RequestError: the request failed with it in this round.
         """
-        if self.ended:
-            return
         if output.error is not None:
             raise output.error
         pieces: list[TokenPiece] = []
         delta, first = Delta(), not self.tokens
         self._prompt = output.prompt_logprobs
-        for place, token in enumerate(output.tokens):
+        for place, token in enumerate(output.tokens, 1):
             text = self._text.push(token)
-            pieces.append(_piece(output, place, text))
             self.tokens += 1
+            if self._pieces:
+                pieces.append(_piece(output, place - 1, text))
             if text:
                 delta += self._parsed(self._parser.push(text))
-            if self._parser.ended:
-                self.ended = True
-                yield self._step(delta, pieces, first=first, reason="stop"), self.tokens > self._skip
-                return
-            last = place == len(output.tokens) - 1
-            if not last and (self._by_token or self.tokens == self._skip):
-                yield self._step(delta, pieces, first=first), self.tokens > self._skip
+                self.ended = self._parser.ended
+            if self.ended or (place < len(output.tokens) and (self._by_token or self.tokens == self._skip)):
+                reason = "stop" if self.ended else None
+                yield self._step(delta, pieces, first=first, reason=reason), self.tokens > self._skip
+                if self.ended:
+                    return
                 pieces, delta, first = [], Delta(), False
         reason = output.finish_reason
         if reason is not None:
@@ -274,9 +263,8 @@ class ChoiceRenderer:
             delta += self._parsed((self._parser.push(rest) if rest else Delta()) + self._parser.flush())
             if rest and pieces:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + rest)
-        step = self._step(delta, pieces, first=first, reason=reason)
         # A client that got the last token got the reason with it.
-        yield step, self.tokens > self._skip or not output.tokens
+        yield self._step(delta, pieces, first=first, reason=reason), self.tokens > self._skip or not output.tokens
 
     def _parsed(self, delta: Delta) -> Delta:
         if delta.reasoning:
@@ -307,7 +295,7 @@ class Answer:
     """Response to a completion or a chat: receives the engine's outputs and writes them.
 
     prompt_tokens  of all prompts together
-    acceptance     counts for its metrics, which are returned only with one choice
+    metrics        makes the metrics of its drafts, which are returned only with one choice
     """
 
     def __init__(
@@ -317,9 +305,10 @@ class Answer:
         choices: Sequence[ChoiceRenderer],
         *,
         prompt_tokens: int,
-        acceptance: AcceptanceMetrics,
+        metrics: Callable[[Sequence[Draft]], Mapping[str, object]],
     ) -> None:
-        self._request, self._writer, self._choices, self._acceptance = request, writer, choices, acceptance
+        self._request, self._writer, self._choices, self._metrics = request, writer, choices, metrics
+        self._drafts: list[Draft] = []
         self._prompt_tokens, self._prompt_only = prompt_tokens, request.tokens_asked == 0
         self._cached: int | None = None
 
@@ -339,7 +328,8 @@ class Answer:
         for output in outputs:
             if self._choices[output.index].ended:
                 continue
-            self._acceptance.count(output.drafted, output.accepted)
+            if output.drafted:
+                self._drafts.append(Draft(output.drafted, output.accepted))
             if output.cached_tokens is not None and output.index % self._request.n == 0:
                 self._cached = (self._cached or 0) + output.cached_tokens  # the others find it anyway
             if self._prompt_only and output.error is None:
@@ -355,12 +345,11 @@ class Answer:
 
     def end(self) -> bytes:
         """The last events, or the body."""
-        metrics = self._acceptance.report() if len(self._choices) == 1 else {}
+        metrics = self._metrics(self._drafts) if len(self._choices) == 1 else {}
         if self._request.stream:
-            return self._writer.end(self._usage, metrics)
-        return _encode(self._writer.body([choice.whole for choice in self._choices], self._usage, metrics))
+            return self._writer.end(self._usage(), metrics)
+        return _encode(self._writer.body([choice.whole for choice in self._choices], self._usage(), metrics))
 
-    @property
     def _usage(self) -> Usage:
         reasoning = sum(choice.reasoning_tokens for choice in self._choices)
         return Usage(self._prompt_tokens, sum(self.sent), self._cached, reasoning)

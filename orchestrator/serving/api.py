@@ -305,7 +305,7 @@ class Items:
             RefusedError: the deadline has passed, or the response ended without being complete.
         """
         if self._next is None:
-            self._next = asyncio.ensure_future(_step(self._items))
+            self._next = asyncio.ensure_future(anext(self._items, None))
         remaining_s = None if self._deadline is None else self._deadline - time.time()
         timeouts = [seconds for seconds in (silence_s, remaining_s) if seconds is not None]
         timeout = max(0.0, min(timeouts)) if timeouts else None
@@ -391,37 +391,30 @@ class EventStream(Response):
         self._source, self._generation, self._ping_s, self._about = source, generation, ping_s, about
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        silence_s, begun, last = min(_HEAD_WAIT_S, self._ping_s), False, False
         try:
-            item = await self._first()
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if item is None:
-                item = await self._source.next(self._ping_s)
-            while True:
-                if item is None:
+            while not last:
+                try:
+                    item = await self._source.next(silence_s)
+                except RefusedError as error:
+                    item = Failed(error)
+                last = isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last)
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    begun, silence_s = True, self._ping_s
+                elif item is None:
                     await send(_part(PING))
-                elif isinstance(item, Failed):
-                    raise item.error
+                if isinstance(item, Failed):  # the response has begun, so it is sent as an event
+                    self._about["error"] = item.error.code or item.error.message
+                    await send(_part(_error_event(item.error, self._generation), more=False))
                 elif isinstance(item, StreamChunk):
                     self._about["completion_tokens"] = sum(item.sent)
-                    if item.data or item.last:  # the end goes with the last piece: each is a message between processes
-                        await send(_part(item.data, more=not item.last))
-                    if item.last:
-                        break
-                item = await self._source.next(self._ping_s)
-        except RefusedError as error:  # the response has begun, so it is sent as an event
-            self._about["error"] = error.code or error.message
-            await send(_part(_error_event(error, self._generation), more=False))
+                    if item.data or last:  # the end goes with the last piece: each is a message between processes
+                        await send(_part(item.data, more=not last))
         except (_Gone, OSError):
             self._about["status"] = CLIENT_CLOSED
         finally:
             await self._source.close()
-
-    async def _first(self) -> Item | None:
-        """Return the first item if it arrives in time to be sent with the head of the response; else None."""
-        try:
-            return await self._source.next(min(_HEAD_WAIT_S, self._ping_s))
-        except RefusedError as error:
-            return Failed(error)
 
 
 def _part(data: bytes, *, more: bool = True) -> Message:
@@ -433,10 +426,6 @@ def _error_event(error: RefusedError, generation: GenerationRequest) -> bytes:
         fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return event(fields, "error")
     return event(error.body) + DONE
-
-
-async def _step(items: AsyncIterator[Item]) -> Item | None:
-    return await anext(items, None)
 
 
 async def _disconnected(request: Request) -> None:

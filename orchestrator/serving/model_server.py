@@ -14,17 +14,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.core.detokenizer import Decodes, Tokenizer
-from paceline.core.errors import BackendError, CheckpointError, PacelineError, PlacementError
+from paceline.core.errors import BackendError, CheckpointError, EventLoopError, PacelineError, PlacementError
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.serving.answer import (
-    AcceptanceMetrics,
     Answer,
     AnswerWriter,
     ChoiceRenderer,
     TokenAnswer,
+    acceptance_metrics,
 )
 from paceline.serving.openai.fields import FURTHER
 from paceline.serving.openai.requests import (
@@ -108,7 +109,6 @@ class ModelServer:
         """
         if self._calls is None or self._calls.is_over:
             self._calls = AsyncEngine(self._engine)
-        self._calls.check_loop()
         answer = None
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
@@ -140,6 +140,8 @@ class ModelServer:
                         yield StreamChunk(data, answer.sent)
                     update = await updates.next()
             yield StreamChunk(answer.end(), answer.sent, last=True)
+        except EventLoopError:
+            raise
         except Exception as error:  # also errors of tokenizers, which may have any class
             lost, cause = isinstance(error, BackendError | PlacementError), None
             if isinstance(request, TokenRequest) and isinstance(error, PacelineError):
@@ -193,6 +195,8 @@ class ModelServer:
         shown: Decodes = self._tokenizer
         if isinstance(chat_request, ChatRequest):
             shown = with_markers(shown, self._format.markers(tools=bool(chat_request.tools_offered)))
+        pieces = chat_request.top_logprobs_wanted is not None
+        pieces |= chat_request.return_token_ids or chat_request.return_token_origins
         choices = [
             ChoiceRenderer(
                 index,
@@ -200,14 +204,16 @@ class ModelServer:
                 self._parser(chat_request, prompts),
                 skip=skip[index] if skip else 0,
                 by_token=writer.by_token,
+                pieces=pieces,
             )
             for index, ids in enumerate(rows)
         ]
         spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
+        level = chat_request.speculative.metrics or context.spec_metrics
         answer = Answer(
             chat_request, writer, choices,
             prompt_tokens=prompts.num_tokens,
-            acceptance=AcceptanceMetrics(spec_tokens, chat_request.speculative.metrics or context.spec_metrics),
+            metrics=partial(acceptance_metrics, num_spec_tokens=spec_tokens, level=level),
         )  # fmt: skip
         return prompts, requests, answer
 
@@ -275,13 +281,11 @@ class LocalRouter:
     async def models(self) -> Sequence[ModelCard]:
         return [server.card for server in self._servers.values()]
 
-    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        server = self._servers.get(request.model)
-        if server is None:
-            yield Failed(model_not_found(request.model, list(self._servers)))
-            return
-        async for item in server.stream(request, context):
-            yield item
+    def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
+        try:
+            return self._server(request.model).stream(request, context)
+        except RefusedError as error:
+            return _failed(error)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         return await self._server(request.model).tokenize(request)
@@ -299,6 +303,10 @@ class LocalRouter:
         if name not in self._servers:
             raise model_not_found(name, list(self._servers))
         return self._servers[name]
+
+
+async def _failed(error: RefusedError) -> AsyncIterator[Item]:
+    yield Failed(error)
 
 
 class NoTokenizer:

@@ -52,7 +52,6 @@ from paceline.placement.remote import channel
 from paceline.serving.api import create_app
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.ray_guard import (
-    SERVE_LOGGING,
     WATCHED,
     UntilTaken,
     WithServe,
@@ -60,14 +59,7 @@ from paceline.serving.ray_guard import (
     watch_cluster,
     write_with_serve,
 )
-from paceline.serving.replica import (
-    CPU_SHARE,
-    HEALTH_PERIOD_S,
-    HEALTH_TIMEOUT_S,
-    SHUTDOWN_S,
-    UNBOUNDED,
-    model_deployment,
-)
+from paceline.serving.replica import CPU_SHARE, DEPLOYED, SHUTDOWN_S, model_deployment
 from paceline.serving.serve_lifecycle import ServeLifecycle, Service, actor_name
 from paceline.serving.serve_router import RECOVERY_S, ServeRouter
 from paceline.serving.settings import ApiSettings
@@ -142,11 +134,7 @@ def application(
     ingress = serve.deployment(
         Ingress,
         name="openai",
-        max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        logging_config=SERVE_LOGGING,
+        **DEPLOYED,
         ray_actor_options={
             "num_cpus": CPU_SHARE,
             "runtime_env": {"env_vars": environment.without_cores()},  # Ray restricts no cores of them

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray import serve
@@ -53,8 +53,14 @@ log = logging.getLogger("paceline")
 
 SHUTDOWN_S = 60.0  # for current responses when the service is taken down
 CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three missed checks in a row: a suspended process is replaced after 24 s
-UNBOUNDED = 1 << 20  # requests that Serve passes to a process concurrently: the engine limits them
+DEPLOYED: dict[str, Any] = {
+    "max_ongoing_requests": 1 << 20,  # that Serve passes to a process concurrently: the engine limits them
+    "graceful_shutdown_timeout_s": SHUTDOWN_S,
+    "health_check_period_s": 2.0,  # three missed checks in a row: a suspended process is replaced after 24 s
+    "health_check_timeout_s": 6.0,
+    "logging_config": SERVE_LOGGING,
+}
+"""Options of every deployment."""
 
 _FIGURES_S = 1.0  # between updates of the engine's metrics
 _FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
@@ -295,12 +301,8 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_i
         ModelReplica,
         name=deployment_name(group.name),
         **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
-        max_ongoing_requests=UNBOUNDED,
         max_queued_requests=max_waiting,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        logging_config=SERVE_LOGGING,
+        **DEPLOYED,
         ray_actor_options={
             "num_cpus": CPU_SHARE,
             "resources": {RESOURCE: target},

@@ -62,6 +62,7 @@ class _ChoicesWriter:
 
     def __init__(self, request: CompletionRequest | ChatRequest, context: RequestContext, bytes_of: BytesOf) -> None:
         self._request, self._context, self._bytes_of = request, context, bytes_of
+        self._num_top = request.top_logprobs_wanted
         self._head: Mapping[str, object] = {
             "id": f"{self._id}-{context.id}",
             "object": self._streamed if request.stream else self._object,
@@ -69,14 +70,14 @@ class _ChoicesWriter:
             "model": request.model,
         }
 
-    def step(self, step: Step, usage: Usage) -> bytes:
+    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
         choice, request = self._choice(step.choice, step, self._delta(step)), self._request
         shown = request.return_token_ids or request.return_token_origins
         if not (shown or any(choice[name] for name in choice if name != "index")):
             return b""
         options, counts = request.stream_options, {}
         if options.include_usage:
-            counts = {"usage": usage.to_dict() if options.continuous_usage_stats else None}
+            counts = {"usage": usage().to_dict() if options.continuous_usage_stats else None}
         return event({**self._head, "choices": [choice], **counts})
 
     def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
@@ -138,7 +139,7 @@ class CompletionWriter(_ChoicesWriter):
         return {"text": (self._prompts[index][0] if self._prompts else "") + choice.content}
 
     def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
-        count = self._request.top_logprobs_wanted
+        count = self._num_top
         if count is None or not (part.pieces or part.prompt is not None):
             return None
         scored: list[tuple[int, float | None, Likeliest | None]] = []
@@ -207,13 +208,12 @@ class ChatWriter(_ChoicesWriter):
         return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
-        num_top = self._request.top_logprobs_wanted
-        if num_top is None or not part.pieces:
+        if self._num_top is None or not part.pieces:
             return None
         content = [
             {
                 **self._one(piece.token, piece.logprob),
-                "top_logprobs": [self._one(token, logprob) for token, logprob in piece.top[:num_top]],
+                "top_logprobs": [self._one(token, logprob) for token, logprob in piece.top[: self._num_top]],
             }
             for piece in part.pieces
         ]
@@ -244,7 +244,7 @@ class ResponsesWriter:
 
     # ---- streamed
 
-    def step(self, step: Step, usage: Usage) -> bytes:
+    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
         events = b""
         if step.first:
             events = b"".join(self._event(name, response=self._response("in_progress")) for name in _BEGINNING)

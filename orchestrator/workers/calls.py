@@ -145,11 +145,6 @@ class CallState:
         indices = {number: request.index for number, request in zip(numbers, call.requests, strict=True)}
         return cls(call, sink, indices, tokenizer, deque(guarded), len(guarded))
 
-    @property
-    def failed(self) -> CheckpointError | None:
-        """Error that ends the call; None if it can continue."""
-        return None if self.tokenizer is None else self.tokenizer.failed
-
     def seat(self) -> Request:
         """Move its first waiting request into a slot, and return it."""
         request = self.waiting.popleft()

@@ -215,7 +215,8 @@ class SharedEngine:
                 if output.finish_reason is not None:
                     del self._running[output.index]
             for state, own in gained.values():
-                error = state.failed or next((one.error for one in own if one.error is not None), None)
+                error: Exception | None = None if state.tokenizer is None else state.tokenizer.failed
+                error = error or next((one.error for one in own if one.error is not None), None)
                 if error is not None:
                     self._end(state, error)
                     continue
@@ -335,22 +336,21 @@ class AsyncEngine:
         for update in updates:
             call = self._running.get(update.ticket)
             if call is not None:
-                call.put(update)
+                call.updates.append(update)
+                call.came.set()
 
 
 class AsyncCall:
-    """Call under way, for one consumer."""
+    """Call under way, for one consumer.
+
+    updates  those that it has not taken yet; ``came``: set when there are more
+    """
 
     def __init__(self, engine: AsyncEngine, ticket: str) -> None:
         self._engine, self._ticket = engine, ticket
-        self._updates: deque[CallUpdate] = deque()  # not yet taken by the consumer
-        self._came = asyncio.Event()
+        self.updates: deque[CallUpdate] = deque()
+        self.came = asyncio.Event()
         self._last: CallUpdate | None = None
-
-    def put(self, update: CallUpdate) -> None:
-        """Add an update."""
-        self._updates.append(update)
-        self._came.set()
 
     async def next(self) -> CallUpdate | None:
         """Return all outputs since the last call as one update, as soon as there are any; None at the end.
@@ -359,9 +359,9 @@ class AsyncCall:
             DeadlineError, SamplingError, ...: the call could not be served to its end.
         """
         while self._last is None:
-            await self._came.wait()
-            self._came.clear()
-            taken, self._updates = self._updates, deque()
+            await self.came.wait()
+            self.came.clear()
+            taken, self.updates = self.updates, deque()
             update = CallUpdate.joined(taken)
             if update.ended or update.error is not None:
                 self._last = update

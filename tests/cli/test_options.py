@@ -21,7 +21,7 @@ GROUPS = {"": main.COMMANDS, "train ": main.TRAIN, "experiment ": main.EXPERIMEN
 EXCEPTIONS: dict[str, list[set[str]]] = {
     "--api-key": [{"serve"}],  # keys to accept; elsewhere the key to send
     "--backend": [{"selftest"}],  # may be left out to test all
-    "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif", "experiment tune"}],  # buckets, no training
+    "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
     "--draft": [
@@ -37,7 +37,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--layout": [{"convert-eagle"}],
     "--learning-rate": [{"train eagle"}],
     "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
-    "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"experiment tune"}, {"experiment export"}],
+    "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"plan-speed"}, {"experiment export"}],
     "--prompts": [{"doctor"}, {"medusa-tree"}, {"verify"}],  # may be left out
     "--quantization": [{"cost"}],  # the graphs that are counted know int8 alone
     "--sampling": [{"compile"}],  # several

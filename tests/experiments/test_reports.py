@@ -194,21 +194,7 @@ def test_compare(done: Path) -> None:
     assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
 
 
-def test_tune_runs_the_best_and_writes_what_serve_reads(done: Path, tmp_path: Path) -> None:
-    (trace,) = (done / "traces").glob("*.trace")
-    file = tmp_path / "tuned.yaml"
-    found = json.loads(call("experiment", "tune", done, trace, "--out", file, "--json").stdout.splitlines()[-1])
-    speeds = [one["tokens_per_second"] for one in found["all"]]
-    assert speeds == sorted(speeds, reverse=True) and found["best"] == found["all"][0]
-    assert {"none", "model k=1", "model k=3"} <= {one["policy"] for one in found["all"]}
-    assert {"suffix k=4", "suffix+model k=4"} <= {one["policy"] for one in found["all"]}, "lists and text drafters too"
-    run = found["run"]
-    assert min(run.values()) > 0 and run["speedup"] == pytest.approx(run["measured"] / run["plain"])
-    plan = call("plan", file, "--instance", "cpu")
-    assert plan.exit_code == 0, plan.stderr
-
-
-def test_a_run_that_fails_ends_tune_before_it_writes(
+def test_a_run_that_fails_ends_before_a_models_file_is_written(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
@@ -217,12 +203,27 @@ def test_a_run_that_fails_ends_tune_before_it_writes(
     (trace,) = (done / "traces").glob("*.trace")
     file = tmp_path / "tuned.yaml"
     monkeypatch.setattr(Bench, "measure", failing)
-    asked = ["experiment", "tune", done, trace, "--out", file, "--trials", "0"]
-    failed = call(*asked)
+    asked = ["plan-speed", "--experiment", done, "--trace", trace, "--out", file]
+    failed = call(*asked, "--verify")
     assert failed.exit_code == 2 and "no such luck" in failed.stderr and not file.exists()
-    untimed = call(*asked, "--batch-size", "3", "--no-check")
-    assert untimed.exit_code == 0, "on the line through 1 and 2"
-    assert call(*asked, "--batch-size", "0").exit_code == 2
+    untimed = call(*asked, "--batch-sizes", "3")
+    assert untimed.exit_code == 0 and file.exists(), "on the line through 1 and 2"
+    assert call(*asked, "--batch-sizes", "0").exit_code == 2
+    assert "--batch-sizes: expected one with --out, got 2" in call(*asked, "--batch-sizes", "1,2").stderr
+
+
+def test_the_fastest_is_written_as_what_serve_reads(done: Path, tmp_path: Path) -> None:
+    (trace,) = (done / "traces").glob("*.trace")
+    file = tmp_path / "tuned.yaml"
+    asked = ["plan-speed", "--experiment", done, "--trace", trace, "--trials", "30", "--out", file, "--json"]
+    (load,) = json.loads(call(*asked).stdout.splitlines()[-1])["loads"]
+    tried = load["candidates"]
+    seen = {(one["drafter"], one["k"]) for one in tried}
+    assert {("", None), ("model", 1), ("model", 3)} <= seen
+    assert {("suffix", 4), ("suffix+model", 4)} <= seen, "lists and text drafters too"
+    assert any(one["confidence"] is not None for one in tried)
+    plan = call("plan", file, "--instance", "cpu")
+    assert plan.exit_code == 0, plan.stderr
 
 
 def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
@@ -243,6 +244,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
         (["--acceptance", "0.5"], "expected one of model, suffix, suffix+model with --acceptance, got none"),
         ([], "--acceptance: expected either --trace or --acceptance, got neither"),
         (["--acceptance", "0.5", "--drafter", "other"], "got 'other'"),
+        (["--acceptance", "0.5", "--drafter", "model", "--trials", "3"], "--trials: expected --experiment and --trace"),
         (["--trace", trace, "--target", done.parent / "target"], "expected --experiment for measured times"),
     ):
         refused = call(*asked, *wrong)

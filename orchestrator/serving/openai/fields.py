@@ -25,12 +25,6 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
 
-def refuse_unstreamed(stream: bool, options: object) -> None:
-    """Raise RefusedError: there are options of a stream, and no stream."""
-    if options is not None and not stream:
-        raise RefusedError(400, "stream_options: expected stream: true with it; omit it", param="stream_options")
-
-
 _MEDIA = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
 
 
@@ -162,20 +156,26 @@ else:
     )
 
 
-class StreamFields(Strict):
-    """How the answer comes, and what it says about its tokens."""
+class Streamed(Strict):
+    """Whether the answer comes in parts. The endpoints' ``stream_options`` differ."""
 
     stream: Annotated[bool, Field(description="true or false")] = False
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Streamed:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise RefusedError(400, "stream_options: expected stream: true with it; omit it", param="stream_options")
+        return self
+
+
+class StreamFields(Streamed):
+    """How the answer comes, and what it says about its tokens."""
+
     stream_options: Annotated[StreamOptions, Field(description="an object whose include_usage is true or false")] = (
         StreamOptions()
     )
     return_token_ids: Annotated[bool, Field(description="true or false")] = False
     return_token_origins: Annotated[bool, Field(description="true or false")] = False
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> StreamFields:
-        refuse_unstreamed(self.stream, self.stream_options if "stream_options" in self.model_fields_set else None)
-        return self
 
 
 class StructuredOutputs(Strict):
@@ -255,18 +255,18 @@ class GenerationFields(SamplingFields, StreamFields, StructureFields, IgnoredFie
         ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
     ] = ResponseFormat(type="text")
 
-    @property
-    def structured(self) -> StructuredOutputs | None:
-        """Structure that the output must have, given by OpenAI's field or by vLLM's.
-
-        Raises:
-            RefusedError: both are set.
-        """
-        if self.response_format.structured is not None and self.structured_outputs is not None:
+    @model_validator(mode="after")
+    def _check_structure(self) -> GenerationFields:
+        if self.response_format.type != "text" and self.structured_outputs is not None:
             message = (
                 "response_format: expected either response_format or structured_outputs, got both; omit one of them"
             )
             raise RefusedError(400, message, param="response_format")
+        return self
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """Structure that the output must have, given by OpenAI's field or by vLLM's."""
         return self.response_format.structured or self.structured_outputs
 
 

@@ -16,11 +16,11 @@ from paceline.serving.openai.fields import (
     IgnoredFields,
     ModelField,
     SamplingFields,
+    Streamed,
     Strict,
     StructureFields,
     TokenId,
     refuse_media,
-    refuse_unstreamed,
     validated,
 )
 from paceline.serving.refused import RefusedError
@@ -63,7 +63,6 @@ class CompletionRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        _ = self.structured  # rejected if it is given twice
         if not self.max_tokens and not self.echo:
             raise RefusedError(
                 400, "max_tokens: expected at least 1 unless echo is true, got 0; raise it", param="max_tokens"
@@ -286,7 +285,6 @@ class ChatRequest(GenerationFields, TemplateFields):
                     f"tool_choice: expected a function in tools, got {self.tool_choice.function.name!r}; correct "
                     "the name"
                 )
-        _ = self.structured  # rejected if it is given twice
         if self.structured_outputs is not None and self.tool_choice not in (None, "none", "auto"):
             raise ValueError(
                 "structured_outputs: expected none with a tool_choice that requires calls, got one; omit it"
@@ -448,21 +446,16 @@ class InputItem(Strict):
         return None
 
 
-class FunctionTool(Strict):
+class FunctionTool(FunctionDefinition):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: str = ""
-    parameters: dict[str, Any] = {}
-    strict: bool = False
 
 
-class NamedFunction(Strict):
+class NamedFunction(FunctionName):
     """The one function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(Strict):
@@ -497,7 +490,7 @@ class ResponsesStreamOptions(Strict):
     include_usage: bool = True
 
 
-class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
+class ResponsesRequest(SamplingFields, Streamed, StructureFields, IgnoredFields):
     """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
 
     prompt_field: ClassVar[str] = "input"
@@ -521,7 +514,6 @@ class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
         ReasoningOptions, Field(description="an object with an effort, and no summary (reasoning is returned in full)")
     ] = ReasoningOptions()
     top_logprobs: Annotated[None, Field(description="null (chat completions return log-probabilities)")] = None
-    stream: Annotated[bool, Field(description="true or false")] = False
     stream_options: Annotated[ResponsesStreamOptions | None, Field(description="an object")] = None
     store: Annotated[Literal[False], Field(description="false (responses are not stored)")] = False
     previous_response_id: Annotated[
@@ -535,11 +527,6 @@ class ResponsesRequest(SamplingFields, StructureFields, IgnoredFields):
     )
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     max_tool_calls: Annotated[None, Field(description="null (OpenAI's own tools are not supported)")] = None
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> ResponsesRequest:
-        refuse_unstreamed(self.stream, self.stream_options)
-        return self
 
     def chat(self) -> ChatRequest:
         """Return the request as a chat request.
