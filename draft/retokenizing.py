@@ -70,21 +70,20 @@ class TargetText:
         may split a word as its tokenizer never does.
         """
         pieces = list(self._pieces)
-        for first in range(len(pieces)):
-            committed = [*chain(*(ids for ids, _ in pieces[first:])), *self._unfinished]
-            ids = self._encode("".join(piece for _, piece in pieces[first:]) + text)
-            if ids[: len(committed)] == committed and self._adds(committed, ids[len(committed) :], text):
-                return ids[len(committed) :]
-        ids = self._encode(text)
-        if ids[: len(self._unfinished)] != self._unfinished:
-            return None
-        last = [] if not pieces else pieces[-1][0]
-        return ids[len(self._unfinished) :] if self._adds(last, ids, text) else None
+        for first in range(len(pieces) + 1):
+            old = pieces[first:]
+            committed = [*chain(*(one for one, _ in old)), *self._unfinished]
+            ids = self._encode("".join(piece for _, piece in old) + text)
+            added = ids[len(committed) :]
+            if ids[: len(committed)] == committed and self._adds(old or pieces[-1:], added, text):
+                return added
+        return None
 
-    def _adds(self, committed: list[int], ids: list[int], text: str) -> bool:
-        """Whether ``ids`` add ``text``: a tokenizer may lose the first space of a text."""
-        before = plain_text(self._tokenizer, committed)
-        return plain_text(self._tokenizer, [*committed, *ids]) == before + text
+    def _adds(self, old: list[tuple[list[int], str]], ids: list[int], text: str) -> bool:
+        """Whether ``ids`` add ``text`` to old text: a tokenizer may lose the first space of what it decodes."""
+        before = "".join(piece for _, piece in old)
+        both = plain_text(self._tokenizer, [*chain(*(one for one, _ in old)), *self._unfinished, *ids])
+        return both in (before + text, before.removeprefix(" ") + text)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -6,7 +6,7 @@ A model of two layers and a draft of one, with random weights, decode on the eag
 function of the package is recorded:
 
     set-up        distinct functions, and their files, between a call of `sample` and the first call of a compiled step.
-                  The same call was made once before, so that what is built once is not counted
+                  The same call was made before, so that what is done once is not counted
     steady round  calls of functions per round outside of the steps: the difference between a long and a
                   short text, over the rounds by which they differ; fused, plain (nothing is drafted, one step a round)
                   and of a text drafter (n-grams)
@@ -44,6 +44,8 @@ STEP = "eager_step.<locals>.run"
 ROW = re.compile(r"(?:Drafter|Rule|Family|Backend)Row\(")
 PROMPT = [5, 9, 5, 9, 5]
 SHORT, LONG = 21, 101
+BEFORE = 12
+"""Calls before the one that is traced: all is built, and it is known whether the drafter fits the target."""
 
 
 @dataclass
@@ -157,7 +159,8 @@ def trace_rounds(generator: paceline.SpeculativeGenerator) -> tuple[Trace, Trace
     """What a short and a long text ran, and by how many rounds they differ."""
     rounds, traces = [], []
     for length in (SHORT, LONG):
-        generator.sample([PROMPT], max_new_tokens=length)  # once before, so that all is built
+        for _ in range(BEFORE):
+            generator.sample([PROMPT], max_new_tokens=length)
         with traced() as trace:
             generator.sample([PROMPT], max_new_tokens=length)
         rounds.append(generator.statistics.num_rounds)

@@ -31,20 +31,16 @@ class DraftFit:
 
     name     of the drafter, for messages
     causes   what is likely wrong where it does not fit
+    judged   whether there were enough drafts: no round has to be shown any more
     warning  the message once it was given; "" = none so far
     """
 
     def __init__(self, name: str, causes: str) -> None:
-        self.name, self.causes, self.warning = name, causes, ""
+        self.name, self.causes, self.judged, self.warning = name, causes, False, ""
         self._drafts = self._accepted = 0
         self._drafted: list[float] = []  # seconds of rounds with drafts
         self._plain: list[float] = []  # of plain steps
         self._verify: list[float] = []  # of verifications in a graph of their own
-
-    @property
-    def judged(self) -> bool:
-        """Whether there were enough drafts."""
-        return self._drafts >= ENOUGH_DRAFTS
 
     @property
     def gained(self) -> float:
@@ -69,13 +65,21 @@ class DraftFit:
 
     def learn(self, result: RoundResult, *, fused: bool) -> None:
         """Take in rounds, drafted and verified in one graph if ``fused``; warn once, where the drafter does not fit."""
-        if self._drafts >= ENOUGH_DRAFTS:
+        if self.judged:
             return
         for report in result.reports:
-            self._count(report)
-            if any(report.drafted) and not fused:  # such a result has one round
+            if not any(report.drafted):
+                self.plain(report.seconds / max(1, *(len(tokens) for tokens in report.tokens)))
+                continue
+            self._drafted.append(report.seconds)
+            if not fused:  # such a result has one round
                 self._verify.append(result.verify_seconds)
-        if self._drafts >= ENOUGH_DRAFTS and not self.fits:
+            for drafted, tokens in zip(report.drafted, report.tokens, strict=True):
+                if drafted:
+                    self._drafts += 1
+                    self._accepted += min(drafted, max(0, len(tokens) - 1))
+        self.judged = self._drafts >= ENOUGH_DRAFTS
+        if self.judged and not self.fits:
             self.warning = f"draft: {self.name} does not fit this target: {self}; likely causes: {self.causes}"
             log.warning("%s", self.warning)
 
@@ -87,13 +91,3 @@ class DraftFit:
         """Say what was seen."""
         pays = max(LEAST_GAIN, self.needed or 0.0)
         return f"{self.gained:.2f} accepted tokens a draft in {self._drafts} drafts, and rounds pay from {pays:.2f} on"
-
-    def _count(self, report: RoundReport) -> None:
-        if not any(report.drafted):
-            self.plain(report.seconds / max(1, *(len(tokens) for tokens in report.tokens)))
-            return
-        self._drafted.append(report.seconds)
-        for drafted, tokens in zip(report.drafted, report.tokens, strict=True):
-            if drafted:
-                self._drafts += 1
-                self._accepted += min(drafted, max(0, len(tokens) - 1))

@@ -185,7 +185,7 @@ class Rounds:
                 replaced = drafted_last(proposal, tokens) if proposal is not None and any(drafted) else None
             reports = [RoundReport(tokens, drafted, end - begin, drafter.predicted, scores, replaced)]
         result = RoundResult(commit, reports, middle - begin, end - middle, length)
-        if self.fit is not None and self._special is None:
+        if self.fit is not None and not self.fit.judged and self._special is None:
             self.fit.learn(result, fused=fused is not None)
         if length is not None and self._pace is not None:
             self._pace.learn(length, result, limits, early=early is not None)

@@ -139,6 +139,21 @@ def test_what_continues_a_text_says_what_was_asked(text: str, cut: int, marked: 
         assert tokenizer.decode([*ids[:cut], *rest], clean_up_tokenization_spaces=False) == whole
 
 
+def test_a_continuation_that_fits_is_decoded_once() -> None:
+    calls: list[list[int]] = []
+
+    class Counting:
+        encode = staticmethod(COARSE.encode)
+
+        def decode(self, ids: list[int], **options: object) -> str:
+            calls.append(ids)
+            return COARSE.decode(ids, **options)  # type: ignore[no-any-return, arg-type]
+
+    side = TargetText(Counting(), COARSE.encode(TEXT)[:9])
+    calls.clear()
+    assert side.continuation(TEXT[len(side.text) :]) and len(calls) == 1
+
+
 @pytest.mark.parametrize("tokenizer", [COARSE, FINE, MARKED])
 def test_only_the_end_of_a_long_text_is_encoded_again(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:

@@ -88,6 +88,8 @@ def test_a_random_head_is_warned_about_once_and_in_the_metrics(
     assert caplog.text.count(f"draft: {type(drafter).__name__} does not fit this target") == 1
     assert "another base model" in caplog.text
     assert "does not fit" in SharedEngine(generator).figures().misfit
+    monkeypatch.delattr(DraftFit, "learn")
+    generator.sample([[5, 17, 17]], max_new_tokens=20)  # a judged drafter's rounds are not watched
 
 
 def test_a_text_drafter_may_well_miss(workshop: Workshop) -> None:
