@@ -79,6 +79,10 @@ class Drafter(ABC):
         """Counts of each of several drafters since this one was made, by its name, if it chooses among them."""
         return {}
 
+    def restrict(self, slot: int, name: str) -> None:
+        """Let only this drafter of ``choice_counts`` propose for the next request in a slot, until it finishes."""
+        raise NotImplementedError(f"{type(self).__name__} does not choose among drafters")
+
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Prefill the prompt of a new request in a slot. features [S, F] of its tokens, if this drafter ``reads``
         any.

@@ -8,13 +8,13 @@ repeat, and saves the model's time if it does: the model runs only in rounds in 
 others, which cost time, propose if they are the best, at the beginning of a sequence, and at intervals. In a batch
 every slot has a separate choice.
 
-Output tokens do not depend on the choice.
+A request may name the drafter that it uses. Output tokens do not depend on the choice.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -330,11 +330,15 @@ class ChoiceDrafter(_SeveralDrafters):
         self._free = tuple(isinstance(drafter, TextDrafter) for drafter in drafters)
         self._every, self._by = shadow_every, choose_by
         self._scores = ShadowScores(len(drafters))
+        self._only: dict[int, int] = {}  # the one drafter of a slot whose request names it
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """Counts of each drafter since this one was made, by its name."""
         return dict(zip(self.names, self._scores.counts, strict=True))
+
+    def restrict(self, slot: int, name: str) -> None:
+        self._only[slot] = self.names.index(name)
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._scores.begin(slot)
@@ -342,10 +346,13 @@ class ChoiceDrafter(_SeveralDrafters):
 
     def finish_request(self, slot: int) -> None:
         self._scores.end(slot)
+        self._only.pop(slot, None)
         super().finish_request(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
         self._scores.move(slot, to)
+        if slot in self._only:
+            self._only[to] = self._only.pop(slot)
         super().move_request(slot, to, rows)
 
     def update(self, commit: Commit) -> None:
@@ -360,12 +367,13 @@ class ChoiceDrafter(_SeveralDrafters):
         scores.rounds += 1
         value = scores.speed if self._by == "speed" else scores.expected
         everybody = range(len(self._drafters))
-        order = {slot: sorted(everybody, key=lambda d, s=slot: -value(s, d)) for slot in slots}  # type: ignore[misc]
-        place = [min((drafters.index(d) for drafters in order.values()), default=0) for d in everybody]
         proposals: list[list[list[int]]] = [[] for _ in everybody]
+        order = {slot: sorted(self._of(slot), key=lambda d, s=slot: -value(s, d)) for slot in slots}  # type: ignore[misc]
+        place = [min((ds.index(d) for ds in order.values() if d in ds), default=len(proposals)) for d in everybody]
         for index in sorted(everybody, key=lambda d: (not self._free[d], place[d])):
             if self._free[index] or self._should_propose(index, order, proposals):
-                proposals[index] = self._ask(index, commit, sampling, limits=limits)
+                its = [slot for slot in slots if index in order[slot]]
+                proposals[index] = self._ask(index, its, commit, sampling=sampling, limits=limits)
         rows: list[list[int]] = [[] for _ in most]
         for slot in slots:
             best = next((d for d in order[slot] if proposals[d] and proposals[d][slot]), None)
@@ -387,6 +395,8 @@ class ChoiceDrafter(_SeveralDrafters):
         if self._scores.rounds % self._every == 0:
             return True
         for slot, drafters in order.items():
+            if index not in drafters:
+                continue
             if not self._scores.known(slot, index):
                 return True
             before = drafters[: drafters.index(index)]
@@ -394,10 +404,17 @@ class ChoiceDrafter(_SeveralDrafters):
                 return True
         return False
 
-    def _ask(self, index: int, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits) -> list[list[int]]:
-        """Return the proposals of one drafter, as far as it can follow, and record the time."""
+    def _of(self, slot: int) -> Sequence[int]:
+        """The drafters that may propose in a slot."""
+        return range(len(self._drafters)) if slot not in self._only else (self._only[slot],)
+
+    def _ask(
+        self, index: int, slots: Collection[int], commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits
+    ) -> list[list[int]]:
+        """Return the proposals of one drafter in these slots, as far as it can follow, and record the time."""
         drafter, begin = self._drafters[index], perf_counter()
-        within = _limits_within(drafter, limits.max_accept, commit, bounds=limits)
+        most = [limit if slot in slots else 0 for slot, limit in enumerate(limits.max_accept)]
+        within = _limits_within(drafter, most, commit, bounds=limits)
         if not drafter.draft_shape.num_draft_tokens or not any(within.max_accept):
             return [[] for _ in within.max_accept]
         chains = drafter.chains(commit, sampling, within)

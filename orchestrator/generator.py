@@ -78,6 +78,7 @@ class SpeculativeGenerator:
         self.limits = replace(
             request_limits(target, self._rule),
             sampling_refusal=next(refusals, None),
+            drafters=tuple(self.drafter.choice_counts),
             prediction_refusal=build.prediction_refusal(target, self.drafter, self.config, rule=self._rule),
         )
         config = target.config

@@ -52,19 +52,22 @@ from paceline.text.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 
 if TYPE_CHECKING:
     from paceline.auto import SamplingDecoder
-    from paceline.generator import SpeculativeGenerator
+    from paceline.generator import OutputStream, SpeculativeGenerator
 
 app = typer.Typer()
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A finished text: without its prompt, as text and as ids, and why it ended; and log-probabilities, if wanted."""
+    """A finished text: without its prompt, as text and as ids, and why it ended; and log-probabilities, if wanted: of
+    it, and of its prompt from the second token on.
+    """
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @command(app, hidden={"batch_size"})
@@ -110,9 +113,7 @@ def _json_object(
 ) -> dict[str, object]:
     """Return the JSON output. The warning comes first, so that it is not missed."""
     first = {} if warning is None else {"warning": warning}
-    fields = asdict(continuation)
-    if continuation.logprobs is None:
-        del fields["logprobs"]
+    fields = {name: value for name, value in asdict(continuation).items() if value is not None}
     return {**first, "prompt": prompt, **fields, "statistics": statistics.to_dict()}
 
 
@@ -147,21 +148,25 @@ def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput],
     pieces: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
+    of_prompt: list[TokenLogprobs] | None = None
     reason: FinishReason = "length"
     for output in stream:
         if output.error is not None:
             raise output.error
         if output.token_logprobs is not None:
             logprobs = [*(logprobs or ()), *output.token_logprobs]
+        if output.prompt_logprobs is not None:
+            of_prompt = list(output.prompt_logprobs)
         pieces.append(piece(output))
         tokens += output.tokens
         reason = output.finish_reason or reason
-    return Continuation("".join(pieces), tokens, reason, logprobs)
+    return Continuation("".join(pieces), tokens, reason, logprobs, of_prompt)
 
 
 PLAIN = "plain"
 
 HELP = """/draft DRAFT  who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4 (also /mode)
+              or one of the drafters of a choice, which is not loaded again
 /race [DRAFT] answer the last question plainly, then with each of these drafts, and show the speeds
 /stats        counts and times of the last answer
 /seed N       the seed of the answers that follow
@@ -233,13 +238,17 @@ def history(file: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Modes:
-    """Generators of one target by who drafts; each is made at its first use, with its graphs if they are compiled."""
+    """Generators of one target by who drafts; each is made at its first use, with its graphs if they are compiled.
+
+    drafter  the one that proposes, of the choice that the command line named; None: no such
+    """
 
     target: SamplingDecoder
     config: SpeculativeConfig
     compiled: bool
     generators: dict[str | None, SpeculativeGenerator] = field(default_factory=dict)
     current: str | None = None
+    drafter: str | None = None
 
     def use(self, draft: str | None) -> None:
         """Let that one draft; None: what the command line said.
@@ -247,13 +256,24 @@ class Modes:
         Raises:
             PacelineError: there is no such draft, or it does not fit the target. The one before stays.
         """
-        if draft not in self.generators:
+        usual = self.generators.get(None)
+        of_choice = usual is not None and draft in usual.limits.drafters
+        if not of_choice and draft not in self.generators:
             config = self.config if draft is None else _of_mode(self.config, draft)
             generator, decoders = load_draft(self.target, config)
             if self.compiled:
                 console.compiling(console.err(), decoders, [generator.compile])
             self.generators[draft] = generator
-        self.current = draft
+        self.current, self.drafter = (None, draft) if of_choice else (draft, None)
+
+    @property
+    def name(self) -> str | None:
+        """Argument of `use` that leads to the current mode."""
+        return self.drafter or self.current
+
+    def stream(self, ids: list[int], params: SamplingParams) -> OutputStream:
+        """Continue a prompt in the current mode."""
+        return self.generator.stream([ids], params=replace(params, drafter=self.drafter))
 
     @property
     def generator(self) -> SpeculativeGenerator:
@@ -334,7 +354,7 @@ class Session:
         pieces: list[str] = []
         begin = perf_counter()
         try:
-            stream = self.modes.generator.stream([ids], params=self.params)
+            stream = self.modes.stream(ids, self.params)
         except PacelineError:
             self.conversation.turns.pop()
             raise
@@ -370,14 +390,14 @@ class Session:
             raise PromptError("/race: expected a question before it, got none; ask one")
         tokenizer = self.params.tokenizer
         assert tokenizer is not None, "a chat has one"
-        before, plain = self.modes.current, list[int]()
+        before, plain = self.modes.name, list[int]()
         table = Table("draft", "tokens", "seconds", "tokens/s", "tokens a round", "text", title="race")
         try:
             for draft in (PLAIN, *(drafts or (before,))):
                 self.modes.use(draft)
                 begin = perf_counter()
                 label = "the current draft" if draft is None else draft
-                stream = self.modes.generator.stream([self.asked], params=self.params)
+                stream = self.modes.stream(self.asked, self.params)
                 statistics = self.modes.generator.statistics
                 shown = StopStringFilter(StopStrings.of(self.params.stop_strings), tokenizer, self.asked)
                 tokens = _quiet(stream, shown, total=self.params.max_new_tokens or 0, label=f"race: {label}").tokens
@@ -386,7 +406,7 @@ class Session:
                 figures = f"{seconds:.2f}", f"{len(tokens) / seconds:.1f}", f"{statistics.tokens_per_round:.2f}"
                 table.add_row(Text(label), str(len(tokens)), *figures, "the same" if tokens == plain else "another")
         finally:
-            self.modes.current = before
+            self.modes.use(before)
         console.err().print(table)
 
     def save(self, file: Path) -> None:

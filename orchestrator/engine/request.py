@@ -42,6 +42,7 @@ class TargetLimits:
     host_refusal        reason why it takes no request whose tokens are decided on the host
     prediction_refusal  reason why it takes no prediction
     grammars            compiles grammars for its vocabulary
+    drafters            names of the drafters that a request may choose from
     """
 
     vocab_size: int
@@ -51,6 +52,7 @@ class TargetLimits:
     host_refusal: str | None = None
     prediction_refusal: str | None = None
     grammars: GrammarCompiler | None = None
+    drafters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Request:
     criteria         Hugging Face's stopping criteria
     use_speculation  whether tokens are drafted for it
     max_draft_tokens maximum number of drafted tokens verified in a round; None = all
+    drafter          name of the one drafter that proposes for it; None = all
     rules            processing of its logits on the host; None = nothing
     output_scores    whether to report log-probabilities in the processed logits
     num_logprobs     number of the model's most likely tokens to report at each position; None = no log-probabilities
@@ -115,6 +118,7 @@ class Request:
     num_prompt_logprobs: int | None = None
     prediction: tuple[int, ...] = ()
     max_draft_tokens: int | None = None
+    drafter: str | None = None
 
     @property
     def most_drafted(self) -> int:
@@ -146,10 +150,7 @@ class Request:
             PromptError, ContextError, SamplingError: a request cannot be served.
         """
         rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
-        for name in ("use_speculation", "seed"):
-            value = getattr(params, name)
-            if isinstance(value, (list, tuple)) and len(value) != len(rows):
-                raise SamplingError(f"{name}: expected {len(rows)} entries, got {len(value)}; give one per prompt")
+        _check_entries(params, len(rows))
         stop_strings = None if params.stop_strings is None else StopStrings.of(params.stop_strings)
         if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
             raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
@@ -162,6 +163,7 @@ class Request:
         criteria = tuple(params.stopping_criteria_list or ())
         if (reader := next(filter(reads_scores, criteria), None)) is not None:
             raise no_scores(reader)
+        _check_drafter(params.drafter, limits.drafters)
         changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
         rules = _rules(params, limits, end_ids) if changed else None
         prediction = _prediction(params, limits) if params.prediction else ()
@@ -190,11 +192,29 @@ class Request:
                         num_prompt_logprobs=params.prompt_logprobs,
                         prediction=prediction,
                         max_draft_tokens=params.max_draft_tokens,
+                        drafter=params.drafter,
                     )
                 )
         if limits.host_refusal is not None and requests[0].on_host:
             raise ConfigurationError(limits.host_refusal)
         return requests
+
+
+def _check_entries(params: SamplingParams, count: int) -> None:
+    """Raise SamplingError for a list that has not one entry for each prompt."""
+    for name in ("use_speculation", "seed"):
+        value = getattr(params, name)
+        if isinstance(value, (list, tuple)) and len(value) != count:
+            raise SamplingError(f"{name}: expected {count} entries, got {len(value)}; give one per prompt")
+
+
+def _check_drafter(name: str | None, drafters: Sequence[str]) -> None:
+    """Raise SamplingError for a drafter that is not among these."""
+    if name is None or name in drafters:
+        return
+    names = ", ".join(map(repr, drafters))
+    there = f"one of {names}" if names else "none, since the draft is no choice of several"
+    raise SamplingError(f"drafter: expected {there}, got {name!r}; correct or omit it", param="drafter")
 
 
 def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: str) -> None:

@@ -100,6 +100,9 @@ class Rounds:
         and the drafter's first are one.
         """
         self._requests_changed()
+        seated = self._slots[slot] if slot < len(self._slots) else None
+        if seated is not None and seated.request.drafter is not None:
+            self.drafter.restrict(slot, seated.request.drafter)
         first = yield from self.verifier.prefill(slot, prompt, sampling)
         yield from self.drafter.read_request(slot, prompt, first.features)
         self._seated.add(slot)

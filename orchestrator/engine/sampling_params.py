@@ -132,6 +132,7 @@ class SamplingParams:
                             token
     use_speculation         False, or one entry for every prompt: draft nothing for it
     max_draft_tokens        maximum number of drafted tokens verified in a round; None = all that the drafter proposes
+    drafter                 name of the one drafter of a choice that proposes; None = the best
 
     Raises:
         SamplingError: a value has the wrong type or is out of range.
@@ -195,7 +196,11 @@ class SamplingParams:
         "With --json: number of most likely tokens to report with log-probabilities at each position, 0 to 20. "
         "Default: none.",
     )
-    prompt_logprobs: int | None = _param(None, _Kind("an integer", optional=True, least=0, most=20))
+    prompt_logprobs: int | None = _param(
+        None,
+        _Kind("an integer", optional=True, least=0, most=20),
+        "With --json: the same for the tokens of the prompt from the second on. Default: none.",
+    )
     output_scores: bool = _param(False, _Kind("True or False"))
     structured_outputs: StructuredOutput | None = _param(  # noqa: RUF009
         None, _Kind("a StructuredOutput", optional=True, also=StructuredOutput)
@@ -203,6 +208,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = _param(None, _Kind("a string or a list of integers", optional=True))
     use_speculation: bool | Sequence[bool] = _param(True, _Kind("True or False", listed=True))
     max_draft_tokens: int | None = _param(None, _Kind("an integer", optional=True))
+    drafter: str | None = _param(None, _Kind("a string", optional=True))
 
     def __post_init__(self) -> None:
         _check_kinds(self)

@@ -77,7 +77,9 @@ def _checked_sampling(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: given[name] for name in SamplingParams.asked_names() if name in given}  # in one order
 
 
-SAMPLING = frozenset(SamplingParams.asked_names()) - {"temperature", "seed", "max_new_tokens", "ignore_eos", "logprobs"}
+SAMPLING = frozenset(SamplingParams.asked_names()) - {
+    *("temperature", "seed", "max_new_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
+}
 LOAD = frozenset(one.name for one in fields(LoadOptions)) - {"batch_size"}
 SPECULATIVE = frozenset(SpeculativeConfig.model_fields) - {"draft", "k", "acceptor"}
 """Options of a sampling, a target and a drafter, except those of the whole experiment and of the grid."""

@@ -501,6 +501,7 @@ def sampling_params(
         use_speculation=not request.speculative.is_off,
         **{one.name: getattr(request, one.name) for one in FURTHER},
         max_draft_tokens=request.speculative.k or None,
+        drafter=request.speculative.drafter,
         tokenizer=tokenizer,
     )
 

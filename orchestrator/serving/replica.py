@@ -277,6 +277,7 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
         int(time.time()),
         max_model_len=target.limits.n_positions,
         methods=methods,
+        drafters=target.limits.drafters,
         num_spec_tokens=target.num_spec_tokens,
         placement=tuple(
             PlacedModel(

@@ -159,6 +159,7 @@ class ModelCard:
     created          seconds since 1970 when it became ready
     max_model_len    positions, prompt included
     methods          names of drafter rows (`paceline.registry`); (): plain decoding
+    drafters         names that a request may choose from
     num_spec_tokens  maximum number of drafted tokens per round
     chat             whether there is a chat template
     tools, reasoning names of the parsers for its template, or None
@@ -169,6 +170,7 @@ class ModelCard:
     created: int
     max_model_len: int
     methods: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
     num_spec_tokens: int = 0
     chat: bool = False
     tools: str | None = None

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paceline.cli import decode
 from paceline.cli.decode import Modes, history
 from paceline.cli.main import app
+from paceline.cli.options import load_draft
 from paceline.core.errors import PromptError, RequestError
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
@@ -102,6 +104,17 @@ def test_a_race_answers_the_last_question_again_with_each_draft(chatty: Path) ->
     assert "error: /race: expected a question before it" in rest
     assert rest.count("the same") == 5 and "another" not in rest
     assert "race: suffix" in rest and "race: the current draft" in rest
+
+
+def test_a_drafter_of_a_choice_is_taken_from_it(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made a second time, and no token changes."""
+    made = list[object]()
+    monkeypatch.setattr(decode, "load_draft", lambda *given: made.append(given) or load_draft(*given))
+    choice = 'choice:drafts=["ngram","suffix"]'
+    lines = ("/draft suffix", "w5", "/race ngram suffix", "/reset", "/draft plain", "w5")
+    answers, rest = talk(chatty, *lines, options=("--draft", choice))
+    assert len(made) == 2, "the choice, and plain decoding"
+    assert answers == [answer(chatty, "w1 w5 w2")] * 2 and "error" not in rest and rest.count("the same") == 3
 
 
 def test_the_history_is_a_file_for_its_owner(tmp_path: Path) -> None:

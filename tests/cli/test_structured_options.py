@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.text import structured_output
+from paceline.text.tokenizer import load_tokenizer, prompt_ids
 from tests.cli.test_cli import answer, generate
 
 SCHEMA = {"enum": ["main", "argv", 7]}
@@ -65,6 +66,13 @@ def test_log_probabilities_are_beside_each_token(home: Path) -> None:
     for token, one in zip(found["tokens"], found["logprobs"], strict=True):
         assert len(one["top"]) == 3 and one["top"][0][0] == token, "greedy: the likeliest is what was chosen"
         assert one["logprob"] == one["top"][0][1] and sum(math.exp(value) for _, value in one["top"]) <= 1 + 1e-6
+
+
+def test_tokens_of_the_prompt_have_log_probabilities_too(home: Path) -> None:
+    found: dict[str, Any] = answer(home, "--prompt-logprobs", 2)
+    ids = prompt_ids(load_tokenizer(home / "target"), found["prompt"])
+    assert [one["token"] for one in found["prompt_logprobs"]] == ids[1:] and "logprobs" not in found
+    assert all(len(one["top"]) == 2 and one["logprob"] <= one["top"][0][1] < 0 for one in found["prompt_logprobs"])
 
 
 def test_an_expression_that_is_none_is_refused(ending: Path) -> None:

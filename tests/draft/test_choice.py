@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError
+from paceline import FunctionDrafter, GenerationResult, SamplingParams, SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.draft.choice import ChoiceDrafter, ShadowScores
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import StaticTree
+from paceline.engine.engine import ListQueue
+from paceline.engine.request import Request
 from tests.contract.drafters import BRANCHES
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import drafter as eagle_head
@@ -118,6 +121,45 @@ def test_counts_are_complete_with_the_last_output(workshop: Workshop) -> None:
         assert sum(one.num_drafts for one in statistics.drafters.values()) == statistics.num_drafts
         if output.finish_reason is not None:
             assert statistics.num_drafts
+
+
+def test_a_request_names_the_drafter_that_proposes(workshop: Workshop) -> None:
+    """Alone, and beside requests with the other one or none; no token depends on it, and nobody else is asked."""
+    (text,) = plain(workshop)
+    right, wrong = (
+        Costly(FunctionDrafter(knows(text, lambda _: True), K)),
+        Costly(FunctionDrafter(lambda _: [1] * K, K)),
+    )
+    choice = ChoiceDrafter([right, wrong], ["right", "wrong"], choose_by="length", shadow_every=2)
+    slow, _ = rounds(choice, workshop, drafter="wrong")
+    assert right.asked == 0 < wrong.asked
+    asked = wrong.asked
+    fast, generator = rounds(choice, workshop, drafter="right")
+    assert wrong.asked == asked and fast < slow / 3
+    assert generator.statistics.drafters["wrong"].num_drafts == 0 < generator.statistics.drafters["right"].num_drafts
+    both = SpeculativeGenerator(choice, workshop.decoder(slots=2), k=K)
+    params = SamplingParams(max_new_tokens=NEW, eos_token_id=[])
+    names = ("wrong", "right", None, "right", "wrong")
+    requests = [
+        replace(Request.batch([PROMPT], replace(params, drafter=name), both.limits)[0], index=index)
+        for index, name in enumerate(names)
+    ]
+    accepted, rows = [0] * len(names), [list[int]() for _ in names]
+    for output in both.serve(ListQueue(requests)):
+        accepted[output.index] += output.accepted
+        rows[output.index] += output.tokens
+    assert rows == [text[len(PROMPT) :]] * len(names)
+    most = min(accepted[index] for index, name in enumerate(names) if name == "right")
+    assert most > 3 * max(accepted[index] for index, name in enumerate(names) if name == "wrong")
+
+
+def test_a_drafter_that_is_not_there_is_refused(workshop: Workshop) -> None:
+    target = workshop.decoder(slots=1)
+    choice = SpeculativeGenerator(DraftSpec("choice", parts=parse_draft(["ngram", "suffix"])), target)
+    with pytest.raises(SamplingError, match="drafter: expected one of 'ngram', 'suffix', got 'model'; correct"):
+        choice.stream([PROMPT], drafter="model")
+    with pytest.raises(SamplingError, match="drafter: expected none, since the draft is no choice of several, got 'ng"):
+        SpeculativeGenerator("ngram", target).stream([PROMPT], drafter="ngram")
 
 
 def test_a_choice_is_written_like_every_draft() -> None:

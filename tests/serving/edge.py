@@ -104,17 +104,21 @@ def scripted(
     """An application over one model, "m"."""
     tokenizer = chat_tokenizer(template, special)
     engine = ScriptedEngine(tokenizer, say)
-    server = ModelServer(tokenizer, engine, TargetLimits(len(tokenizer), POSITIONS, (0,)), card=card())  # type: ignore[arg-type]
+    limits = TargetLimits(len(tokenizer), POSITIONS, (0,), drafters=DRAFTERS)
+    server = ModelServer(tokenizer, engine, limits, card=card())  # type: ignore[arg-type]
     return create_app(LocalRouter({"m": server}), ApiSettings(**settings)), engine, server
 
 
+DRAFTERS = ("draft", "ngram")
+
+
 def card() -> ModelCard:
-    """Of a model with a draft."""
+    """Of a model with a choice of drafts."""
     placement = (
         PlacedModel("m", "target", "4f1a", (0, 1), "kitchen"),
         PlacedModel("d", "draft", "4f1a", (2,), "kitchen"),
     )
-    return ModelCard("m", 1_700_000_000, POSITIONS, methods=("model",), num_spec_tokens=3, placement=placement)
+    return ModelCard("m", 1_700_000_000, POSITIONS, ("choice",), DRAFTERS, num_spec_tokens=3, placement=placement)
 
 
 @contextmanager

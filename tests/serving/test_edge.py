@@ -61,6 +61,7 @@ def test_models_say_what_they_are(client: openai.OpenAI) -> None:
     assert (model.id, client.models.retrieve("m").id) == ("m", "m")
     about: Any = model.model_extra
     assert about["max_model_len"] == 4096
+    assert about["paceline"]["drafters"] == ["draft", "ngram"]
     assert [one["cores"] for one in about["paceline"]["placement"]] == [[0, 1], [2]]
     assert (about["paceline"]["tools"], about["paceline"]["reasoning"]) == ("hermes", "deepseek_r1")
 

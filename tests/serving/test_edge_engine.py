@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from paceline import SpeculativeGenerator
+from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
 from paceline.serving.metrics import MetricSet
@@ -68,6 +69,25 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
     extra = fields.pop("extra_body", {"ignore_eos": True})
     base = {"model": "m", "prompt": "abc", "max_tokens": 60, "seed": 5, "extra_body": extra}
     return client.completions.create(**base | fields)
+
+
+def test_a_request_names_a_drafter_of_the_choice() -> None:
+    """The text is the same with each of them; another name is refused by its field."""
+    target = TableDecoder(TARGET, slots=2, kv_buckets=(512,), eos=(0,))
+    engine = SharedEngine(
+        SpeculativeGenerator(DraftSpec("choice", parts=parse_draft(["ngram", "suffix"])), target, k=3)
+    )
+    with client_of(application(engine)) as client:
+        modes: list[dict[str, object]] = [{"drafter": "ngram"}, {"drafter": "suffix", "k": 2}, {}, {"enabled": False}]
+        found = [complete(client, extra_body={"speculative": mode, "ignore_eos": True}) for mode in modes]
+        assert len({one.choices[0].text for one in found}) == 1 and found[0].usage.completion_tokens == 60
+        for mode, words in (
+            ({"drafter": "model"}, "expected one of 'ngram', 'suffix', got 'model'"),
+            ({"drafter": "ngram", "k": 0}, "expected none where nothing is drafted"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
+                complete(client, extra_body={"speculative": mode})
+            assert "drafter" in str(refused.value.body)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -238,15 +238,19 @@ def test_a_race_runs_in_turn_and_replays_equal_texts(browser: Browser, served: t
         page.wait_for_selector("#verdict:text('First:')")
         assert page.locator("#verdict").inner_text().startswith("All texts are equal")
         texts = page.locator(".lane .text").all_inner_texts()
-        assert texts == [SAYS] * 3
+        assert texts == [SAYS] * 5
         requests = [call.requests[0] for call in engine.calls]
-        assert [one.use_speculation for one in requests] == [False, False, True, True, True, True]
-        assert [one.max_draft_tokens for one in requests] == [None, None, None, None, 2, 2]
+        warm = [replace(one, max_length=requests[0].max_length) for one in requests[1::2]]
+        assert requests[::2] == warm, "a short run before each"
+        asked = [(one.use_speculation, one.drafter, one.max_draft_tokens) for one in requests[1::2]]
+        assert asked == [
+            *((False, None, None), (True, None, None), (True, "draft", None), (True, "ngram", None), (True, None, 2)),
+        ]
         assert len({one.sampling.seed for one in requests}) == 1
         assert all("x plain" in text for text in page.locator(".lane .quiet").all_inner_texts())
         page.click("#race-replay")
         page.wait_for_selector("#verdict:text('First:')")
-        assert len(engine.calls) == 6
+        assert len(engine.calls) == 10
 
 
 class TwoModels:

@@ -69,12 +69,20 @@ class SpeculativeOptions(Strict):
 
     enabled  false: plain decoding
     k        maximum drafted tokens per round
+    drafter  name of the one drafter of the model's choice that proposes
     metrics  acceptance metrics in the response, replacing the server's setting
     """
 
     enabled: bool = True
     k: Annotated[int | None, Field(ge=0)] = None
+    drafter: str | None = None
     metrics: SpecMetrics | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> SpeculativeOptions:
+        if self.is_off and self.drafter is not None:
+            raise ValueError("drafter: expected none where nothing is drafted; omit it, or enabled: false and k: 0")
+        return self
 
     @property
     def is_off(self) -> bool:

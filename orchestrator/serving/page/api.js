@@ -40,10 +40,11 @@ async function failure(response) {
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
 const COMPLETION_TOKENS = 256;  // of a model without a chat template, whose endpoint has a default of 16
 
-/* The body of a request. settings: fields of the drawer, as text; "" leaves the server's default. */
+/* The body of a request. settings: fields of the drawer and a drafter, as text; "" leaves the server's default. */
 export function requestBody(model, messages, system, settings) {
   const numbers = NUMBERS.filter(name => settings[name] !== "").map(name => [name, Number(settings[name])]);
   const speculative = { metrics: "detailed", ...(settings.k === "" ? {} : { k: Number(settings.k) }) };
+  if (settings.drafter) speculative.drafter = settings.drafter;
   const body = { seed: newSeed(), ...Object.fromEntries(numbers), speculative };
   if (!model.paceline.chat) {
     const prompt = messages.map(message => message.content).join("");

@@ -22,24 +22,27 @@ export function stopRace() {
   if (running) running.abort();
 }
 
-/* One box for each model that drafts, and for fewer drafted tokens of the chosen one. */
+/* One box for each model that drafts, for each drafter that the chosen one has a choice of, and for fewer drafted
+   tokens of it. */
 export function offerLanes(models, chosen) {
-  const offered = models.filter(model => model.paceline.num_spec_tokens).map(model => ({ model, k: null }));
-  const most = chosen ? chosen.paceline.num_spec_tokens : 0;
-  for (let k = 1; k < most; k += 1) offered.push({ model: chosen, k });
-  $("lanes-offered").replaceChildren(element("legend", "Plain decoding against"), ...offered.map(({ model, k }) => {
+  const offered = models.filter(model => model.paceline.num_spec_tokens).map(model => ({ model }));
+  const about = chosen ? chosen.paceline : { drafters: [], num_spec_tokens: 0 };
+  about.drafters.forEach(drafter => offered.push({ model: chosen, drafter }));
+  for (let k = 1; k < about.num_spec_tokens; k += 1) offered.push({ model: chosen, k });
+  $("lanes-offered").replaceChildren(element("legend", "Plain decoding against"), ...offered.map(given => {
     const label = element("label"), box = element("input");
-    Object.assign(box, { type: "checkbox", checked: k === null });
-    box.lane = { model, k, name: laneName(model, k) };
+    Object.assign(box, { type: "checkbox", checked: given.k === undefined });
+    box.lane = { ...given, name: laneName(given) };
     label.append(box, ` ${box.lane.name}`);
     return label;
   }));
   if (!offered.length) $("lanes-offered").append("No model of this server drafts.");
 }
 
-function laneName(model, k) {
-  const methods = model.paceline.methods.join(", then ");
-  return k === null ? `${model.id} (${methods}, up to ${model.paceline.num_spec_tokens})` : `${model.id}, at most ${k}`;
+function laneName({ model, k, drafter }) {
+  if (drafter) return `${model.id}, ${drafter} alone`;
+  if (k) return `${model.id}, at most ${k}`;
+  return `${model.id} (${model.paceline.methods.join(", then ")}, up to ${model.paceline.num_spec_tokens})`;
 }
 
 async function start() {
@@ -67,8 +70,9 @@ async function start() {
 }
 
 async function measure(lane, prompt, seed, signal) {
-  const k = lane.k === null ? "" : String(lane.k), { settings } = page;
-  const fields = { ...settings, max_tokens: settings.max_tokens || TOKENS, seed, inspect: false, k };
+  const k = lane.k === undefined ? "" : String(lane.k), { settings } = page;
+  const own = { seed, inspect: false, k, drafter: lane.drafter };
+  const fields = { ...settings, max_tokens: settings.max_tokens || TOKENS, ...own };
   const body = requestBody(lane.model, [{ role: "user", content: prompt }], $("system").value, fields);
   for await (const part of generate(lane.model, { ...body, max_tokens: WARM_TOKENS }, signal)) void part;
   const acceptance = new Acceptance(k || lane.model.paceline.num_spec_tokens), begin = performance.now();
