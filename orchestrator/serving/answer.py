@@ -153,7 +153,7 @@ class AnswerWriter(Protocol):
     by_token: bool
 
     def step(self, step: Step, usage: Usage) -> bytes:
-        """The events of a step; empty where it shows nothing. ``usage``: up to here."""
+        """The events of a step; empty where it shows nothing. ``usage``: tokens so far."""
 
     def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         """Return the events after the last step."""
