@@ -1,4 +1,4 @@
-"""Speed of plain decoding beside other programs that are busy. JSON on the last line.
+"""Speed of plain decoding while other programs are busy. JSON on the last line.
 
     python benchmarks/busy.py                    SmolLM2 and the demo target, beside 0, 1, 2, 4 and 8 busy processes
     python benchmarks/busy.py --models pycode    the demo target alone
@@ -62,7 +62,7 @@ class Others:
 
 
 def given(threads: int, seconds: float) -> float:
-    """Cores that so many processes get which never wait."""
+    """Cores that ``threads`` processes without pauses get."""
     alike = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(threads)]
     try:
         time.sleep(0.2)
@@ -76,7 +76,7 @@ def given(threads: int, seconds: float) -> float:
 
 
 def processor_seconds(process: subprocess.Popen[bytes]) -> float:
-    """What a process has used, in user mode."""
+    """Processor time of a process in user mode."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) / os.sysconf("SC_CLK_TCK")
 
@@ -109,7 +109,7 @@ def speed(text: Callable[[], object], seconds: float) -> float:
 
 
 def measure(sides: dict[str, Callable[[], object]], seconds: float, turns: int) -> dict[str, object]:
-    """Every side beside every number of others."""
+    """Measurements of every side with every number of other programs."""
     threads = torch.get_num_threads()
     speeds: dict[str, dict[int, list[float]]] = {name: {count: [] for count in COUNTS} for name in sides}
     cores: dict[int, list[float]] = {count: [] for count in COUNTS}
@@ -132,7 +132,7 @@ def measure(sides: dict[str, Callable[[], object]], seconds: float, turns: int) 
 def row(
     count: int, speeds: dict[int, list[float]], cores: dict[int, list[float]], *, threads: int
 ) -> dict[str, object]:
-    """Beside so many others, against none."""
+    """Speed and cores with ``count`` busy programs over those without any."""
     of = {key: statistics.fmean(values[count]) / statistics.fmean(values[0]) for key, values in
           {"speed": speeds, "cores": cores}.items()}  # fmt: skip
     fair = min(1.0, (os.cpu_count() or 1) / (count + threads))

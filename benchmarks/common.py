@@ -1,4 +1,4 @@
-"""What the benchmarks share: the demo family, and the facts that every report names."""
+"""Shared by the benchmarks: the demo family, and the facts that every report names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of a service on which something happens: usual ones, slow ones, and such that leave. No faults in here."""
+"""Clients of a service that is disturbed: usual ones, slow ones, and ones that disconnect. They cause no faults."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Client:
         return Stream("".join(parts), error, pause)
 
     def wait_until_whole(self) -> Whole:
-        """Until the service is ready and a new request is answered, three times in a row."""
+        """Wait until the service is ready and a new request is answered, three times in a row."""
         begin, good, unanswered = time.monotonic(), 0, 0
         while good < 3:
             if time.monotonic() - begin > GIVE_UP_S:
@@ -100,7 +100,7 @@ class Client:
         return True
 
     def seconds_until_idle(self) -> float:
-        """Until no replica has a request in a slot, or waiting for one."""
+        """Wait until no replica has a request in a slot or in its queue; return the seconds."""
         begin = time.monotonic()
         while time.monotonic() - begin < GIVE_UP_S:
             with suppress(OSError, HTTPException):

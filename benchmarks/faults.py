@@ -1,4 +1,4 @@
-"""What clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
+"""Measure what clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
 
     python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--proxy] [--node] [--clients] [--soak SECONDS]
     python -m benchmarks.faults ... --state done.jsonl --limit-s 240     # in pieces, each of which goes on
@@ -97,7 +97,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 class Record:
-    """What this run saw, and earlier ones where there is a file. ``limit_s``: seconds after which no fault is begun."""
+    """Results of this run, and of earlier ones where a file has them. ``limit_s``: seconds after which no fault is
+    started.
+    """
 
     def __init__(self, file: Path | None, limit_s: float) -> None:
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
@@ -149,7 +151,7 @@ def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted
 
 
 def name_of(victims: Sequence[str], number: int) -> str:
-    """Of a fault."""
+    """Name of a fault."""
     return f"{'kill -9' if number == signal.SIGKILL else 'SIGSTOP'} {' + '.join(victims)}"
 
 
@@ -173,8 +175,8 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
 
 
 def _left_over(client: Client, victims: Sequence[int]) -> int:
-    """What there is besides one process of a kind, and a core for each model, and victims that are still stopped; what
-    is replaced has a minute to end. Streams go on: a draft is asked in rounds alone, and not for the last token.
+    """Leftovers: processes beyond one of each kind and one core for each model, and victims still suspended; a
+    replacement has a minute to end. Streams go on: a draft is called in rounds only, and not for the last token.
     """
     due = Counter(dict.fromkeys((*KINDS, PROXY), 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S
@@ -271,8 +273,8 @@ def groups_of(target: Path, draft: Path, *, backend: str, slots: int) -> tuple[R
 
 
 def deploy(groups: Sequence[ReplicaGroupPlan], listening: ListeningSocket, *, proxy: bool = False) -> str:
-    """Serve them in the cluster of this process, as `paceline serve` does. A socket that is closed only has a port that
-    is free: Serve's proxy listens there, one for all nodes of a test cluster, which share a machine. -> the address
+    """Serve them in the cluster of this process, as `paceline serve` does. A socket that is closed at once gives a free
+    port, on which Serve's proxy listens, one for all nodes of a test cluster, which share a machine. -> the address
     """
     port = listening.port
     if proxy:
@@ -303,7 +305,7 @@ def service(groups: Sequence[ReplicaGroupPlan], *, proxy: bool = False) -> Itera
 
 
 def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) -> Outcome:
-    """Two nodes besides the head, which has the edge and no cores: the one that runs the model goes."""
+    """Two nodes and a head, which has the HTTP process and no cores: the node that runs the model is lost."""
     environment.prepare_new_cluster()
     cores = sum(groups[0].num_cores)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})

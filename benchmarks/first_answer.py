@@ -55,7 +55,7 @@ class Case:
 
 
 def by_stdout(command: list[str], variables: dict[str, str], folder: Path, *, given: str = "") -> Waits:
-    """Of a command that writes its answer to stdout."""
+    """Time of a command that writes its response to stdout."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.Popen(
         command, cwd=folder, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -74,12 +74,12 @@ def by_stdout(command: list[str], variables: dict[str, str], folder: Path, *, gi
 
 
 def by_question(command: list[str], variables: dict[str, str], folder: Path) -> Waits:
-    """Of a chat that is asked one question."""
+    """Time of a chat that gets one question."""
     return by_stdout(command, variables, folder, given=QUESTION)
 
 
 def by_request(command: list[str], variables: dict[str, str], folder: Path) -> Waits:
-    """Of a server: from the command to the first event of a stream."""
+    """Time of a server: from the command to the first event of a stream."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -131,7 +131,7 @@ CASES = (
 
 @contextmanager
 def cache(filled: Path | None) -> Iterator[Path]:
-    """A cache of its own, empty but for fetched models; or the one that is filled."""
+    """A separate cache, empty but for fetched models; or the filled one."""
     if filled is not None:
         yield filled
         return

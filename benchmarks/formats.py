@@ -1,4 +1,4 @@
-"""Decode, verify and prefill in every format of weights, beside llama.cpp. JSON on the last line.
+"""Decode, verify and prefill in every weight format, compared with llama.cpp. JSON on the last line.
 
     python benchmarks/formats.py --shape 30m                        random weights: 30m, 110m or 1.1b
     python benchmarks/formats.py --shape 8x2 --formats bf16         a mixture of 8 experts, 2 a token; 128x8
@@ -75,7 +75,7 @@ def ours(path: Path, form: str) -> Runs:
 
 
 def _needed(decoder: SamplingDecoder, name: str, matrix: Tensor) -> Tensor:
-    """As much of it as a token reads: of experts, as many as it chooses."""
+    """The part of the weights that a token reads: of the experts, only the active ones."""
     config = decoder.config
     mixture = config.blueprint.experts
     if mixture is None or ".experts." not in name:
@@ -90,7 +90,7 @@ def _words(matrix: Tensor) -> Tensor:
 
 
 def of_llama_cpp(file: Path) -> Runs:
-    """The same of llama.cpp. Its windows take the place of each other, behind one text."""
+    """The same measurements of llama.cpp. Its windows replace each other after one prompt."""
     model = llama_cpp(file, POSITIONS, batch=POSITIONS)
     vocabulary = model.n_vocab()
 
@@ -168,7 +168,7 @@ def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, 
 
 
 def ratios(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """What the aims are about: decode over reading, verify over decode, and decode over that of bf16."""
+    """Ratios of the goals: decode over reading the weights, verify over decode, and decode over that of bf16."""
     made: dict[str, dict[str, float]] = {}
     for name, row in times.items():
         if "decode1" not in row:

@@ -1,4 +1,4 @@
-"""A Llama or Mixtral model of transformers as a GGUF file for llama.cpp, with no vocabulary of its own.
+"""A Llama or Mixtral model of transformers as a GGUF file for llama.cpp, without a vocabulary.
 
 What `formats.py` compares with; nothing is measured here.
 """

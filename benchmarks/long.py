@@ -1,4 +1,4 @@
-"""Time and memory of long texts against their length, llama.cpp beside them: prefill in chunks. JSON on the last line.
+"""Time and memory of long texts by their length, compared with llama.cpp: prefill in chunks. JSON on the last line.
 
     python benchmarks/long.py                          a 30 M Llama shape at 1024, 4096, 16384 and 32768 positions
     python benchmarks/long.py --lengths 1024 4096
@@ -41,7 +41,7 @@ PEER = "peer.gguf"
 
 
 def save_shape(folder: Path, positions: int) -> None:
-    """A random Llama of 30 M parameters, for so many positions."""
+    """A random Llama of 30 M parameters with that many positions."""
     model = random_model(SHAPES["30m"], folder, max_position_embeddings=positions)
     write_gguf(folder / PEER, model, GGMLQuantizationType.BF16)
 
@@ -52,7 +52,7 @@ def peak_mb() -> float:
 
 
 def measure(folder: Path, length: int) -> dict[str, float]:
-    """Of one prompt that fills ``length`` positions but for the last."""
+    """Times of one prompt that fills all but the last of ``length`` positions."""
     decoder = AutoDecoder.from_pretrained(folder, n_positions=[length], context_length_estimate=[256])
     text = torch.randint(0, 8192, (1, length - 1), generator=torch.Generator().manual_seed(0))
     decoder.compile()
@@ -72,7 +72,7 @@ def measure(folder: Path, length: int) -> dict[str, float]:
 
 
 def theirs(folder: Path, length: int) -> dict[str, float]:
-    """Seconds of the same prompt with llama.cpp, in batches of its own size."""
+    """Seconds of the same prompt with llama.cpp, in its default batches."""
     model = llama_cpp(folder / PEER, length)
     text = torch.randint(0, 8192, (length - 1,), generator=torch.Generator().manual_seed(0)).tolist()
     model.eval(text[:300])
@@ -83,7 +83,7 @@ def theirs(folder: Path, length: int) -> dict[str, float]:
 
 
 def child(folder: str, length: int, *, peer: bool) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """One measurement in a separate process."""
     command = [sys.executable, __file__, "--child", folder, "--lengths", str(length), *(["--peer"] if peer else [])]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     row: dict[str, float] = json.loads(output.splitlines()[-1])

@@ -60,7 +60,7 @@ def beside(names: Sequence[str], config: ExperimentConfig, prompts: Prompts) -> 
 
 
 def by_category(found: Mapping[str, Sequence[Row]]) -> dict[str, object]:
-    """Figures of each category of prompts alone."""
+    """Figures of each category of prompts."""
     names = dict.fromkeys(row["category"] for row in found[PLAIN])
     return {
         name: {mode: figures([row for row in rows if row["category"] == name]) for mode, rows in found.items()}

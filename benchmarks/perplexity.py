@@ -36,7 +36,9 @@ def pieces(model: str, text: str, *, length: int, count: int) -> torch.Tensor:
 
 
 def perplexity(model: str, form: str, rows: torch.Tensor, *, backend: str) -> dict[str, object]:
-    """Of all tokens of the rows but the first of each. ``form``: of the weights, or "cache:" and that of the cache."""
+    """Perplexity of the rows without the first token of each. ``form``: of the weights, or "cache:" and that of the
+    cache.
+    """
     begin, cache = perf_counter(), form.removeprefix("cache:") if form.startswith("cache:") else None
     weights = "f32" if cache else form
     try:

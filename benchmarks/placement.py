@@ -1,4 +1,4 @@
-"""What a drafter in another process costs and gains, with models that sleep. JSON on the last line.
+"""Costs and gains of a drafter in another process, with models that sleep. JSON on the last line.
 
     python benchmarks/placement.py                    the first three (about a minute)
     python benchmarks/placement.py --part overhead    a round with the drafter elsewhere against one process
@@ -54,7 +54,7 @@ LIMIT = RoundLimits([K], 1)
 def elsewhere(
     seconds: float, alpha: float, *, ahead: bool = False, beta: float | None = None
 ) -> Iterator[tuple[RemoteDrafter, LocalProcess]]:
-    """The drafter in a process of its own. ``beta``: it tells second choices, right so often where the first is not."""
+    """The drafter in a separate process. ``beta``: how often its second choice is right where the first is not."""
     with tempfile.TemporaryDirectory() as folder:
         spec = ProcessSpec(
             Address(path=f"{folder}/s"),
@@ -107,7 +107,7 @@ def alternating(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str
 
 
 def overhead() -> dict[str, object]:
-    """A round of so many milliseconds, half drafting and half verifying, here and elsewhere."""
+    """Times of rounds, half drafting and half verifying, with the drafter in this process and in another."""
     found: dict[str, object] = {}
     for total, turns in ((1, 400), (5, 250), (10, 200), (30, 80)):
         half = total / 2000
@@ -174,7 +174,7 @@ def recovery() -> dict[str, object]:
 
 
 def target() -> dict[str, object]:
-    """The longest wait for a token in a request whose target is killed, and in one that is left alone; seconds."""
+    """The longest wait for a token in a request whose target is killed, and in one without a fault; seconds."""
     import ray
 
     pair = [

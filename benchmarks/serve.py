@@ -92,7 +92,7 @@ async def ask(port: int, prompt: str, tokens: int, seed: int) -> Answer | None:
 
 
 async def closed(port: int, prompts: Sequence[str], tokens: int, *, streams: int, each: int) -> list[Answer | None]:
-    """``each`` requests of each stream, one behind the other."""
+    """``each`` requests of each stream, one after the other."""
 
     async def one(stream: int) -> list[Answer | None]:
         return [
@@ -136,7 +136,7 @@ class Gaps:
 
 
 async def gaps(port: int, prompts: Sequence[str], long: str, tokens: int) -> Gaps:
-    """Measure that, with a few streams of so many tokens."""
+    """Measure the waits with a few streams of ``tokens`` tokens."""
 
     def longest(answers: Sequence[Answer | None]) -> float:
         assert all(answers), "a request failed"
@@ -174,7 +174,7 @@ class Row:
 
 
 def offline(options: argparse.Namespace, *, k: str, batch_size: int) -> float:
-    """Tokens a second of the engine in a process of its own, over as many prompts as it has slots."""
+    """Tokens per second of the engine in a separate process, over as many prompts as it has slots."""
     variables = {"OMP_NUM_THREADS": options.threads} if options.threads else {}
     asked = [sys.executable, "-m", "benchmarks.serve", *sys.argv[1:], "--k", k, "--offline", str(batch_size)]
     done = subprocess.run(asked, env={**os.environ, **variables}, stdout=subprocess.PIPE, check=True)
@@ -216,7 +216,7 @@ def cpu_seconds() -> dict[str, float]:
 
 @contextmanager
 def service(options: argparse.Namespace, k: str, *, interval_ms: float) -> Iterator[int]:
-    """The model behind HTTP, in a cluster of this process. Yields its port."""
+    """Serve the model by HTTP in a cluster of this process. Yields its port."""
     drafting = {"draft": options.draft, "k": k} if options.draft and k != PLAIN else {}
     entry = {
         "name": "big", "path": str(options.target.resolve()), "amp": options.amp, "backend": options.backend,
@@ -263,7 +263,7 @@ def row(
 
 
 def measure(options: argparse.Namespace, k: str, port: int) -> Iterator[Row]:
-    """Every load of one service. The engine alone takes its turns between them."""
+    """Every load of one service, in turns with the bare engine."""
     alone: dict[int, float] = {}
     loads = [(f"{count} stream{'s' * (count > 1)}", count, 0.0) for count in options.streams]
     loads += [(f"{rate:g} requests a second", 0, rate) for rate in options.rates if k == options.k[0]]

@@ -26,7 +26,7 @@ def processes(root: int) -> dict[str, int]:
 
 
 def count_processes(root: int) -> Counter[str]:
-    """Kind -> how many there are. One that has ended, and that nobody has waited for yet, has no name: no kind."""
+    """Kind -> number of processes. A process that has ended and was not waited for yet has no name, hence no kind."""
     return Counter(kind for kind, _ in every_process(root))
 
 

@@ -46,13 +46,13 @@ def random_model(shape: Sequence[int], folder: Path, *, seed: int = 0, **fields:
 
 
 def distinct(count: int, vocabulary: int) -> list[int]:
-    """So many tokens, none of them twice."""
+    """``count`` different tokens."""
     assert count <= vocabulary, "a window has no more tokens than there are"
     return [(7 + 131 * i) % vocabulary for i in range(count)]  # a step that divides none of the vocabularies
 
 
 def window(decoder: SamplingDecoder, width: int) -> Callable[[SamplingTensors], object]:
-    """Verification of ``width`` rows behind a text, with the choice of their tokens."""
+    """Verification of ``width`` rows after a prompt, with sampling of their tokens."""
     verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), rule=Match(), wide=True)
     tokens = torch.full((1, width), -1, dtype=torch.int32)
     text = torch.tensor([distinct(width, decoder.config.vocab_size)], dtype=torch.int32)

@@ -120,14 +120,14 @@ class Runs:
 
 
 def read_blocks(file: Path | None) -> list[Block]:
-    """What an earlier run has done."""
+    """Results of an earlier run."""
     if file is None or not file.exists():
         return []
     return [Block(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def summary(blocks: Sequence[Block]) -> dict[str, object]:
-    """Of all that is done so far."""
+    """Summary of all results so far."""
     counts, backends = Counter[str](), Counter[str]()
     for block in blocks:
         counts.update(block.counts)

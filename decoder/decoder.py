@@ -357,7 +357,7 @@ class CompiledDecoder:
         check_width(width)
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which every graph of this decoder depends, besides the source."""
+        """Facts on which every graph of this decoder depends, in addition to the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]

@@ -196,7 +196,7 @@ class ChainStep(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Values of its choices that a step uses, besides the tokens.
+    """Values of its choices that a step uses in addition to the tokens.
 
     drawn       sample from the head's probabilities and report them; otherwise choose with the target's noise
     confidence  from the first position whose largest probability (no temperature, no filter) is below it, drafts are

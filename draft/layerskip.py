@@ -20,7 +20,7 @@ from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
 
 
 class EarlyExitHead(AutoregressiveHead):
-    """The first ``layers`` layers of the target. It has no cache of its own."""
+    """The first ``layers`` layers of the target. It shares the target's cache."""
 
     def __init__(self, body: ModelWithCache, layers: int) -> None:
         super().__init__(body.kernels, body.options)

@@ -21,7 +21,7 @@ from paceline.outputs import GenerationResult
 
 @dataclass
 class Prompt:
-    """What is asked: the text to show, its ids, and its category."""
+    """A prompt: the text to show, its ids, and its category."""
 
     text: str
     ids: list[int]

@@ -69,7 +69,7 @@ MODELS = {
 
 
 class Clock:
-    """What the seconds of the demo went into."""
+    """Seconds of each part of the demo."""
 
     def __init__(self) -> None:
         self._last, self.parts = perf_counter(), dict[str, float]()
@@ -149,7 +149,7 @@ def demo(console: Console, options: argparse.Namespace) -> int:
 
 
 def fetched(model: Model) -> Model:
-    """The model, and meanwhile the native kernels, where either is not there yet."""
+    """Prepare the model and, at the same time, the native kernels, where either is missing."""
     say(err(), "Building the CPU kernels meanwhile, where they are not in the cache.")
     with ThreadPoolExecutor(1) as pool:
         kernels = pool.submit(build.build_both)
@@ -173,7 +173,7 @@ def decoder(model: Model, path: Path | None) -> SamplingDecoder:
 
 
 def generator(model: Model, mode: str, decoders: dict[str, SamplingDecoder], k: int) -> SpeculativeGenerator:
-    """What decodes in that mode."""
+    """The generator of that mode."""
     tree = {} if model.tree is None else {"draft_tree": model.tree}
     drafts: dict[str, object] = {
         "speculative": decoders.get("draft"),

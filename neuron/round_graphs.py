@@ -168,8 +168,8 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
-    """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not required: a head without its own
-    vocabulary counts as version 1, and each as having one layer and an output layer of its own.
+    """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not required: a head without a
+    vocabulary counts as version 1, and each as having one layer and a separate output layer.
 
     Raises:
         CheckpointError: it is not a configuration of either.

@@ -50,7 +50,7 @@ BEFORE = 12
 
 @dataclass
 class Trace:
-    """What a call ran, in order.
+    """Functions that a call ran, in order.
 
     calls       (file, function) of every call outside of steps
     types       classes that were constructed or whose methods ran there
@@ -156,7 +156,7 @@ def count_calls() -> dict[str, object]:
 
 
 def trace_rounds(generator: paceline.SpeculativeGenerator) -> tuple[Trace, Trace, int]:
-    """What a short and a long text ran, and by how many rounds they differ."""
+    """Functions that a short and a long text ran, and the rounds by which they differ."""
     rounds, traces = [], []
     for length in (SHORT, LONG):
         for _ in range(BEFORE):

@@ -1,4 +1,4 @@
-"""A griffe extension: our docstrings as Markdown. Used by `make docs` alone.
+"""A griffe extension for `make docs`: docstrings as Markdown.
 
 Docstrings list fields in two columns (name, spaces, meaning), for readers of the source. Markdown would run the lines
 together, so they become a list here. Brackets side by side, as in `[B, N][0]`, are no references.

@@ -64,7 +64,7 @@ def load(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def block(name: str, reports: Reports) -> str:
-    """What stands between the markers of a table of measurements."""
+    """Text between the markers of a table of measurements."""
     needs, make = TABLES[name]
     if not needs or any(need in reports for need in needs):
         return make(reports)
@@ -72,7 +72,7 @@ def block(name: str, reports: Reports) -> str:
 
 
 def page(text: str, reports: Reports, study: Mapping[str, Any]) -> str:
-    """The page with its tables made anew; a marker with an unknown name is a KeyError."""
+    """The page with new tables; a marker with an unknown name is a KeyError."""
 
     def made(match: re.Match[str]) -> str:
         found = block(match[3], reports) if match[2] == "report" else BLOCKS[match[3]](study)

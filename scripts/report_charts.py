@@ -25,7 +25,7 @@ Shown = Mapping[str, Any]
 
 
 def family(mode: str) -> str:
-    """What a mode is one setting of; the chart shows the fastest setting of each."""
+    """The family of a mode; the chart shows the fastest setting of each."""
     kind, _, how = mode.partition(" ")
     if "+" in mode:
         return "list"
@@ -123,7 +123,7 @@ def due(reports: Reports, study: Shown) -> dict[str, Shown]:
 
 
 def digest(shown: Shown) -> str:
-    """Of the measurements and of this file."""
+    """Hash of the measurements and of this file."""
     content = json.dumps(shown, sort_keys=True) + Path(__file__).read_text()
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

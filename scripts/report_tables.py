@@ -34,7 +34,7 @@ def bold_best(values: Sequence[float | None]) -> list[str | None]:
 
 
 def label(mode: str) -> str:
-    """What a drafter of benchmarks/experiments is called: 'fused 2' -> 'draft model, k = 2'."""
+    """Display name of a drafter of benchmarks/experiments: 'fused 2' -> 'draft model, k = 2'."""
     kind, _, how = mode.partition(" ")
     shape, _, size = how.partition(":")
     if "+" in mode:
@@ -116,7 +116,7 @@ def categories(reports: Reports) -> str:
 
 
 def rules(reports: Reports) -> str:
-    """Match beside rejection sampling, for every k and temperature."""
+    """Match compared with rejection sampling, for every k and temperature."""
     rows = []
     for name, temperature in (("rules", 0.7), ("rules-t1", 1)):
         measured = reports.get(name, {}).get("modes", {})
@@ -130,7 +130,7 @@ def rules(reports: Reports) -> str:
 
 
 def sampling(reports: Reports) -> str:
-    """What a kind of sampling costs beside greedy decoding."""
+    """Cost of a sampling mode compared with greedy decoding."""
     rows = [
         (name, number(row["ms"], 2, " ms"), number(100 * (row["over_greedy"] - 1), 1, " %"))
         for name, row in reports["sampling"]["kinds"].items()
@@ -151,7 +151,7 @@ def equality(reports: Reports) -> str:
 
 
 def formats(reports: Reports) -> str:
-    """Milliseconds of each call by shape and format, llama.cpp beside us; and the ratios that the aims are about."""
+    """Milliseconds of each call by shape and format, compared with llama.cpp; and the ratios of the goals."""
     rows = []
     for shape, title in SHAPES.items():
         report = reports.get(f"formats-{shape}", {"ms": {}, "ratios": {}})
@@ -215,8 +215,8 @@ def load(reports: Reports) -> str:
 
 
 def serve(reports: Reports) -> str:
-    """Tokens a second of the server and of the engine alone by draft length and load, the first token, and processor
-    time; and how long running streams wait while long prompts are read.
+    """Tokens per second of the server and of the bare engine by draft length and load, the first token, and processor
+    time; and how long running streams wait during the prefill of long prompts.
     """
     rows: list[Sequence[object]] = []
     by_length = "k" in reports["serve"]["rows"][0]

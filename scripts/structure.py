@@ -168,7 +168,7 @@ def check_imports(root: Path) -> list[Violation]:
 
 
 def own_import(file: str, item: Import) -> str | None:
-    """What is wrong with a file's import of the package itself, or None."""
+    """Message about a wrong import of the package itself, or None."""
     for part, home in NOT_IMPORTED.items():
         if is_within(item.name, f"{ROOT_PACKAGE}.{part}") and not file.startswith(home):
             return f"{item.name} is imported by {home} only"
@@ -197,7 +197,7 @@ def is_within(name: str, package: str) -> bool:
 
 
 def folder_import(root: Path, file: str, item: Import) -> str | None:
-    """What is wrong with an import outside the package, where pytest finds every folder, or None."""
+    """Message about a wrong import outside the package, where pytest finds every folder, or None."""
     top = item.name.split(".")[0]
     if top not in PARTS or top == ROOT_FOLDER or (root / file).with_name(f"{top}.py").is_file():
         return None
@@ -205,7 +205,7 @@ def folder_import(root: Path, file: str, item: Import) -> str | None:
 
 
 def foreign_import(file: str, item: Import) -> str | None:
-    """What is wrong with a file's import of something outside the package, or None."""
+    """Message about a wrong import of another package, or None."""
     folder, top = file.split("/")[0], item.name.split(".")[0]
     if top in PARTS:
         return f"`{top}` is the folder's name; import it as `{ROOT_PACKAGE}`"
@@ -280,7 +280,7 @@ def functions_of(node: ast.AST, *, in_class: bool = False) -> Iterator[tuple[Fun
 
 
 def function_messages(file: str, function: Function, *, in_class: bool) -> Iterator[str]:
-    """What is too big about one function."""
+    """Messages about the size of one function."""
     lines = (function.end_lineno or function.lineno) - function.lineno + 1
     if lines > MAX_FUNCTION_LINES:
         yield f"{function.name} has {lines} lines; a function has at most {MAX_FUNCTION_LINES}"

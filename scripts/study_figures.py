@@ -1,4 +1,5 @@
-"""What docs/study.md shows, asked of the traces and results of its experiments; benchmarks/results/study.json holds it.
+"""Figures of docs/study.md, computed from the traces and results of its experiments; saved in
+benchmarks/results/study.json.
 
 Acceptance, depths, batches and choices are exact answers of traces; rules, times and predictions are of runs. Nothing
 is measured here. Not here: the page (`study_page.py`).
@@ -57,7 +58,7 @@ def _read(path: Path) -> Trace | None:
 
 
 def asked(trace: Trace) -> dict[str, Any]:
-    """What a trace says: every drafter at one depth, chains at several, batches, and a choice among the chains."""
+    """Figures of a trace: every drafter at one depth, chains at several, batches, and a choice among the chains."""
     chains, plain = chain_policies(trace, DEPTH), Policy(())
     every = {**chains, **_others(trace, chains)}
     return {
@@ -116,7 +117,7 @@ def _depths(trace: Trace, name: str) -> Iterator[tuple[int, float]]:
 
 
 def _rounds(trace: Trace, policy: Policy, *, size: int) -> int:
-    """Of the batch: each lasts until its slots have all been verified, whatever they accept."""
+    """Rounds of the batch: each lasts until its slots have all been verified, whatever they accept."""
     return len(ask(trace, policy, batch_size=size).replayed.rounds)
 
 
@@ -141,7 +142,7 @@ def _timed(results: list[CellResult]) -> Iterator[dict[str, Any]]:
 
 
 def _predictions(out: Path) -> Iterator[dict[str, Any]]:
-    """What `paceline plan-speed --verify --json` said, a file for every trace."""
+    """Output of `paceline plan-speed --verify --json`, a file for every trace."""
     for path in sorted(out.glob("*/plans/*.json")):
         plan = json.loads(path.read_text())
         for load in plan["loads"]:

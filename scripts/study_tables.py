@@ -83,7 +83,7 @@ def batches(figures: Figures) -> str:
 
 
 def choice(figures: Figures) -> str:
-    """What a choice at run time loses against the best fixed drafter, and wins against the worst."""
+    """Loss of a choice at run time against the best fixed drafter, and gain against the worst."""
     rows = []
     for target, sampling, one in _traces(figures):
         asked, against = one["choice"], ("best_fixed", "worst_fixed", "a_perfect_choice")
@@ -118,7 +118,7 @@ def speed(figures: Figures) -> str:
 
 
 def predictions(figures: Figures) -> str:
-    """What the planner of speed said before a run, and what the run said."""
+    """Prediction of the speed planner before a run, and the run's result."""
     rows = [
         (
             load["trace"].partition(",")[0],

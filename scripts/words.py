@@ -59,6 +59,10 @@ KINDS = (
     Kind("D6", r"\b(behind|beside|beneath)\b(?! (a|the|its) (proxy|firewall|load balancer))", False, "after, next to"),
     Kind("D7", r"\b(so (many|much|long) (?!that|as)|as many as|of such an?)\b", False, "name the quantity"),
     Kind("D8", r"(?<!there )\b(is|are|be) no (?!longer|more\b)", False, "is not a, must be a"),
+    Kind("D9", r"\b(here|there)\b(?! (is|are|was|were|may|must|can|has|be)\b)", False, "name the place"),
+    Kind("D10", r"\b(anew|meanwhile|besides|alone|by itself|of (its|their|our) own|of now)\b", False, "again, only"),
+    Kind("P1", r"^(?:\S+ +){45}|(\b(that|which|whose|who|where)\b.*){3}", False, "one fact a sentence"),
+    Kind("P3", r"^(?-i:What|Of|Where|Who) (?!.*\?)", False, "subject, verb, object"),
     Kind("E1", r"says otherwise|in the air|does not take|repeat nothing|is refused by name", False, "name the key"),
     Kind("E2", r"^error: [^;]*$", True, "say what to do after a semicolon"),
     Kind("H1", r"^(So|Of|Where) [a-z](?!.*\?)", True, "begin with what it sets"),
@@ -144,7 +148,7 @@ def code_faults(source: str) -> Iterator[tuple[Kind, int, str]]:
 
 
 def budget(name: str) -> int | None:
-    """Most words that a page may have; None if nobody gave it a number."""
+    """Most words that a page may have; None if it has no budget."""
     return DECISION if name.startswith("docs/decisions/") else BUDGETS.get(name)
 
 

@@ -125,7 +125,7 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def machine_facts() -> dict[str, object]:
-    """Facts about this machine on which compiled code depends, besides its source."""
+    """Facts about this machine on which compiled code depends, in addition to its source."""
     import torch
 
     return {"torch": torch.__version__, "machine": platform.machine(), "cpu": _cpu_flags()}

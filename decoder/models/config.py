@@ -277,7 +277,7 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """The configuration in a ``config.json`` alone, to plan with; generation settings are not looked for."""
+        """The configuration in a ``config.json``, to plan with; generation settings are not read."""
         return _parse(Fields(read_json_object(Path(path)), str(path)), Fields({}, str(path)))
 
     @classmethod

@@ -80,7 +80,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 class ChosenExperts(nn.Module):
-    """The matrices of all experts below each other, for kernels that read those of chosen ones alone."""
+    """The matrices of all experts concatenated by rows, for kernels that read active experts only."""
 
     def __init__(
         self, part: Part, weights: Weights, named: Sequence[dict[str, str]], *, kernels: MixtureKernels

@@ -323,7 +323,7 @@ _MPT_NEUTRAL = {
 
 
 def _attention_of_mpt(config: Fields, name: str) -> float:
-    """Return an option of ``attn_config``, 0 for null; other options have the values that are computed here."""
+    """Return an option of ``attn_config``, 0 for null; other options must have the values that the network computes."""
     fields = config.child("attn_config") or Fields({}, config.where)
     for key, neutral in _MPT_NEUTRAL.items():
         if fields.values.get(key, neutral) != neutral:

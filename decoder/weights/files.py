@@ -57,8 +57,8 @@ class WeightFile(Protocol):
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether what is read of an open file stays in memory until it is closed. A GGUF file is mapped anew for every
-    piece, and opening it takes long; of the format of PyTorch before 1.6 all is in memory anyway.
+    """Whether tensors read from an open file stay in memory until it is closed. A GGUF file is mapped again for every
+    tensor, and opening it is slow; a file in PyTorch's format before 1.6 is in memory anyway.
     """
     return not is_gguf(path) and (path.suffix == ".safetensors" or path.is_dir() or _first_bytes(path).startswith(_ZIP))
 
@@ -78,7 +78,7 @@ def open_safetensors(path: Path) -> Iterator[WeightFile]:
 
 
 def check_present(path: Path) -> None:
-    """Raise MissingWeightsError where a file is not there, cannot be read, or stands for one that was not fetched."""
+    """Raise MissingWeightsError if a file is missing, unreadable, or a pointer to a file that was not fetched."""
     if _first_bytes(path).startswith(b"version https://git-lfs"):
         raise MissingWeightsError(f"{path}: expected weights, got a Git LFS pointer; run `git lfs pull` in its folder")
 

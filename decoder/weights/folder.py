@@ -21,7 +21,7 @@ _PRESHARDED = "DecoderLMHead.safetensors"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is named as a GGUF file, be it there or not."""
+    """Whether a path is named as a GGUF file, existing or not."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
@@ -35,7 +35,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the files of the model that the file ``path`` belongs to by its name: -00001-of-0000N, or it alone."""
+    """Return the files of the model to which the file ``path`` belongs: -00001-of-0000N, or only itself."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]

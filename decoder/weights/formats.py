@@ -1,5 +1,5 @@
-"""The formats of quantised weight matrices and of narrow caches, by name. Not here: what makes a matrix of one
-(`paceline.decoder.weights.quantize`). Nothing is computed with tensors, so that options are checked without PyTorch.
+"""The formats of quantised weight matrices and of narrow caches, by name. Nothing is computed with tensors, so that
+options are checked without PyTorch; `paceline.decoder.weights.quantize` makes the matrices.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class HubId:
 
 
 def snapshot(name: HubId, *, newest: bool = False) -> Path:
-    """The folder of a model, or its GGUF file, downloaded where it is not there in full yet.
+    """The folder of a model, or its GGUF file, downloaded where it is incomplete.
 
     newest  ask the hub for the newest commit of the branch, also if an older one is there
 
@@ -205,7 +205,7 @@ def _offer(name: HubId) -> str:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every file of weights is there."""
+    """Whether every file of weights exists."""
     if any((folder / file).is_file() for file in _HEADS):
         return True
     try:

@@ -44,7 +44,7 @@ def open_weight_file(path: Path) -> AbstractContextManager[WeightFile]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a tensor in a checkpoint: its file, its name there, and its entry in that file.
+    """Location of a tensor in a checkpoint: its file, its name and its entry in that file.
 
     parts  of a quantised matrix: its tensors, by the part of their names after the module's; the first one is ``file``
            and ``stored``

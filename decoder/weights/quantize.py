@@ -157,7 +157,7 @@ def _smaller(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _scaled(piece: Tensor, form: WeightFormat, largest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] in a type of 8 bits and their scales [n]; ``largest``: what all rows have instead of their own."""
+    """Rows [n, K] in an 8-bit type and their scales [n]; ``largest``: one maximum for all rows."""
     wide = piece.float()
     most = wide.abs().amax(1) if largest is None else largest.expand(len(wide))
     scales = torch.where(most > 0, most / form.largest, torch.ones_like(most))

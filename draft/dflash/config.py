@@ -235,7 +235,7 @@ _SPECULATORS_KEYS = frozenset(
 
 
 def parse(fields: Fields, target: ModelConfig, *, drafted: int | None = None) -> DFlashConfig:
-    """Parse the config.json of a head for this target. ``drafted``: rows of its own output layer, if it has one.
+    """Parse the config.json of a head for this target. ``drafted``: rows of the head's separate output layer, if any.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.

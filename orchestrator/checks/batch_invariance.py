@@ -41,7 +41,7 @@ Shape = Literal["window", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """Comparison of M rows together with each of them alone.
+    """Comparison of M rows computed together with each row computed separately.
 
     shape      kind of rows: of one sequence in a "window", or of M sequences in a "batch"
     rows       M
@@ -139,8 +139,8 @@ def run(
 
 
 def report(series: Sequence[Series], missing: dict[str, str]) -> str:
-    """Return the table: logits that differ from those of a row alone, and their share, by M; then sums, and missing
-    backends.
+    """Return the table: logits that differ from those of a row computed separately, and their share, by M; then sums,
+    and missing backends.
     """
     columns = [(one, shape) for one in series for shape in ("window", "batch")]
     heads = [f"{one.backend} {one.amp} {shape}" for one, shape in columns]
@@ -177,7 +177,7 @@ def _folder(target: Path | None) -> Iterator[Path]:
 
 
 def _measure(backend: str, amp: str, folder: Path, *, most: int, say: Callable[[str], None]) -> Iterator[RowCount]:
-    """Windows on one decoder, which also has the rows alone; then a decoder for each size of a batch."""
+    """Windows on one decoder, which also computes the separate rows; then a decoder for each batch size."""
     decoder = _load(backend, amp, folder, slots=1, say=say)
     texts = torch.randint(
         decoder.config.vocab_size,

@@ -218,7 +218,7 @@ def chat(
 
 @contextmanager
 def history(file: Path) -> Iterator[None]:
-    """Let `input` recall the lines of a file, and write it at the end, for its owner alone."""
+    """Let `input` recall the lines of a file, and write it at the end, readable by its owner only."""
     try:
         import readline
     except ImportError:  # Python was built without it

@@ -181,7 +181,7 @@ class Commands(TyperGroup):
 
 
 def _forget(stream: Any) -> None:
-    """Nothing of what waits to be written is tried again when Python ends, which would say so in lines of its own."""
+    """Discard output that waits to be written, so that Python does not try again at exit and print an error."""
     with suppress(OSError, ValueError):  # it is no file
         hole = os.open(os.devnull, os.O_WRONLY)
         os.dup2(hole, stream.fileno())

@@ -80,7 +80,7 @@ class OneModel:
     ] = None
 
     def entries(self, keys: Mapping[str, object]) -> list[dict[str, object]]:
-        """The list `models` of a file with this model alone. ``keys``: how it is loaded and drafted for."""
+        """The list `models` of a file with only this model. ``keys``: how it is loaded and drafted for."""
         assert self.target is not None
         there = self.target.exists()  # else it may be the name of a fetched model, or an id of the hub
         values = {

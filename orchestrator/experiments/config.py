@@ -54,7 +54,7 @@ class _Strict(BaseModel):
 
 
 def _apart(values: Any, **parts: frozenset[str]) -> Any:
-    """Keys of a file, those of each part in a mapping of their own."""
+    """Keys of a file, those of each part in a separate mapping."""
     if not isinstance(values, Mapping):
         return values
     own = {key: value for key, value in values.items() if not any(key in keys for keys in parts.values())}

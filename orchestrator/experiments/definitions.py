@@ -171,7 +171,7 @@ class Position:
 
     @property
     def conditional(self) -> float:
-        """Accepted over the drafts that were right up to here: how good the drafter is at this distance."""
+        """Accepted over the drafts that were right up to this position: the drafter's accuracy at this distance."""
         return _ratio(self.accepted, self.tested)
 
 

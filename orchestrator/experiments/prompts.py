@@ -208,7 +208,7 @@ def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: Layout) 
 
 
 def _turn(turn: object) -> str | None:
-    """The text of a turn: a text by itself, or AIPerf's {"text"} or {"texts": [...]}."""
+    """The text of a turn: a string, or AIPerf's {"text"} or {"texts": [...]}."""
     if isinstance(turn, Mapping):
         texts = turn.get("texts")
         turn = turn.get("text", texts[0] if isinstance(texts, Sequence) and texts else None)

@@ -360,7 +360,7 @@ def search_thresholds(
 
 
 def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
-    """Those that a recording knows: all up to its own, or its own alone."""
+    """Depths that a recording can answer for: all up to the recorded depth, or only that depth."""
     return range(1, min(most, drafter.k) + 1) if drafter.prefixes and drafter.parents is None else (None,)
 
 

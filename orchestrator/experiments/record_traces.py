@@ -176,7 +176,7 @@ class _Group:
         return True
 
     def _wanted(self, known: Mapping[str, RecordedDrafter]) -> list[RecordedDrafter]:
-        """Those of the experiment alone, in its order, by the names that it has for them now."""
+        """Recorded drafters of this experiment, in its order, by their current names."""
         members = [one for one in self._members if one.key in known]
         return [replace(known[one.key], name=one.cell.drafter.label) for one in members]
 

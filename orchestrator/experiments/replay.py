@@ -209,8 +209,8 @@ def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
 
 
 class ReplayDrafter(Drafter):
-    """Repeats the proposals of a recorded drafter; with ``depth`` shortened, with ``nodes`` only those of its static
-    tree, with ``confidence`` cut at that threshold instead of its own.
+    """Repeats the proposals of a recorded drafter; ``depth`` shortens them, ``nodes`` keeps only those of its static
+    tree, ``confidence`` cuts at that threshold in place of the recorded one.
 
     Raises:
         ConfigurationError: this was not recorded: a smaller depth of a drafter whose drafts change with it, a larger

@@ -317,7 +317,7 @@ def write_rows(folder: Path, results: Sequence[CellResult]) -> list[Path]:
 
 
 def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:
-    """Whether pyarrow is there to write it."""
+    """Whether pyarrow is installed to write it."""
     try:
         import pyarrow
         from pyarrow import parquet

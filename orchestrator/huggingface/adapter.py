@@ -203,7 +203,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
     ) -> None:
-        """The slots are the cache. Here all is known and nothing has run: what cannot be done is refused."""
+        """Check the call before anything runs, and raise for what cannot be done. The slots are the cache."""
         check_options({name: getattr(generation_config, name, None) for name in _CHECKED})
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool((mask[:, -1] != 0).all()):

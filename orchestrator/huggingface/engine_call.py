@@ -69,7 +69,7 @@ class PreparedCall:
 
     @classmethod
     def of(cls, input_ids: Tensor, given: Mapping[str, Any]) -> PreparedCall:
-        """Return the call of what `transformers` gives a decoding method besides the ids."""
+        """Return the call for what `transformers` gives a decoding method in addition to the ids."""
         return cls(
             input_ids,
             given.get("attention_mask"),

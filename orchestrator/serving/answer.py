@@ -155,7 +155,7 @@ class AnswerWriter(Protocol):
     by_token: bool
 
     def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
-        """The events of a step; empty where it shows nothing. ``usage``: counts the tokens up to here."""
+        """The events of a step; empty where it shows nothing. ``usage``: counts the tokens so far."""
 
     def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
         """Return the events after the last step."""

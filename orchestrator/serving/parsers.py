@@ -306,7 +306,7 @@ class HermesParser(_JsonCallsParser):
 
 
 class LlamaJsonParser(_JsonCallsParser):
-    """Llama 3's format: {"name": ..., "parameters": {...}} alone, or several with ";" or nothing between."""
+    """Llama 3's format: only {"name": ..., "parameters": {...}}, or several with ";" or nothing between."""
 
     def __init__(self) -> None:
         super().__init__(self._before)

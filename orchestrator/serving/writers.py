@@ -15,7 +15,7 @@ BytesOf = Callable[[int], bytes]
 
 
 def token_text(data: bytes) -> str:
-    """A token by itself, with marks for parts of characters."""
+    """The string of one token, with marks for parts of characters."""
     return data.decode(errors="replace")
 
 

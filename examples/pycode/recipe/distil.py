@@ -86,7 +86,7 @@ class Mixture:
 
 
 def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argparse.Namespace) -> None:
-    """What one worker does; the first one also reports and saves."""
+    """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed + rank)
     fixed = Chunks(args.work / "held_out.bin", 0)

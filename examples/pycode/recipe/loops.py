@@ -25,7 +25,7 @@ LONGEST, SHORTEST = 96, 12  # tokens: the longest round, and how much must have 
 
 
 def looping(ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens of texts [N, L] go round for the third time: bool [N, L].
+    """Mask [N, L] of the tokens of texts [N, L] that repeat a loop for the third time.
 
     One does when it and all before it, for as long as a round (and for `SHORTEST` tokens), stand one round earlier too.
     """
@@ -98,7 +98,7 @@ def train_batch(pair: Pair, shared: Shared, own: OwnText, chunks: Chunks, args: 
 
 
 def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argparse.Namespace) -> None:
-    """What one worker does; the first one also reports and saves."""
+    """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     own, chunks = OwnText(args, rank), Chunks(args.work / "train.bin", args.seed + 7 + rank, args.repeats)
     fixed = Chunks(args.work / "held_out.bin", 0)

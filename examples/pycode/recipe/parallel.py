@@ -15,7 +15,7 @@ from recipe.optim import Trainee
 
 
 def share_state(trainee: Trainee) -> None:
-    """Move weights and optimizer states to shared memory; creates states that are not there yet."""
+    """Move weights and optimizer states to shared memory; creates missing states."""
     trainee.model.share_memory()
     for optimizer in trainee.optimizers:
         fresh = not optimizer.state

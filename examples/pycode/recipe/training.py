@@ -54,7 +54,7 @@ class Pair:
             self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 
     def precision(self) -> contextlib.AbstractContextManager:
-        """What multiplications of matrices are done in."""
+        """Type in which matrices are multiplied."""
         if self.dtype == torch.bfloat16:
             return torch.autocast(self.device.type, self.dtype)
         return contextlib.nullcontext()
@@ -140,7 +140,7 @@ class Progress:
         return min(1.0, max(self.step / self.steps, (time.time() - self.began) / 60 / self.minutes))
 
     def state(self) -> dict:
-        """What `restore` needs."""
+        """State that `restore` needs."""
         return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
 
 
@@ -171,7 +171,7 @@ def save_state(pair: Pair, shared: Shared, progress: Progress, path: Path) -> No
 
 
 def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argparse.Namespace) -> None:
-    """What one worker does; the first one also reports and saves."""
+    """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     chunks = Chunks(args.work / "train.bin", args.seed + 1000 * rank + shared.steps, args.repeats)
     fixed = Chunks(args.work / "held_out.bin", 0)

@@ -29,7 +29,7 @@ LENGTH, BATCH = 512, 2048
 
 @dataclass(frozen=True)
 class Aim:
-    """Heads of a layer that share keys, and how many tokens back each looks; 0: behind earlier occurrences, all."""
+    """Heads of a layer that share keys, and how many tokens back each looks; 0: after earlier occurrences, all."""
 
     layer: int
     heads: tuple[int, ...]
@@ -37,7 +37,7 @@ class Aim:
 
     @property
     def behind(self) -> bool:
-        """Whether they look behind occurrences."""
+        """Whether they look after occurrences."""
         return not any(self.back)
 
 
@@ -68,7 +68,7 @@ class Heads:
             raise ValueError(f"the heads {aim.heads} of layer {aim.layer} do not share keys")
 
     def rows(self, head: int) -> slice:
-        """Of the query matrix, and of the K/V matrices for a K/V head."""
+        """Rows of the query matrix, and of the K/V matrices for a K/V head."""
         return slice(head * self.size, (head + 1) * self.size)
 
     def scores(self, x: Tensor, turn: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Enough(Exception):  # noqa: N818  # ends a forward pass at the layer that
 
 @torch.no_grad()
 def inputs_of(model: LlamaForCausalLM, layer: int, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What a layer's attention reads [B, S, H], and the rotation of its positions."""
+    """Input of a layer's attention [B, S, H], and the rotation of its positions."""
     got = []
 
     def keep(_: nn.Module, args: tuple, given: dict) -> None:
@@ -162,7 +162,7 @@ def trained(heads: Heads) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def carry(model: LlamaForCausalLM, plan: tuple[Aim, ...], chunks: Chunks, args: argparse.Namespace) -> None:
-    """Train what the heads carry, on repeating rows; those that look behind occurrences are still held to it."""
+    """Train what the heads carry, on repeating rows; heads that look after occurrences are still held to it."""
     steps, lr = args.steps, args.lr
     precision = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
     every = [Heads(model, aim) for aim in plan]

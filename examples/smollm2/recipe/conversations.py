@@ -1,4 +1,4 @@
-"""Conversations as texts to learn from: each from its beginning, and of each the answer alone counts.
+"""Conversations to train on: each starts at its beginning, and only the answers enter the loss.
 
 What `paceline train` cuts out of a stream begins anywhere. A drafter at work has always read the whole conversation,
 and never drafts what a user says. Not here: making conversations (`answers.py`, `many_answers.py`).
@@ -33,14 +33,14 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Markers:
-        """As SmolLM2's chat template has them."""
+        """Ids of the markers in SmolLM2's chat template."""
         first, answer = (tokenizer.encode(text) for text in ("<|im_start|>system\n", "<|im_start|>assistant\n"))
         (end,) = tokenizer.encode("<|im_end|>")
         return cls(first, answer, end)
 
 
 def places(stream: np.ndarray, ids: list[int]) -> np.ndarray:
-    """Where ``ids`` stand in a stream [n]."""
+    """Positions of ``ids`` in a stream [n]."""
     room = len(stream) - len(ids) + 1
     found = np.ones(room, dtype=bool)
     for offset, number in enumerate(ids):
@@ -71,7 +71,7 @@ class Conversations:
         self._order: tuple[int, list[list[np.ndarray]]] | None = None
 
     def batch(self, number: int) -> Texts:
-        """Batch ``number``; a new order begins behind every ``batches`` of them."""
+        """Batch ``number``; the order changes after every ``batches`` of them."""
         epoch, index = divmod(number, self.batches)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._epoch(epoch)

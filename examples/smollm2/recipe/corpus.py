@@ -1,4 +1,4 @@
-"""Take the answers alone out of conversations: what `suffix:corpus=FILE` drafts from.
+"""Extract the answers from conversations, for `suffix:corpus=FILE`.
 
     python examples/smollm2/recipe/corpus.py --target smollm2 --data answers.bin --out examples/smollm2/answers.bin
 
@@ -17,7 +17,7 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def answers(tokens: list[int], start: list[int], end: int) -> list[list[int]]:
-    """What stands between ``start``, with which the template begins an answer, and ``end``, which is kept."""
+    """Tokens between ``start``, with which the template begins an answer, and ``end``, which is kept."""
     found, at, width = [], 0, len(start)
     while at < len(tokens):
         if tokens[at : at + width] != start:

@@ -39,7 +39,7 @@ DISTANCE = 0.5  # weight of the total variation distance
 
 @dataclass(frozen=True, slots=True)
 class DraftTraining(TrainingOptions):
-    """As every training, with the tokens to train on, repeats counted."""
+    """Options of every training, with the tokens to train on, repeats counted."""
 
     tokens: int = field(default=2_000_000)
 
@@ -156,7 +156,7 @@ def kept_ids(tokenizer: Mapping[str, object], counts: Tensor, keep: int) -> Tens
 
 
 def cut_tokenizer(tokenizer: dict[str, object], ids: Tensor) -> dict[str, object]:
-    """The tokenizer with these ids alone, in their order."""
+    """The tokenizer reduced to these ids, in their order."""
     model = tokenizer["model"]
     assert isinstance(model, dict)
     places = {int(old): new for new, old in enumerate(ids.tolist())}

@@ -52,7 +52,7 @@ class ByTime(Trainer):
         return min(1.0, (self.step + 1) / 50) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.share())))
 
     def share(self) -> float:
-        """Of the time, how much is over."""
+        """Share of the time that is over."""
         return 0.0 if self._began is None else min(1.0, (perf_counter() - self._began) / (60 * self.minutes))
 
     def log_row(self, losses: Sequence[float]) -> dict[str, object]:

@@ -69,7 +69,7 @@ class GpuDecoder:
 
     @torch.no_grad()
     def texts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Prompt and answer of each prompt, in its order; an answer that ended by itself has the end's id."""
+        """Prompt and answer of each prompt, in order; an answer that ended with an end id includes it."""
         found: list[list[int]] = [[] for _ in prompts]
         waiting = list(range(len(prompts)))[::-1]
         owners: list[int | None] = [None] * self._rows

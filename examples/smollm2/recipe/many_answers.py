@@ -1,4 +1,4 @@
-"""On a GPU: have the target write instructions of its own, and answer these and the given ones, thousands at a time.
+"""On a GPU: let the target write instructions, and answer these and the given ones, thousands at a time.
 
     python examples/smollm2/recipe/many_answers.py --target smollm2 --instructions train.jsonl --out conversations.bin
 

@@ -26,7 +26,7 @@ Drafts = dict[str, dict[str, object]]
 
 
 def drafts() -> Drafts:
-    """Who drafts, by name: keywords of `SpeculativeGenerator`."""
+    """Drafters by name: keywords of `SpeculativeGenerator`."""
     eagle, medusa, draft = str(FOLDER / "eagle3"), str(FOLDER / "medusa"), load(FOLDER / "draft")
     answers = str(FOLDER / "answers.bin")
     return {
