@@ -68,7 +68,7 @@ class ModelWithCache(nn.Module):
             for side in ("keys", "values"):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.cache_dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
-        self._skips_idle = kernels.skips_padding and options.batch_size > 1 and self.group.degree == 1
+        self.skips_idle = kernels.skips_padding and options.batch_size > 1 and self.group.degree == 1
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
@@ -94,24 +94,26 @@ class ModelWithCache(nn.Module):
         tree: Tree | None = None,
         reads: FeatureSpec | None = None,
         sampling: SamplingTensors | None = None,
+        used: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states and features of a window of real tokens in every slot, or in the first slots. tokens [B, T],
         row [B].
 
         A row past the last position is clamped to it: results of such a slot are not used. ``sampling`` marks the slots
-        that hold a request: others may be skipped; their results are then any finite numbers.
+        that hold a request, and ``used`` [B] says how many of their rows are needed (None: all). Others may be skipped;
+        their results are then any finite numbers.
         """
         row = row.clamp(max=self.options.n_positions - 1)
-        count = None if sampling is None else self.real_rows(sampling, tokens.shape[1])
+        count = None if sampling is None else self.real_rows(sampling, tokens.shape[1] if used is None else used)
         padded = count is not None
         count = torch.full_like(row, tokens.shape[1]) if count is None else count
         slots = first_slots(self.get_buffer("slots"), len(row))
         place = CachePosition(row, count, slots, bucket, padded=padded, tree=tree, in_order=True)
         return self(tokens, place, reads)  # type: ignore[no-any-return]
 
-    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+    def real_rows(self, sampling: SamplingTensors, window: int | Tensor) -> Tensor | None:
         """Number of rows of a window that are needed in every slot, [B] int32; None: all rows are computed anyway."""
-        return sampling.seated * window if self._skips_idle else None
+        return sampling.seated * window if self.skips_idle else None
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; see
@@ -128,26 +130,32 @@ class ModelWithCache(nn.Module):
             for one in layer:
                 one[slot, :, :count] = one[like, :, :count]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[b, T, H] -> [b, T, V] float32, on every rank."""
-        return whole(self.model.logits(hidden), self.config.vocab_size, self.group)
+    def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
+        """[b, T, H] -> [b, T, V] float32, on every rank; ``real`` [b]: zeros after that many rows, where skipped."""
+        return whole(self.model.logits(hidden, real), self.config.vocab_size, self.group)
 
     @property
     def lent(self) -> SharedHead:
         """Weights that drafters share with the target."""
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
-    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+    ) -> Tensor:
         """Return the tokens that `Kernels.sample_tokens` samples from `logits`, which a sharded model need not gather
         for it.
 
-        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32; any id in a slot without a request
+        hidden [b, T, H], positions [b, T] int32, used [b] as in `window` -> [b, T] int32; any id in rows not used
         """
-        part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
-        real = self.real_rows(sampling, hidden.shape[1])
-        # Below 0 in slots without a request: their logits, the largest part of a round's work, are not used.
-        logits = self.model.logits(hidden, None if real is None else real + sampling.seated - 1)
-        return choose(logits, positions, sampling, part=part, kernels=self.kernels)
+        part, rows = VocabPart(self.model.ids, self.config.vocab_size, self.group), hidden.shape[1]
+        real = self.real_rows(sampling, rows if used is None else used)
+        if real is None:
+            return choose(self.model.logits(hidden), positions, sampling, part=part, kernels=self.kernels)
+        # Logits are the largest part of a round's work: those of rows that are not used are neither written nor read.
+        if used is not None:
+            within = torch.arange(rows, dtype=torch.int32, device=hidden.device) < real.unsqueeze(1)
+            positions = torch.where(within, positions, PAD)
+        return choose(self.model.logits(hidden, -1 - real), positions, sampling, part=part, kernels=self.kernels)
 
 
 class FeatureBuffer(nn.Module):

@@ -112,8 +112,10 @@ class VerifyStep(nn.Module):
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
+        # Rows after a chain's end, and so a draft that a limit cuts, cost nothing where kernels skip padding.
+        used = window.reached() + 1 if window.tree is None and self.body.skips_idle else None
         hidden, features = self.body.window(
-            read, row, self._bucket, tree=window.tree, reads=self._reads, sampling=sampling
+            read, row, self._bucket, tree=window.tree, reads=self._reads, sampling=sampling, used=used
         )
         positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
         proposal = window.proposal
@@ -121,10 +123,10 @@ class VerifyStep(nn.Module):
             proposal = replace(proposal, draft_probs=pad_vocabulary(draft_probs[0], self.body.config.vocab_size))
         depth, kernels = self.draft_shape.depth, self.body.kernels
         if self._rule.needs == "choices":  # a sharded model need not gather its logits for these
-            choices = self.body.sample_tokens(hidden, positions, sampling)
+            choices = self.body.sample_tokens(hidden, positions, sampling, used)
             seen = TargetView(positions, sampling, depth, choices, sample_tokens=kernels.sample_tokens)
         else:
-            logits = self.body.logits(hidden)
+            logits = self.body.logits(hidden, None if used is None else self.body.real_rows(sampling, used))
             seen = target_view(self._rule, logits, positions, sampling=sampling, depth=depth, kernels=kernels)
         accepted = self._rule(proposal, seen)
         if window.tree is not None:

@@ -72,6 +72,7 @@ class TableBody:
         self.caches = [(self.cache, self.stamp)]
         self.forwards = 0
         self.real_rows = lambda *_: None  # every slot is computed
+        self.skips_idle = False
 
     def __call__(
         self, tokens: Tensor, place: CachePosition, reads: FeatureSpec | None = None
@@ -116,11 +117,13 @@ class TableBody:
         for cache in (self.cache, self.stamp):
             cache[slot, :count] = cache[like, :count]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
 
-    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+    ) -> Tensor:
         return self.kernels.sample_tokens(self.logits(hidden), positions, sampling)
 
     def _check(self, slots: Tensor, row: Tensor) -> None:

@@ -121,7 +121,8 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]
 
-        Rows from ``count`` [b] on may hold anything finite, and batch rows whose count is below 0 anything, even NaN.
+        Rows from ``count`` [b] on may hold anything finite. A count of -1 - n means n rows, after which may be anything,
+        even NaN.
         """
 
     def attend(
@@ -173,10 +174,11 @@ class Kernels(Protocol):
         stream: int = noise.TARGET,
         part: VocabPart | None = None,
     ) -> Tensor:
-        """Sample a token per position, as `paceline.core.probs.sample_tokens`; any id in a slot without a request.
+        """Sample a token per position, as `paceline.core.probs.sample_tokens`; any id in a slot without a request, or
+        where the position is PAD.
 
         ``part``: the ids of the logits (None: all), passed only to kernels with sampling modes. Kernels that skip
-        padding do not read the logits of such a slot, in this method and the next two.
+        padding do not read the logits of such rows, in this method and the next two.
         """
 
     def rank_tokens(

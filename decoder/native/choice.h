@@ -17,7 +17,8 @@ struct Choose {
 
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
   const float* param(int64_t i) const { return params + i / window * 4; }
-  bool idle(int64_t i) const { return param(i)[0] < 0; }  // no request is in the slot: its logits are not read
+  // No request is in the slot, or the row is not used: its logits are not read.
+  bool idle(int64_t i) const { return param(i)[0] < 0 || positions[i] < 0; }
   int64_t seated() const {
     int64_t found = 0;
     for (int64_t b = 0; b < batch; b++) found += !idle(b * window);

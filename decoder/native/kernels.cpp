@@ -52,8 +52,8 @@ extern "C" void paceline_experts(void* const* p, const int64_t* n) {
   mixture(all, Stored{p[4], (float*)p[5], n[6]}, Stored{p[6], (float*)p[7], n[7]});
 }
 
-// Batch rows of T rows of which only the first count[b] are real; the others are set to zero, and batch rows with a
-// count below 0 are not changed.
+// Batch rows of T rows of which only the first count[b] are real; the others are set to zero, or with a count of -1 - n
+// for n real rows not changed.
 extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
                                      const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
                                      int64_t format) {

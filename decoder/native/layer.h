@@ -11,7 +11,7 @@
 namespace paceline [[gnu::visibility("hidden")]] {
 
 // A window of tokens in every batch row, of which the first count[b] are real and the others padding; without count all
-// are real.
+// are real. A count of -1 - n means n real rows, whose padding is not written.
 struct Windows {
   int64_t lines, window;
   const int32_t* count;  // [lines], or null
@@ -20,12 +20,15 @@ struct Windows {
     std::vector<int64_t> found;
     found.reserve(lines * window);
     for (int64_t b = 0; b < lines; b++)
-      for (int64_t t = 0; t < (count ? std::min<int64_t>(count[b], window) : window); t++)
-        found.push_back(b * window + t);
+      for (int64_t t = 0; t < real(b); t++) found.push_back(b * window + t);
     return found;
   }
+  int64_t real(int64_t b) const {
+    if (!count) return window;
+    return std::min<int64_t>(count[b] < 0 ? -1 - count[b] : count[b], window);
+  }
   // Makes numbers `begin` to `end` of the padding of out [lines, window, N] zero, except in batch rows with a count
-  // below 0, which are not read.
+  // below 0, whose padding is not read.
   void clear(float* out, int64_t N, int64_t begin, int64_t end) const {
     for (int64_t b = 0; count && b < lines; b++)
       for (int64_t t = count[b]; t >= 0 && t < window; t++)

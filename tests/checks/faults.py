@@ -79,14 +79,16 @@ class ForgetsLastRow(TableBody):
 class LaterNoise(TableBody):
     """Draws with the noise of the next position where it verifies."""
 
-    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+    ) -> Tensor:
         return super().sample_tokens(hidden, positions + (hidden.shape[1] > 1), sampling)
 
 
 class Cooler(TableBody):
     """Another temperature where it verifies."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         return super().logits(hidden) / (0.6 if hidden.shape[1] > 1 else 1.0)
 
 
@@ -100,7 +102,7 @@ class KeepsNoPath(TableBody):
 class Tires(TableBody):
     """Gives other logits after some forwards: something of a request is left for the next one."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         return super().logits(hidden).roll(self.forwards // 40 % 2, -1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.acceptance.match import Match
 from paceline.core.protocols import finish
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
-from paceline.core.types import Commit, DraftShape, RoundLimits
+from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.native import ops
 from paceline.target.verifier import CompiledVerifier
 from tests.decoder.tiny import Workshop, fresh
@@ -67,3 +69,34 @@ def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
         for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
             changed = (old != new).flatten(1).any(1).tolist()
             assert changed == [slot not in idle for slot in range(4)]
+
+
+def test_rows_after_the_end_of_a_draft_are_neither_computed_nor_written(workshop: Workshop) -> None:
+    """A limit, or PAD, ends a draft: the tokens are those of each draft in a verification of its own length."""
+    target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
+    sampling, zeros = sampling_tensors([Sampling()] * 4), torch.zeros(4, dtype=torch.int32)
+    verifier = CompiledVerifier(target, DraftShape.chain(3), rule=Match(), wide=False)
+    plain = CompiledVerifier(target, DraftShape.chain(0), rule=Match(), wide=True)
+    start, size = torch.full((4,), len(PROMPTS[0]), dtype=torch.int32), len(PROMPTS[0]) + 1
+    token = torch.tensor(
+        [[finish(verifier.prefill(slot, PROMPTS[0], sampling_tensors([Sampling()]))).token] for slot in range(4)]
+    ).int()
+    commit, right = Commit(token, torch.ones_like(zeros), start), [token]
+    for step in range(3):  # the right drafts, so that all rows decide
+        made = plain(
+            replace(commit, tokens=right[-1], first_row=start + step), None, sampling, RoundLimits([0] * 4, size)
+        )
+        right.append(made.tokens[:, :1])
+    commit = Commit(torch.nn.functional.pad(token, (0, 3), value=PAD), torch.ones_like(zeros), start)
+    drafts = torch.cat(right[1:], 1)
+    drafts[3, 1] = PAD
+    for pair in target.body.caches:
+        for one in pair:
+            one[:, :, len(PROMPTS[0]) :] = 0
+    before = [one.clone() for pair in target.body.caches for one in pair]
+    made = verifier(commit, Proposal(drafts), sampling, RoundLimits([3, 0, 2, 3], size))
+    assert made.count.tolist() == [4, 1, 3, 2]
+    assert made.tokens[0, :3].tolist() == drafts[0].tolist() and made.tokens[2, :2].tolist() == drafts[2, :2].tolist()
+    for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
+        rows = (old != new).any(3).any(1).sum(1).tolist()
+        assert rows == [4, 1, 3, 2]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core import noise, probs
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
-from paceline.core.types import SamplingTensors
+from paceline.core.types import PAD, SamplingTensors
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 
@@ -92,6 +92,15 @@ def test_logits_of_a_slot_without_a_request_are_not_looked_at(native: Native) ->
                 assert torch.equal(chosen[row], wanted[row]) and torch.equal(ranked[row, :, 0], wanted[row])
         assert not chosen[idle].any() and torch.equal(ranked[idle], torch.arange(4).expand_as(ranked[idle]).int())
         assert torch.isfinite(logprobs).all() and torch.allclose(likely.sum(-1), torch.ones(likely.shape[:-1]))
+
+
+def test_logits_of_a_row_without_a_position_are_not_looked_at(native: Native) -> None:
+    sampling, x, positions = sampling_tensors(PARAMS), logits(100), places()
+    wanted = native.sample_tokens(x, positions, sampling)
+    unused = torch.arange(positions.shape[1]) >= torch.arange(positions.shape[0]).unsqueeze(1) % positions.shape[1]
+    x[unused] = float("nan")
+    chosen = native.sample_tokens(x, torch.where(unused, PAD, positions), sampling)
+    assert torch.equal(chosen, torch.where(unused, 0, wanted))
 
 
 def one(sampling: Sampling) -> SamplingTensors:
