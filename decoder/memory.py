@@ -27,7 +27,7 @@ def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
     """Return the bytes of the keys and values of every layer, on all ranks."""
     rows = shard.degree * options.batch_size * options.rows
     if options.load.kv_cache_dtype is not None:
-        return shard.cache_numbers(rows, beside=SCALE_BYTES)
+        return shard.cache_numbers(rows, more=SCALE_BYTES)
     return shard.cache_numbers(rows) * (4 if options.load.amp == "f32" else 2)
 
 

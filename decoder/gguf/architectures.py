@@ -281,7 +281,7 @@ _DOTS1 = Architecture(
 
 
 def _without_drafts(keys: Keys) -> Mapping[str, object]:
-    """Layers of the network itself; those behind them draft."""
+    """Layers of the network itself; those after them draft."""
     return {"num_hidden_layers": keys.integer("block_count") - keys.whole("nextn_predict_layers")}
 
 

@@ -20,8 +20,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gate_with(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, or with gpt-oss's "clamped swish" times 1 more than ``up`` between -7 and 7."""
+def gate_with(both: Tensor, activation: str) -> Tensor:
+    """activation(first half) * second half, or with gpt-oss's "clamped swish" times 1 more than that between -7 and 7."""
+    gate, up = both.chunk(2, dim=-1)
     up = up.clamp(-7.0, 7.0) + 1.0 if activation == "clamped swish" else up
     return ACTIVATIONS[activation](gate) * up
 
@@ -62,7 +63,7 @@ class PlainOperations:
         """Apply an activation."""
         if not gated:
             return ACTIVATIONS[activation](x)
-        return gate_with(*x.chunk(2, dim=-1), activation)
+        return gate_with(x, activation)
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
         """Look up rows of a table."""

@@ -107,7 +107,7 @@ class TorchKernels(PlainOperations):
             for place in (share[:, number] != 0).nonzero().flatten().tolist():  # row by row, as in `linear`
                 both = torch.mv(gate_up, rows[place])
                 both = both if bias is None else both + bias[number]
-                mixed = torch.mv(down, gate_with(*both.chunk(2), weights.activation))
+                mixed = torch.mv(down, gate_with(both, weights.activation))
                 total[place] += share[place, number] * mixed
         return total.view_as(x)
 

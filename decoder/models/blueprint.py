@@ -78,18 +78,30 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Gemma:
-    """What Gemma 4 has beside Gemma 3.
+    """The options of Gemma 3n and 4 that others do not have.
 
-    sources  for each layer: the one whose keys and values it reads, itself where it has its own
-    alike    for each layer: whether keys and values are made by one product
-    widths   of the MLP of each layer
-    inputs   width of the input that each layer has of its own for a token; 0: none has
+    sources    for each layer: the one whose keys and values it reads, itself where it has its own
+    alike      for each layer: whether keys and values are made by one product
+    widths     of the MLP of each layer
+    inputs     width of the input that each layer has of its own for a token; 0: none has
+    rows       of the table of these inputs; other tokens have that of token 0
+    streams    number of residual streams (Gemma 3n's AltUp, arXiv 2301.13310), of which layers read the ``active`` one;
+               0: one, without what Gemma 3n has beside it
+    rank       of the product added to attention (Gemma 3n's LAuReL, arXiv 2411.07501)
+    corrected  whether the active stream has learned factors before it meets the layer's input
+    sparse     for each layer: deviations from the mean below which its gates are 0; None: it has none
     """
 
     sources: tuple[int, ...]
     alike: tuple[bool, ...]
     widths: tuple[int, ...]
     inputs: int = 0
+    rows: int = 0
+    streams: int = 0
+    active: int = 0
+    rank: int = 0
+    corrected: bool = True
+    sparse: tuple[float | None, ...] = ()
 
     def sides(self, layer: int) -> str:
         """The products of a layer: queries alone, or keys and values too, with values from "k" where they are alike."""
@@ -117,7 +129,7 @@ class Blueprint:
     sinks            heads have a score beside those of keys, whose weight goes nowhere (gpt-oss)
     qkv_clip         bound of the size of queries, keys and values (OLMo); 0: none
     latent           multi-head latent attention
-    gemma            Gemma 4's layers; their values are normalised without weights
+    gemma            Gemma 3n's and 4's layers; their values are normalised without weights
     joined           layout of query, key and value in a checkpoint
     turned           the share of a head's first dimensions that rotary embeddings rotate; 0: none
     unturned         for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
@@ -185,8 +197,8 @@ class Blueprint:
 class Names:
     """Names of a checkpoint's modules, without ".weight" and ".bias".
 
-    outer       "embedding", "norm", "head" and, if present, "positions" and "embedding norm", or Gemma 4's "inputs",
-                "input projection" and "input norm"
+    outer       "embedding", "norm", "head" and, if present, "positions" and "embedding norm", or those of Gemma 3n
+                and 4: "inputs", "input projection", "input norm", and "stream" and "unstream" with {s}
     layer       the prefix of layer {i}
     inner       "norm", "mlp norm", "post norm", "post mlp norm", "q", "k", "v" or "qkv", "out", "q norm", "k norm",
                 for latent attention "q" or "q short", "q short norm" and "q long", "kv short", "kv short norm" and "kv

@@ -101,7 +101,7 @@ HARMLESS: dict[str, str] = {
             "init_device",
             "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
             "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits",
-            "tf_legacy_loss",
+            "tf_legacy_loss", "altup_coef_clip",
             "embed_requires_grad",
         ),
         "is of training alone",

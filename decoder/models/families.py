@@ -82,7 +82,7 @@ _MINISTRAL = replace(_MISTRAL, name="ministral", summary="Ministral 8B")
 
 class _Ministral3(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with what rope settings say of queries beside them."""
+        """Return the file with the settings of queries out of those of rotations."""
         fields = super().translated(config)
         for key in ("rope_scaling", "rope_parameters"):
             rope = fields.child(key)

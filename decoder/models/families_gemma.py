@@ -1,4 +1,4 @@
-"""Gemma 1 to 4. Layers of the last have unequal sizes, and some read the keys and values of others.
+"""Gemma 1 to 4. Some layers of the last two read the keys and values of others.
 
 Defaults are those of transformers' configuration classes, except that sizes have no default.
 """
@@ -6,6 +6,7 @@ Defaults are those of transformers' configuration classes, except that sizes hav
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
@@ -125,8 +126,8 @@ def _kinds(config: Fields) -> tuple[bool, ...]:
     return (*kinds_of_layers(config, _slides)[:-1], False)
 
 
-def _layers(config: Fields) -> Gemma:
-    kinds, shared = _kinds(config), config.integer("num_kv_shared_layers", 0, minimum=0)
+def _layers(config: Fields, kinds: tuple[bool, ...]) -> Gemma:
+    shared = config.integer("num_kv_shared_layers", 0, minimum=0)
     first = len(kinds) - shared
     if shared and set(kinds[: max(0, first)]) != set(kinds):
         raise CheckpointError(
@@ -138,11 +139,11 @@ def _layers(config: Fields) -> Gemma:
     alike, wide = config.flag("attention_k_eq_v", False), config.flag("use_double_wide_mlp", False)
     width = config.integer("intermediate_size")
     inputs = config.integer("hidden_size_per_layer_input", 256, minimum=0)
-    rows = config.integer("vocab_size_per_layer_input", 262144)
-    if inputs and rows != config.integer("vocab_size"):
+    rows, most = config.integer("vocab_size_per_layer_input", 262144), config.integer("vocab_size")
+    if inputs and rows > most:
         raise UnknownArchitectureError(
-            f"{config.where}: vocab_size_per_layer_input: expected vocab_size = {config.integer('vocab_size')}, got "
-            f"{rows}, which is not supported; use another model"
+            f"{config.where}: vocab_size_per_layer_input: expected at most vocab_size = {most}, got {rows}, which is "
+            "not supported; use another model"
         )
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnknownArchitectureError(
@@ -154,6 +155,7 @@ def _layers(config: Fields) -> Gemma:
         tuple(alike and not slides for slides in kinds),
         tuple(2 * width if wide and layer >= first else width for layer in range(len(kinds))),
         inputs,
+        rows if inputs else 0,
     )
 
 
@@ -185,10 +187,10 @@ class _Gemma4(Family):
             return tuple(usual if slides else wide for slides in _kinds(config))
         names = ("head_dim", "num_key_value_heads")
         numbers = set(map(str, range(config.integer("num_hidden_layers"))))
-        said = said if isinstance(said, dict) and set(said) <= numbers else {"0": None}
+        layers: dict[str, object] = said if isinstance(said, dict) and set(said) <= numbers else {"0": None}
         made: list[tuple[int, int]] = []
         for layer in range(config.integer("num_hidden_layers")):
-            own = said.get(str(layer), {})
+            own = layers.get(str(layer), {})
             if not isinstance(own, dict) or not set(own) <= set(names):
                 raise UnknownArchitectureError(
                     f"{config.where}: per_layer_config: expected head_dim and num_key_value_heads of layers by their "
@@ -229,7 +231,7 @@ class _Gemma4(Family):
         assert plan is not None
         if plan.inputs:
             every = config.num_layers * plan.inputs
-            specs[f"{outer['inputs']}.weight"] = TensorSpec((config.vocab_size, every), Split.VOCABULARY)
+            specs[f"{outer['inputs']}.weight"] = TensorSpec((plan.rows, every), Split.VOCABULARY)
             specs[f"{outer['input projection']}.weight"] = TensorSpec((every, config.hidden_size))
             specs[f"{outer['input norm']}.weight"] = TensorSpec((plan.inputs,))
         return specs
@@ -244,7 +246,8 @@ class _Gemma4(Family):
         specs = {f"{inner[part]}.weight": TensorSpec((hidden,)) for part in _NORMS}
         specs |= attention_tensors(config.of_layer(index), inner, sides=plan.sides(index))
         specs |= mlp_tensors(plan.widths[index], config, inner)
-        specs[inner["layer factor"]] = TensorSpec((1,), exact=True)
+        if "layer factor" in inner:
+            specs[inner["layer factor"]] = TensorSpec((1,), exact=True)
         if plan.inputs:
             specs[f"{inner['input gate']}.weight"] = TensorSpec((plan.inputs, hidden))
             specs[f"{inner['input out']}.weight"] = TensorSpec((hidden, plan.inputs))
@@ -315,7 +318,7 @@ _GEMMA4 = _Gemma4(
                 "vocab_size_per_layer_input", "global_head_dim", "num_global_key_value_heads",
                 "use_bidirectional_attention",
             ),
-            _layers,
+            lambda config: _layers(config, _kinds(config)),
         ),
         "experts": Key(("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _experts),
     },
@@ -338,4 +341,145 @@ _GEMMA4 = _Gemma4(
     ),
 )  # fmt: skip
 
-FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3, _VAULTGEMMA, _GEMMA4)
+# ---- Gemma 3n
+
+
+def _slides_in_3n(_: Fields, layer: int) -> bool:
+    return (layer + 1) % 5 != 0
+
+
+def _numbers(config: Fields, name: str, said: object, *, most: float) -> list[float]:
+    """Return a number for each layer, below ``most``."""
+    count = config.integer("num_hidden_layers")
+    fits = isinstance(said, list) and len(said) == count
+    if not fits or not all(isinstance(one, int | float) and 0 <= one < most for one in said):  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"{config.where}: {name}: expected a number below {most} for each of {count} layers, got {said!r}; correct "
+            "the file"
+        )
+    return said  # type: ignore[return-value]
+
+
+def _layers_of_3n(config: Fields) -> Gemma:
+    count, sparse = config.integer("num_hidden_layers"), config.values.get("activation_sparsity_pattern")
+    if sparse is None:
+        sparse = [0.95 if layer < 10 < count else 0.0 for layer in range(count)]
+    shares = _numbers(config, "activation_sparsity_pattern", sparse, most=1.0)
+    width = config.integer("intermediate_size")
+    widths = _numbers(config, "intermediate_size", config.values["mlp_widths"] or [width] * count, most=width + 1)
+    streams, active = config.integer("altup_num_inputs", 4), config.integer("altup_active_idx", 0, minimum=0)
+    if active >= streams:
+        raise CheckpointError(
+            f"{config.where}: altup_active_idx: expected less than altup_num_inputs = {streams}, got {active}; correct "
+            "the file"
+        )
+    return replace(
+        _layers(config, kinds_of_layers(config, _slides_in_3n)),
+        widths=tuple(map(int, widths)),
+        streams=streams,
+        active=active,
+        rank=config.integer("laurel_rank", 64),
+        corrected=config.flag("altup_correct_scale", True),
+        sparse=tuple(NormalDist().inv_cdf(one) if one else None for one in shares),
+    )
+
+
+class _Gemma3n(_Gemma4):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the widths of MLPs apart from the largest of them."""
+        said = config.values.get("intermediate_size")
+        several = isinstance(said, list) and said and all(isinstance(one, int) and one > 0 for one in said)
+        widths = {"intermediate_size": max(said), "mlp_widths": said} if several else {"mlp_widths": None}  # type: ignore[call-overload]
+        return super().translated(Fields({**config.values, **widths}, config.where))
+
+    def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
+        """Return nothing: heads of all layers are of one size."""
+        return Family.layer_sizes(self, config)
+
+    def tensors(self, config: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of a checkpoint by its name, in the order of their use."""
+        plan, square = config.blueprint.gemma, TensorSpec((config.hidden_size, config.hidden_size))
+        assert plan is not None
+        sides = (self.names.outer[side] for side in ("stream", "unstream"))
+        streams = {f"{side.format(s=s)}.weight": square for side in sides for s in range(plan.streams - 1)}
+        return {**super().tensors(config), **streams}
+
+    def layer_tensors(
+        self, config: ModelConfig, prefix: str, *, index: int = 0, dense: bool = False
+    ) -> dict[str, TensorSpec]:
+        """Every tensor of one layer, by its name."""
+        plan, hidden = config.blueprint.gemma, config.hidden_size
+        assert plan is not None
+        inner = {part: prefix + name for part, name in self.names.inner.items()}
+        specs = super().layer_tensors(config, prefix, index=index, dense=dense)
+        count = plan.streams
+        sizes = {
+            "low in": (plan.rank, hidden), "low out": (hidden, plan.rank), "low norm": (hidden,),
+            "stream norm": (hidden,), "stream router": (count, hidden), "predicts": (count * count, count),
+            "corrects": (count, count),
+        }  # fmt: skip
+        specs |= {f"{inner[part]}.weight": TensorSpec(shape) for part, shape in sizes.items()}
+        return {**specs, inner["stream factors"]: TensorSpec((hidden,))}
+
+    def build(
+        self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
+    ) -> DecoderModel:
+        """Build the network of a rank."""
+        from paceline.decoder.models.gemma4 import Gemma3nModel
+        from paceline.decoder.models.layers import Part
+
+        return Gemma3nModel(Part(shard, kernels, group, self.names), weights, positions)
+
+
+_GEMMA3N = _Gemma3n(
+    "gemma3n_text",
+    "Gemma 3n, text only",
+    names=replace(
+        _GEMMA4.names.but(
+            layer_factor="",
+            low_in="laurel.linear_left",
+            low_out="laurel.linear_right",
+            low_norm="laurel.post_laurel_norm",
+            stream_norm="altup.router_norm",
+            stream_router="altup.modality_router",
+            predicts="altup.prediction_coefs",
+            corrects="altup.correction_coefs",
+            stream_factors="altup.correct_output_scale",
+        ),
+        outer={
+            **_GEMMA4.names.outer,
+            "stream": "model.altup_projections.{s}",
+            "unstream": "model.altup_unembed_projections.{s}",
+        },
+    ),
+    plan=_GEMMA4.plan,
+    reads={
+        **{name: key for name, key in _GEMMA4.reads.items() if name not in ("gemma", "experts", "windows")},
+        "windows": windows(_slides_in_3n),
+        "logit_cap": number("final_logit_softcapping", 30.0),
+        "local_rope": Key(("rope_local_base_freq",), lambda _: True),
+        "gemma": Key(
+            (
+                "num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+                "altup_num_inputs", "altup_active_idx", "altup_correct_scale", "laurel_rank",
+                "activation_sparsity_pattern",
+            ),
+            _layers_of_3n,
+        ),
+    },
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "num_kv_shared_layers": 15,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+)  # fmt: skip
+
+FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3, _VAULTGEMMA, _GEMMA3N, _GEMMA4)

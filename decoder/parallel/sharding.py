@@ -301,12 +301,12 @@ class Shard:
         """The same with the sizes of a layer for all."""
         return replace(self, config=self.config.of_layer(index))
 
-    def cache_numbers(self, rows: int, *, beside: int = 0) -> int:
-        """Return how many numbers this rank's keys and values of ``rows`` tokens have in all layers, with so many
-        ``beside`` those of a head.
+    def cache_numbers(self, rows: int, *, more: int = 0) -> int:
+        """Return how many numbers this rank's keys and values of ``rows`` tokens have in all layers; each head has
+        ``more`` than its width.
         """
         layers = map(self.of_layer, self.config.cached_layers)
-        return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + beside) for one in layers)
+        return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + more) for one in layers)
 
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:

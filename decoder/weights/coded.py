@@ -198,7 +198,7 @@ class Parts:
 
     def check_told(self, part: str, told: Sequence[tuple[object, object]], *, bits: int, groups: int) -> None:
         """Raise CheckpointError where no entry of ``quantization_config``, each the bits of a number and the columns of
-        a group, describes a matrix of so many bits and groups.
+        a group, describes a matrix with these ``bits`` and ``groups``.
         """
         columns = self.shape[1]
         for said, size in told:

@@ -72,7 +72,8 @@ class Cut:
         else:
             own = file.read_range(name, (self.expert, self.expert + 1), dim=0)[0]
         own = own.t() if self.turned else own.flatten(1) if own.dim() > 2 else own
-        return own.unflatten(0, (-1, self.block))[:, self.first : self.first + self.rows].flatten(0, 1)
+        blocks: Tensor = own.unflatten(0, (-1, self.block))[:, self.first : self.first + self.rows]
+        return blocks.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def unfused(places: dict[str, Place], family: Family, config: ModelConfig) -> di
 def _apart(
     place: Place, parts: tuple[str, ...], *, names: Mapping[str, str], rows: Mapping[str, int], turned: bool
 ) -> dict[str, Place]:
-    """The parts of a tensor by their names; none where its rows are no whole number of blocks."""
+    """The parts of a tensor by their names; none where its rows cannot be divided into blocks."""
     (prefix, ending), shape, block = parts, place.info.shape, sum(rows.values())
     by_expert = "{e}" in names[next(iter(rows))]
     own = shape[1:] if by_expert else shape

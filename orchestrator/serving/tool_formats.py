@@ -246,7 +246,7 @@ class CollectedParser(StateParser):
 
 
 class ChannelParser(StateParser):
-    """Messages of gpt-oss, each behind a header that names its channel, and in calls the function.
+    """Messages of gpt-oss, each after a header that names its channel, and in calls the function.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>...
     """

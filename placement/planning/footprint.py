@@ -64,8 +64,8 @@ def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
     placed = layout(config, degree, options.group_query_attention)
     tokens = (options.longest(config.max_position_embeddings) + _SLACK_ROWS) * options.slots
     narrow = options.kv_cache_dtype is not None
-    beside, size = (SCALE_BYTES, 1) if narrow else (0, NUMBER_BYTES[options.amp])
-    return size * max(Shard(config, placed, rank).cache_numbers(tokens, beside=beside) for rank in range(degree))
+    more, size = (SCALE_BYTES, 1) if narrow else (0, NUMBER_BYTES[options.amp])
+    return size * max(Shard(config, placed, rank).cache_numbers(tokens, more=more) for rank in range(degree))
 
 
 def _share(amount: int, degree: int) -> int:

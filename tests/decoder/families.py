@@ -260,6 +260,15 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_ROTARY, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCABULARY - 6, "laurel_rank": 5,
+            "hidden_size_per_layer_input": 6, "altup_num_inputs": 3, "altup_active_idx": 1, "num_kv_shared_layers": 1,
+            "intermediate_size": [40, 24, 32], "activation_sparsity_pattern": [0.5, 0.0, 0.8],
+            "layer_types": _SLIDES,
+        },
+    ),
     "gemma4 moe": (
         "gemma4_text",
         {
@@ -309,6 +318,9 @@ NEAR = (
 """Those that make no choice that none of the others makes."""
 
 
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
+
+
 def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel:
     """A random model. Layers beyond the first add little, so that a model without them resembles it.
 
@@ -318,6 +330,9 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
     fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "bos_token_id": None, **fields, **changes}
     if "layer_types" in fields:
         fields["layer_types"] = _SLIDES[:layers]
+    for key in ("intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(numbers := fields.get(key), list):
+            fields[key] = numbers[:layers]
     if layers < 3 and "num_kv_shared_layers" in fields:
         fields["num_kv_shared_layers"] = 0
     if "attention_types" in fields:
@@ -330,7 +345,7 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
         later = any(
             f".{part}.{index}." in f".{label}" for part in ("layers", "h", "blocks") for index in range(1, layers)
         )
-        mean = 0.0 if parameter.dim() > 1 or "bias" in label or ("gemma" in kind and "gemma4" not in kind) else 1.0
+        mean = 0.0 if parameter.dim() > 1 or "bias" in label or kind in _PLUS_ONE else 1.0
         torch.nn.init.normal_(parameter, mean, 0.2 if later else 0.3)
     for label, buffer in made.named_buffers():
         if label.endswith("layer_scalar"):

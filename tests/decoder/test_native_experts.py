@@ -50,8 +50,8 @@ def composed(kernels: Kernels, x: Tensor, shares: Tensor, weights: ExpertWeights
     for number, (both, down, bias) in enumerate(
         zip(weights.gate_up.chunk(experts), weights.down.chunk(experts), biases.chunk(experts), strict=True)
     ):
-        gate, up = (kernels.linear(x, both.contiguous()) + bias).chunk(2, -1)
-        out = kernels.linear(gate_with(gate, up, weights.activation), down.contiguous())
+        gated = gate_with(kernels.linear(x, both.contiguous()) + bias, weights.activation)
+        out = kernels.linear(gated, down.contiguous())
         share = shares[..., number : number + 1]
         total = torch.where(share != 0, total + share * out, total)
     return total
