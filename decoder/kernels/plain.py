@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gate_with(both: Tensor, activation: str) -> Tensor:
-    """activation(first half) * second half, or with gpt-oss's "clamped swish" times 1 more than that between -7 and 7."""
+    """activation(first half) * second half; for "clamped swish" 1 more than that half between -7 and 7."""
     gate, up = both.chunk(2, dim=-1)
     up = up.clamp(-7.0, 7.0) + 1.0 if activation == "clamped swish" else up
     return ACTIVATIONS[activation](gate) * up

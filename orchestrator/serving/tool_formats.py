@@ -296,6 +296,45 @@ class ChannelParser(StateParser):
         return Delta(reasoning=text) if self._kind == "reasoning" else Delta(text)
 
 
+class RecipientParser(StateParser):
+    """Messages of Functionary 3.2, each after a line that names who gets it; the prompt ends with the first >>>.
+
+    all
+    text>>>f
+    {"x": 1}
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._recipient)
+        self._value = JsonValue()
+
+    def flush(self) -> Delta:
+        return Delta(self._take())
+
+    def _recipient(self) -> Delta:
+        """At the line of a name; other text has no recipient, as where a grammar writes it."""
+        name, ended, _ = self._held.partition("\n")
+        if not regex.fullmatch(r"[\w.\-]*", name) or (ended and not name):
+            self._state = self._text
+            return Delta()
+        if not ended:
+            return Delta()
+        self._take(len(name) + 1)
+        self._state, self._value = self._text if name == "all" else self._arguments, JsonValue()
+        return Delta() if name == "all" else Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
+
+    def _text(self) -> Delta:
+        return Delta(self._take_until(">>>", self._recipient))
+
+    def _arguments(self) -> Delta:
+        end = self._value.end(self._held)
+        piece = self._take(end)
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        if end is not None:
+            self.calls, self._state = self.calls + 1, self._text
+        return delta
+
+
 _HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
@@ -434,6 +473,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), _OUTER),
     ToolFormat("mistral", lambda _: MistralParser(), ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    ToolFormat("functionary_v3", lambda _: RecipientParser(), (">>>all",), always=True),
     _marked_json("functionary", ("<function=",), rf"<function=\s*{_NAME}\s*>", closing=r"\s*</function>"),
     ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
     ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),

@@ -160,6 +160,26 @@ def test_channels_cut_anywhere(text: str, said: str, thought: str, calls: Calls)
 
 
 @pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("all\na <b>", "a <b>", []),
+        (f"all\na>>>f\n{JSON}>>>f\n{{}}", "a", [F, G]),
+        (f"f\n{JSON}", "", [F]),
+        ('{"a": "b"}', '{"a": "b"}', []),
+        ("Yes", "Yes", []),
+        ("\n a", "\n a", []),
+    ],
+)
+def test_recipients_cut_anywhere(text: str, said: str, calls: Calls) -> None:
+    """Messages of Functionary 3.2; an answer that a grammar forces names no recipient."""
+    row = next(row for row in TOOL_FORMATS if row.name == "functionary_v3")
+    for pieces in cuts(text):
+        found = read(row.make(SCHEMAS), pieces)
+        assert found.content == said, pieces
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+
+
+@pytest.mark.parametrize(
     ("schema", "value"),
     [
         (True, "2"),
