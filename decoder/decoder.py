@@ -62,9 +62,10 @@ class ModelWithCache(nn.Module):
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
         family = registry.family(config.model_type)
         self.model = family.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
-        width = row_elements(config.head_dim, options.cache_dtype)
-        shape = (options.batch_size, len(self.shard.key_heads), options.rows, width)
-        for index in range(config.num_layers):
+        for index in config.cached_layers:
+            own = self.shard.of_layer(index)
+            width = row_elements(own.config.head_dim, options.cache_dtype)
+            shape = (options.batch_size, len(own.key_heads), options.rows, width)
             for side in ("keys", "values"):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.cache_dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
@@ -72,10 +73,10 @@ class ModelWithCache(nn.Module):
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads; D + 4 elements per row in 8
-        bits.
+        """Keys and values of every layer that has its own, each [slots, G, rows, D], of this rank's heads; D + 4
+        elements per row in 8 bits.
         """
-        layers = range(self.config.num_layers)
+        layers = self.config.cached_layers
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
     def forward(

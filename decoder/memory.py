@@ -25,11 +25,10 @@ _GIB = 1 << 30
 
 def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
     """Return the bytes of the keys and values of every layer, on all ranks."""
-    rows = shard.degree * shard.cache_rows(options.batch_size * options.rows)
-    width = shard.config.head_dim
+    rows = shard.degree * options.batch_size * options.rows
     if options.load.kv_cache_dtype is not None:
-        return rows * (width + SCALE_BYTES)
-    return rows * width * (4 if options.load.amp == "f32" else 2)
+        return shard.cache_numbers(rows, more=SCALE_BYTES)
+    return shard.cache_numbers(rows) * (4 if options.load.amp == "f32" else 2)
 
 
 def machine_bytes(limit: Path = _LIMIT) -> int:

@@ -88,8 +88,12 @@ class TraceableKernels(PlainOperations):
         if rule.slopes is not None:
             slopes = rule.slopes.view(groups, 1, share, 1)
             scores = scores + slopes * distances(place, rows, extent).unsqueeze(1).unsqueeze(3)
-        seen = within(visible(place, rows, extent), place, rows, window=rule.window).unsqueeze(1).unsqueeze(3)
-        weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
+        seen = within(visible(place, rows, extent), place, rows, rule=rule).unsqueeze(1).unsqueeze(3)
+        scores = torch.where(seen, scores, reduce.NEGATIVE)
+        if rule.sinks is not None:
+            beside = rule.sinks.view(groups, 1, share, 1).expand(lines, -1, window, -1, -1)
+            scores = torch.cat((scores, beside), -1)
+        weights = probs.softmax(scores)[..., :extent]
         mixed = graph_product.matmul(weights.reshape(lines, groups, window * share, extent), values.transpose(2, 3))
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
         return mixed.reshape(lines, window, heads * width)

@@ -91,6 +91,8 @@ def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
     for fails, why in (
         (rule.cap > 0, "the kernel has no soft cap of scores"),
         (rule.slopes is not None, "no ALiBi is given to the kernel"),
+        (rule.sinks is not None, "no sinks are given to the kernel"),
+        (rule.chunk > 0, "the kernel has no chunks"),
         (chunk.dtype != torch.bfloat16, f"the kernel multiplies in bfloat16, and the cache is {chunk.dtype}"),
         (chunk.width > MAX_WIDTH, f"heads of {chunk.width} numbers, and the kernel takes {MAX_WIDTH}"),
         (chunk.heads > MAX_HEADS, f"{chunk.heads} heads on a core, and the kernel takes {MAX_HEADS}"),

@@ -248,4 +248,4 @@ def model_memory(config: ModelConfig, setup: RoundSetup) -> int:
 
 def _memory(shard: Shard, tensors: Mapping[str, TensorSpec], setup: RoundSetup) -> int:
     numbers = sum(map(shard.numbers_of, tensors.values()))
-    return 2 * (numbers + shard.cache_rows(setup.slots * setup.rows) * shard.config.head_dim)
+    return 2 * (numbers + shard.cache_numbers(setup.slots * setup.rows))

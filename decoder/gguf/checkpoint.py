@@ -7,7 +7,8 @@ piece. Tokenizers are in `paceline.text.gguf_tokenizer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
-from paceline.decoder.gguf.architectures import FACTORS, architecture, config
+from paceline.decoder.gguf.architectures import FACTORS, Architecture, Keys, architecture
 from paceline.decoder.gguf.header import GgufHeader, StoredTensor, read_header
 from paceline.decoder.gguf.layout import Piece, pieces
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.family import Family
 from paceline.decoder.weights.files import TensorInfo
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor
@@ -71,7 +74,7 @@ def read_config(path: Path) -> dict[str, object]:
                 f"{path}: expected finite numbers above 0 in {name}, got others; download the file again"
             )
         found[name] = tuple(values.tolist())
-    return config(header, found)
+    return _config(header, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,14 @@ class GgufFile:
         shape = (piece.rows, *stored[-1:]) if len(stored) > 1 else (piece.rows,)
         if piece.single:
             return (1, stored[-1])
+        if piece.vector:
+            return stored[-1:]
         return shape[::-1] if piece.transposed else shape
 
     def _rows(self, piece: Piece, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
         stored = self.header.tensors[piece.stored]
+        if piece.vector:
+            return torch.from_numpy(_numbers(stored, np.array([piece.first]))[0, slice(*span)].copy())
         if piece.single:
             whole = _numbers(stored, np.arange(stored.shape[0])).reshape(1, -1)
             return torch.from_numpy(whole[span[0] : span[1], slice(*columns) if columns else slice(None)].copy())
@@ -192,3 +199,193 @@ def _can_dequantise(stored: StoredTensor) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+# ---- the configuration
+
+_READ = frozenset(
+    {
+        "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.attn_factor", "rope.scaling.original_context_length", "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    }
+)  # fmt: skip
+"""Keys that every architecture may have, below its prefix."""
+
+_WITHOUT_EFFECT = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
+_NEUTRAL: dict[str, object] = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_gating_func": 1,
+    "expert_weights_scale": 1.0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "nextn_predict_layers": 0,
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "pooling_type": 0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+"""Keys whose other values would change the computation, where a row does not read them."""
+
+
+def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dict[str, object]:
+    """Return the keys and values of a config.json. ``factors``: those of `FACTORS` that the file has.
+
+    Raises:
+        CheckpointError: a key is missing or has a wrong value.
+        UnknownArchitectureError: a key would change the computation in a way that is not implemented.
+    """
+    row = architecture(header)
+    keys, fields = Keys(header, header.fields.text("general.architecture")), header.fields
+    _refuse_keys(keys, row)
+    hidden, head_dim = keys.integer("embedding_length"), keys.head_dim
+    embedding = header.tensors.get("token_embd.weight")
+    rows = None if embedding is None else embedding.shape[0]
+    return {
+        "model_type": row.family,
+        "vocab_size": keys.integer("vocab_size", _num_tokens(header) or rows),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer(
+            "feed_forward_length", 1 if "expert_feed_forward_length" in row.reads else None
+        ),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": keys.heads,
+        "num_key_value_heads": keys.key_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number(row.epsilon),
+        "max_position_embeddings": keys.integer("context_length"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys, factors, truncate=row.truncate),
+        **_turned(keys, row.family_row()),
+        "sliding_window": None,
+        "tie_word_embeddings": not keys.holds("output.weight"),
+        **{name: keys.holds(f"blk.0.{tensor}") for name, tensor in row.present.items()},
+        **row.said,
+        **row.more(keys),
+        "bos_token_id": _optional(fields.ids("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": _ends(fields),
+        "pad_token_id": _optional(fields.ids("tokenizer.ggml.padding_token_id")),
+    }
+
+
+def _refuse_keys(keys: Keys, row: Architecture) -> None:
+    read = _READ | {row.epsilon, *row.reads}
+    neutral = {**_NEUTRAL, **row.neutral}
+    for key, value in keys.header.metadata.items():
+        name = key.removeprefix(f"{keys.prefix}.")
+        if name == key or name in read or (name in neutral and value == neutral[name]):
+            continue
+        if name in _WITHOUT_EFFECT and name not in neutral:
+            continue
+        raise UnknownArchitectureError(
+            f"{keys.header.path}: the key {key} (with the value {str(value)[:40]}) is not supported, and passing over "
+            "it could change the model's output; use a model without it."
+        )
+
+
+def _num_tokens(header: GgufHeader) -> int | None:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) else None
+
+
+def _turned(keys: Keys, family: Family) -> dict[str, object]:
+    """The share of a head that is rotated, where the family can rotate a part of it."""
+    width, rotated = keys.head_dim, keys.integer("rope.dimension_count", keys.head_dim)
+    if keys.integer("attention.value_length", width) != width or (
+        rotated != width and family.plan.turned and "turned" not in family.reads
+    ):
+        key = "attention.value_length" if rotated == width else "rope.dimension_count"
+        raise UnknownArchitectureError(
+            f"{keys.header.path}: {keys.prefix}.{key} = {keys.integer(key)} and heads of {width} are not supported "
+            "together; use a model whose heads are all of one size and rotated whole."
+        )
+    if "turned" not in family.reads:
+        return {}
+    share = rotated / width
+    return {"partial_rotary_factor": share if int(width * share) == rotated else math.nextafter(share, 2.0)}
+
+
+def _rope_scaling(keys: Keys, factors: Mapping[str, tuple[float, ...]], *, truncate: bool) -> dict[str, object] | None:
+    scaled = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
+    kind = keys.fields.text(f"{keys.prefix}.rope.scaling.type", "linear" if scaled else "none")
+    positions = keys.integer("context_length")
+    share = keys.number("rope.scaling.attn_factor", 1.0)
+    freqs, short, long = (factors.get(name) for name in FACTORS)
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) if scaled else 1.0
+    original = keys.integer("rope.scaling.original_context_length", positions)
+    longrope = {"rope_type": "longrope", "attention_factor": share, "original_max_position_embeddings": original}
+    if freqs is not None and kind == "none" and share == 1.0 and short is None:
+        # Frequencies divided one by one, at any sequence length: longrope with a single set of factors.
+        return {**longrope, "short_factor": list(freqs), "long_factor": list(freqs),
+                "original_max_position_embeddings": positions}  # fmt: skip
+    if short is not None and long is not None and freqs is None and kind in ("none", "longrope") and factor == 1.0:
+        return {**longrope, "short_factor": list(short), "long_factor": list(long)}
+    if freqs is None and short is None and long is None:
+        if kind in ("none", "linear") and share == 1.0:
+            return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
+        if kind == "yarn":
+            own = keys.get("rope.scaling.yarn_attn_factor")
+            grown = share * (1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0)
+            return {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "attention_factor": keys.number("rope.scaling.yarn_attn_factor") if own else grown,
+                "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+                "truncate": truncate,
+            }
+    found = "".join(f" with {name}" for name in FACTORS if name in factors)
+    raise UnknownArchitectureError(
+        f"{keys.header.path}: rope scaling of type {kind!r}{found} (factor {factor}, attn_factor {share}) is not "
+        "supported; supported are none, linear, yarn, the factors of Llama 3.1, and longrope."
+    )
+
+
+def _optional(ids: tuple[int, ...] | None) -> int | None:
+    return ids[0] if ids else None
+
+
+_ENDS = frozenset(
+    {
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>",
+        "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+        "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    }
+)  # fmt: skip
+_FILLS = {
+    "fim_pad": frozenset(["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"]),
+    "fim_rep": frozenset(["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"]),
+    "fim_sep": frozenset(["<|file_sep|>"]),
+}
+"""Tokens that end a piece of code that is filled in: by their key, or else by their text."""
+
+
+def _ends(fields: Fields) -> int | list[int] | None:
+    """Return the tokens that stop a sequence: those that the file names, and those that llama.cpp knows by their text.
+
+    Of these, "<|end|>" only ends a message where "<|return|>" or "<|flush|>" and a call end a turn, and "</s>" is a
+    word where "<|tool_response>" is a token.
+    """
+    groups = [fields.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [token for group in groups if group for token in group]
+    tokens = fields.values.get("tokenizer.ggml.tokens")
+    texts = tokens if isinstance(tokens, list) else []
+    known = _ENDS.union(*_FILLS.values())
+    found = {text: number for number, text in enumerate(texts) if isinstance(text, str) and text in known}
+    for name, names in _FILLS.items():
+        said = fields.ids(f"tokenizer.ggml.{name}_token_id")
+        ids += said if said is not None else [found[text] for text in found if text in names]
+    ids += [number for text, number in found.items() if text in _ENDS]
+    ends_turn = {"<|return|>", "<|flush|>"} & found.keys() and {"<|call|>", "<|calls|>"} & found.keys()
+    wrong = {found.get("<|end|>")} if ends_turn else set()
+    if "<|tool_response>" in found:
+        wrong.add(found.get("</s>"))
+    ids = [token for token in dict.fromkeys(ids) if token not in wrong]
+    return ids[0] if len(ids) == 1 else ids or None

@@ -18,7 +18,7 @@ from paceline.core.errors import CheckpointError
 from paceline.decoder.gguf.architectures import FACTORS, Architecture, Keys, architecture
 from paceline.decoder.gguf.header import GgufHeader
 
-_IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|" + "|".join(map(re.escape, FACTORS)))
+_IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.nextn\..+|" + "|".join(map(re.escape, FACTORS)))
 """Tensors without a place in a checkpoint: frequencies that the metadata determine, and what `config` has read."""
 
 _OUTER = {
@@ -30,7 +30,8 @@ _INNER = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "qkv": "attn_qkv", "out": "attn_output",
     "q norm": "attn_q_norm", "k norm": "attn_k_norm", "gate": "ffn_gate", "up": "ffn_up", "gate up": "ffn_up",
     "down": "ffn_down", "router": "ffn_gate_inp", "shared router": "ffn_gate_inp_shexp",
-    "router bias": "exp_probs_b", "dense gate": "ffn_gate", "dense up": "ffn_up", "dense down": "ffn_down",
+    "router bias": "exp_probs_b", "sinks": "attn_sinks",
+    "dense gate": "ffn_gate", "dense up": "ffn_up", "dense down": "ffn_down",
     "shared gate": "ffn_gate_shexp", "shared up": "ffn_up_shexp", "shared down": "ffn_down_shexp",
 }  # fmt: skip
 """llama.cpp's names of the parts of `Names`; those of experts end with "_exps"."""
@@ -50,6 +51,7 @@ class Piece:
     transposed   a checkpoint has it as [in, out]
     shift        a checkpoint has numbers smaller by this
     single       a vector that a checkpoint has as the only row of a matrix
+    vector       the other way round
     """
 
     stored: str
@@ -59,6 +61,7 @@ class Piece:
     transposed: bool = False
     shift: float = 0.0
     single: bool = False
+    vector: bool = False
 
 
 def pieces(header: GgufHeader) -> dict[str, Piece]:
@@ -92,16 +95,19 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
                 prefix, cuts = "", [("", stem, 0, rows)]
         turned = family.names.transposed and layer is not None and len(tensor.shape) > 1
         for part, name, first, count in cuts:
-            label = f"{prefix}{name}" if part == "router bias" else f"{prefix}{name}.{kind}"
+            label = f"{prefix}{name}" if part in ("router bias", "sinks") else f"{prefix}{name}.{kind}"
             if label in made:
                 raise CheckpointError(
                     f"{header.path}: expected every tensor once, got one under two names; download the file again"
                 )
             lifted = kind == "weight" and part.endswith("norm") and family.plan.norm.endswith("plus one")
             order = _order(part, keys, row)
-            single = part == "shared router" and len(tensor.shape) == 1
+            single = len(tensor.shape) == 1 and (part == "shared router" or (part == "router bias" and row.row_bias))
+            vector = len(tensor.shape) == 2 and kind == "bias"  # of experts
             shift = 1.0 if lifted else 0.0
-            made[label] = Piece(stored, first, count, order, transposed=turned, shift=shift, single=single)
+            made[label] = Piece(
+                stored, first, count, order, transposed=turned, shift=shift, single=single, vector=vector
+            )
     return made
 
 
@@ -109,7 +115,7 @@ def _cuts(
     stem: str, shape: tuple[int, ...], rows: int, *, inner: Mapping[str, tuple[str, str]], keys: Keys
 ) -> list[tuple[str, str, int, int]]:
     """The part, the name, the first row and the number of rows of each tensor in one of a layer's; []: not known."""
-    each = rows // shape[0] if len(shape) == 3 else rows
+    each = rows // shape[0] if len(shape) > 1 else rows
     if stem in inner:
         part, name = inner[stem]
         if not stem.endswith("_exps"):

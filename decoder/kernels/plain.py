@@ -16,7 +16,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
     "relu": nn.functional.relu,
     "relu squared": lambda x: nn.functional.relu(x).pow(2),
+    "clamped swish": lambda x: nn.functional.silu(x.clamp(max=7.0) * 1.702) / 1.702,
 }
+
+
+def gate_with(both: Tensor, activation: str) -> Tensor:
+    """activation(first half) * second half; for "clamped swish" 1 more than that half between -7 and 7."""
+    gate, up = both.chunk(2, dim=-1)
+    up = up.clamp(-7.0, 7.0) + 1.0 if activation == "clamped swish" else up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def code(name: str) -> int:
@@ -55,8 +63,7 @@ class PlainOperations:
         """Apply an activation."""
         if not gated:
             return ACTIVATIONS[activation](x)
-        gate, up = x.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return gate_with(x, activation)
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
         """Look up rows of a table."""

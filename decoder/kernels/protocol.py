@@ -79,7 +79,10 @@ class AttentionRule:
     """Variations of a layer's attention.
 
     window  number of positions a token sees, its own included (sliding window); 0: all
+    chunk   a token sees positions of its own chunk of that many alone, 0 for all (Llama 4); not with a window
     cap     scores become cap * tanh(score / cap), Gemma 2's soft cap; 0: no cap
+    sinks   [H] float32, a score of each head beside those of keys, whose weight goes nowhere (gpt-oss); None: there is
+            none
     slopes  [H] float32, ALiBi (Press et al., arXiv 2108.12409): a head's slope times (key position - query position) is
             added to each score; None: no term is added
     """
@@ -87,6 +90,8 @@ class AttentionRule:
     window: int = 0
     cap: float = 0.0
     slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    chunk: int = 0
 
 
 PLAIN_ATTENTION = AttentionRule()
@@ -153,7 +158,7 @@ class Kernels(Protocol):
         """Rotate x [b, T, n, D] by cos and sin [b, T, 1, R]: the first R of D dimensions, in pairs R / 2 apart."""
 
     def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        """Apply one of `ACTIVATIONS`; x [b, T, 2 F] if ``gated``, activation(first half) * second half -> [b, T, F]."""
+        """Apply one of `ACTIVATIONS` to x [b, T, F], or `gate_with` to the halves of x [b, T, 2 F] -> [b, T, F]."""
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
         """Look up rows of a table [n, K], float32: ids [b, T] int32 -> [b, T, K]"""
@@ -253,14 +258,16 @@ class LayerKernels(Protocol):
 class ExpertWeights:
     """Weights of E experts, or a rank's shard of each: down(activation(gate(x)) * up(x)).
 
-    gate_up     gate and up of every expert, concatenated by rows [E * 2 F, H]
-    down        down matrices of all experts, concatenated by rows [E * H, F]
-    activation  one of `paceline.decoder.kernels.plain.ACTIVATIONS`
+    gate_up       gate and up of every expert, concatenated by rows [E * 2 F, H]
+    down          down matrices of all experts, concatenated by rows [E * H, F]
+    activation    one of `paceline.decoder.kernels.plain.ACTIVATIONS`
+    gate_up_bias  float32 [E * 2 F], or None
     """
 
     gate_up: MatrixLike
     down: MatrixLike
     activation: str
+    gate_up_bias: Tensor | None = None
 
 
 class MixtureKernels(Protocol):

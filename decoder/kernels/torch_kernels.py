@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.cache_rows import pack, unpack
-from paceline.decoder.kernels.plain import ACTIVATIONS, PlainOperations
+from paceline.decoder.kernels.plain import PlainOperations, gate_with
 from paceline.decoder.kernels.protocol import (
     PLAIN_ATTENTION,
     AttentionRule,
@@ -71,7 +71,7 @@ class TorchKernels(PlainOperations):
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
         share, reach = heads // groups, len(key_blocks) * _BLOCK
-        visible = within(_seen(place, rows, reach), place, rows, window=rule.window)
+        visible = within(_seen(place, rows, reach), place, rows, rule=rule)
         visible = visible.unsqueeze(1).repeat_interleave(share, dim=2)
         scores = [query @ block.transpose(2, 3) for block in key_blocks]  # [b, G, T * H/G, columns of a block] each
         if rule.cap:
@@ -84,8 +84,13 @@ class TorchKernels(PlainOperations):
             torch.where(part, x, reduce.NEGATIVE) for part, x in zip(visible.split(_BLOCK, -1), scores, strict=True)
         ]
         largest = fold(torch.maximum, [x.amax(-1, keepdim=True) for x in scores])
+        sinks = rule.sinks
+        if sinks is not None:
+            sinks = sinks.view(groups, 1, share, 1).expand(-1, window, -1, -1).flatten(1, 2)
+            largest = torch.maximum(largest, sinks)
         weights = [torch.exp(x - largest) for x in scores]
         mass = fold(torch.add, [x.sum(-1, keepdim=True) for x in weights])
+        mass = mass if sinks is None else mass + torch.exp(sinks - largest)
         mixed: Tensor = fold(torch.add, [x @ block for x, block in zip(weights, value_blocks, strict=True)]) / mass
         mixed = mixed.view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
@@ -96,11 +101,13 @@ class TorchKernels(PlainOperations):
             real = torch.arange(x.shape[1], device=x.device) < count.unsqueeze(1)
             share = torch.where(real.reshape(-1, 1), share, 0.0)
         total = torch.zeros_like(rows)
+        bias = None if weights.gate_up_bias is None else weights.gate_up_bias.view(share.shape[1], -1)
         for number in (share != 0).any(0).nonzero().flatten().tolist():
             gate_up, down = (_expert(one, number, of=share.shape[1]) for one in (weights.gate_up, weights.down))
             for place in (share[:, number] != 0).nonzero().flatten().tolist():  # row by row, as in `linear`
-                gate, up = torch.mv(gate_up, rows[place]).chunk(2)
-                mixed = torch.mv(down, ACTIVATIONS[weights.activation](gate) * up)
+                both = torch.mv(gate_up, rows[place])
+                both = both if bias is None else both + bias[number]
+                mixed = torch.mv(down, gate_with(both, weights.activation))
                 total[place] += share[place, number] * mixed
         return total.view_as(x)
 
@@ -194,11 +201,15 @@ def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     return positions.unsqueeze(1) - (start + depth).unsqueeze(-1)
 
 
-def within(visible: Tensor, place: CachePosition, rows: Tensor, *, window: int) -> Tensor:
-    """Restrict ``visible`` [b, T, extent] to a sliding window of ``window`` positions; 0: no restriction."""
-    if not window:
+def within(visible: Tensor, place: CachePosition, rows: Tensor, *, rule: AttentionRule) -> Tensor:
+    """Restrict ``visible`` [b, T, extent] to the sliding window or the chunk of a rule, if it has one."""
+    if rule.chunk:
+        positions = place.positions(rows.shape[1]).to(torch.float32).unsqueeze(-1)
+        inside = positions - rule.chunk * torch.floor(positions / rule.chunk)
+        return visible & (distances(place, rows, visible.shape[-1]) >= -inside)
+    if not rule.window:
         return visible
-    return visible & (distances(place, rows, visible.shape[-1]) > -window)
+    return visible & (distances(place, rows, visible.shape[-1]) > -rule.window)
 
 
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:

@@ -20,25 +20,40 @@ class Attention(nn.Module):
 
     def __init__(self, part: Part, weights: Weights, inner: Mapping[str, str], *, index: int) -> None:
         super().__init__()
+        part = part.of_layer(index)
         config, plan, shard = part.config, part.plan, part.shard
         self._shard, self._kernels, self._group = shard, part.kernels, part.group
-        self.qkv = matrix(_gathered(part, weights, inner, kind="weight"))
-        self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias")) if plan.qkv_bias else None
+        sides = "qkv" if plan.gemma is None else plan.gemma.sides(index)
+        self._own, self.value_norm = "k" in sides, frozen(torch.ones(config.head_dim)) if plan.gemma else None
+        self.qkv = matrix(_gathered(part, weights, inner, kind="weight", sides=sides))
+        self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias", sides=sides)) if plan.qkv_bias else None
         self.out = matrix(part.matrix(weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
+        unturned = bool(plan.unturned and plan.unturned[index])
+        unnormed = plan.head_norms == "bare" and unturned
         self.q_norm, self.k_norm = (
-            HeadNorm(part, weights, inner.get(side, ""), heads=heads) if plan.head_norms else None
+            HeadNorm(part, weights, inner.get(side, ""), heads=heads)
+            if plan.head_norms and not unnormed and side[0] in sides
+            else None
             for side, heads in (("q norm", _queries), ("k norm", _keys))
         )
+        self._eps = config.rms_norm_eps
         self.scale = plan.query_scale * config.head_dim**0.5 if plan.query_scale else 1.0
         self.window, self._cap = plan.windows[index] if plan.windows else 0, plan.score_cap
+        self._chunk = plan.chunks[index] if plan.chunks else 0
+        self._sharper = None if plan.only_unturned_sharper and not unturned else plan.sharper
         self.plain = (
-            not (plan.head_norms or plan.alibi or self.window or self._cap or plan.qkv_clip)
+            not (plan.head_norms or plan.alibi or self.window or self._cap or plan.qkv_clip or plan.sinks)
+            and not (self._chunk or self._sharper)
             and self.scale == 1.0
             and config.rotated == config.head_dim
         )
         if shard.gathers:
             self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
+        self.sinks = None
+        if plan.sinks:
+            every = frozen(weights.pop(inner["sinks"]))
+            self.sinks = frozen(every[torch.tensor([max(0, head) for head in _queries(shard)])])
         self._sloped, self._late, self._clip = bool(plan.alibi), plan.late_head_norms, plan.qkv_clip
         if plan.alibi:
             slopes = torch.tensor(
@@ -54,21 +69,45 @@ class Attention(nn.Module):
         self, x: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation | None
     ) -> Tensor:
         """x [b, T, H] -> [b, T, H]; keys and values go to their rows of the cache [slots, G, R, D]."""
+        q, k, v = self.heads(x, place, rotation)
+        assert k is not None and v is not None, "the layer has keys and values"
+        return self.attended(q, (k, v), place, cache=cache)
+
+    def heads(
+        self, x: Tensor, place: CachePosition, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x [b, T, H] -> queries [b, T, heads, D], and keys and values [b, T, G, D] if the layer has its own."""
         mixed = biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
         if self._clip:
             mixed = mixed.clamp(-self._clip, self._clip)
         width, share = self._shard.config.head_dim, self._shard.key_part
+        if not self._own:
+            return self._placed(mixed.unflatten(-1, (-1, width)), self.q_norm, rotation), None, None
         q, keys, values = mixed.split((self._shard.heads * width, share, share), dim=-1)
         q = q.view(*q.shape[:-1], -1, width)
         k, v = self._key_heads(keys, values)
-        if self.q_norm is not None and self.k_norm is not None and not self._late:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_norm is not None:
+            v = self._kernels.norm(v, self.value_norm, eps=self._eps)
+        return self._placed(q, self.q_norm, rotation), self._placed(k, self.k_norm, rotation), v
+
+    def _placed(self, x: Tensor, norm: HeadNorm | None, rotation: Rotation | None) -> Tensor:
+        """Queries or keys, normalised and rotated."""
+        if norm is not None and not self._late:
+            x = norm(x)
         if rotation is not None:
-            q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
-        if self.q_norm is not None and self.k_norm is not None and self._late:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rule = AttentionRule(self.window, self._cap, self.get_buffer("slopes") if self._sloped else None)
-        mixed = self._kernels.attend((scaled(q, self.scale), k, v), cache, place, rule=rule)
+            x = self._kernels.rotate(x, rotation)
+        return norm(x) if norm is not None and self._late else x
+
+    def attended(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], place: CachePosition, *, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Attention and the output product, of `heads`. -> [b, T, H]"""
+        rule = AttentionRule(
+            self.window, self._cap, self.get_buffer("slopes") if self._sloped else None, self.sinks, self._chunk
+        )
+        if self._sharper is not None:
+            q = q * sharpness(place.positions(q.shape[1]), self._sharper)[..., None, None]
+        mixed = self._kernels.attend((scaled(q, self.scale), *kv), cache, place, rule=rule)
         return biased(self._group.reduce(self._kernels.linear(mixed, self.out, place.real)), self.out_bias)
 
     def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,12 +192,13 @@ class HeadNorm(nn.Module):
         shard, width, own = part.shard, part.config.head_dim, heads(part.shard)
         self._kernels, self._group, self._whole = part.kernels, part.group, part.plan.head_norms == "whole"
         self.kind, self.eps = part.norm_kind, part.config.rms_norm_eps
-        held = frozen(part.norm_weight(weights, name, width))
+        bare = part.plan.head_norms == "bare"
+        held = frozen(torch.ones(width) if bare else part.norm_weight(weights, name, width))
         bias = weights.pop(f"{name}.bias", None)
         self.bias = None if bias is None else frozen(bias)
         self.weight = frozen(_apart(held.flatten(), width, part.config.rotated)) if part.plan.neighbours else held
         self._numbers = held.numel()
-        self._apart = part.plan.head_norms != "head"
+        self._apart = part.plan.head_norms in ("own", "whole")
         if self._apart:
             rows = self.weight.view(-1, width)[torch.tensor([max(0, head) for head in own])]
             self.weight = frozen(rows.flatten() if self._whole and shard.degree == 1 else rows)
@@ -192,6 +232,12 @@ def _keys(shard: Shard) -> Sequence[int]:
     return shard.key_heads
 
 
+def sharpness(at: Tensor, sharper: tuple[float, int, int]) -> Tensor:
+    """Factors of queries at positions [b, T], see `Blueprint.sharper`."""
+    factor, shift, every = sharper
+    return 1.0 + factor * torch.log(1.0 + torch.floor((at.to(torch.float32) + shift) / every))
+
+
 def alibi_slopes(heads: int, kind: Alibi = "bloom") -> list[float]:
     """Return the slope of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 /
     2^n) on.
@@ -208,13 +254,14 @@ def alibi_slopes(heads: int, kind: Alibi = "bloom") -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
 
 
-def _gathered(part: Part, weights: Weights, inner: Mapping[str, str], *, kind: str) -> Stored:
+def _gathered(part: Part, weights: Weights, inner: Mapping[str, str], *, kind: str, sides: str) -> Stored:
     """Return query, key and value of this rank concatenated by rows, with rotary pairs half a head apart."""
-    names = [inner["qkv"]] if part.plan.joined else [inner[side] for side in "qkv"]
-    sides = [part.matrix(weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in names]
-    packed = [side for side in sides if isinstance(side, QuantizedTensor)]
+    names = [inner["qkv"]] if part.plan.joined else [inner[side] for side in sides]
+    read = {n: part.matrix(weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in dict.fromkeys(names)}
+    made = [read[n] for n in names]
+    packed = [side for side in made if isinstance(side, QuantizedTensor)]
     if not packed:
-        return _ordered(part, torch.cat([side for side in sides if isinstance(side, Tensor)]))
+        return _ordered(part, torch.cat([side for side in made if isinstance(side, Tensor)]))
     gathered = joined_rows(packed)
     return gathered.at(_ordered(part, torch.arange(gathered.shape[0])))
 
@@ -223,6 +270,8 @@ def _ordered(part: Part, rows: Tensor) -> Tensor:
     """Rows of this rank as a checkpoint has them, in the order in which attention reads them."""
     plan, width = part.plan, part.config.head_dim
     queries, keys = part.shard.heads * width, part.shard.key_part
+    if plan.gemma:
+        return rows
     if plan.joined == "heads":
         sides = [side.flatten(0, 1) for side in rows.view(part.shard.heads, 3, width, *rows.shape[1:]).unbind(1)]
     else:

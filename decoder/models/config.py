@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
@@ -27,7 +27,7 @@ from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.layouts import layout_of
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RopeConfig:
     """Settings of every rope type; a type ignores those of others.
 
     ``factor`` None means ``max_position_embeddings / original_max_position_embeddings`` (yarn and longrope
-    only).
+    only). ``share`` of the frequencies of "proportional" are not 0.
     """
 
     type: str = "default"
@@ -51,6 +51,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -99,7 +100,8 @@ HARMLESS: dict[str, str] = {
             "embedding_dropout", "residual_dropout", "layerdrop", "resid_dropout", "embed_dropout", "emb_pdrop",
             "init_device",
             "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
-            "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "tf_legacy_loss",
+            "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits",
+            "tf_legacy_loss", "altup_coef_clip",
             "embed_requires_grad",
         ),
         "is of training alone",
@@ -137,6 +139,8 @@ HARMLESS: dict[str, str] = {
         "is a default of a generation, not of the model",
     ),
     "n_ctx": "says what n_positions says",
+    "initial_context_length": "says what original_max_position_embeddings says",
+    "experts_per_token": "says what num_experts_per_tok says",
     "num_nextn_predict_layers": "says how many MTP layers draft, which no token depends on",
     "moe_norm_min": "keeps a sum of probabilities from being zero, which it is not",
     "attention_layers": "says what attention_types says",
@@ -195,6 +199,17 @@ def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
     return sorted(key for key, value in config.values.items() if value is not None and key not in known)
 
 
+def _unknown_inside(config: Fields, nested: Mapping[str, frozenset[str]]) -> list[str]:
+    """The same of keys inside of objects."""
+    every = {key: inner.values for key in nested if (inner := config.child(key)) is not None}
+    return sorted(
+        f"{key}.{name}"
+        for key, values in every.items()
+        for name, value in values.items()
+        if value is not None and name not in nested[key] | STANDARD | HARMLESS.keys() | NEUTRAL.keys()
+    )
+
+
 log = logging.getLogger("paceline")
 
 _MOST_LAYERS = 10000
@@ -227,7 +242,8 @@ _ROPE_KEYS = frozenset(
 class ModelConfig:
     """One model's sizes and options; a model may have no eos, pad or bos token at all.
 
-    local_rope  settings of layers with a sliding window, if they are separate
+    local_rope   settings of layers with a sliding window, if they are separate
+    layer_sizes  for each layer: the width of a head, and the number of K/V heads; (): as all
     """
 
     model_type: str
@@ -250,6 +266,20 @@ class ModelConfig:
     bos_token_id: int | None
     blueprint: Blueprint = field(default_factory=Blueprint)
     local_rope: RopeConfig | None = None
+    layer_sizes: tuple[tuple[int, int], ...] = ()
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """The same with the sizes of a layer for all."""
+        if not self.layer_sizes:
+            return self
+        width, heads = self.layer_sizes[index]
+        return replace(self, head_dim=width, num_kv_heads=heads, layer_sizes=())
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own."""
+        gemma, every = self.blueprint.gemma, range(self.num_layers)
+        return tuple(every if gemma is None else (index for index in every if gemma.sources[index] == index))
 
     @property
     def rotated(self) -> int:
@@ -291,7 +321,8 @@ class ModelConfig:
         """
         values, usual = asdict(self), asdict(Blueprint())
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
-        local = values.pop("local_rope")
+        local, sizes = values.pop("local_rope"), values.pop("layer_sizes")
+        values |= {"layer_sizes": sizes} if sizes else {}
         return {**values, **({"blueprint": chosen} if chosen else {}), **({"local_rope": local} if local else {})}
 
     def fingerprint(self) -> str:
@@ -308,7 +339,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         UnknownArchitectureError: an option would change the computation in a way that is not implemented.
     """
     family = registry.family(config.text("model_type"), config.where)
-    unknown = _unknown_keys(config, family.keys)
+    unknown = [*_unknown_keys(config, family.keys), *_unknown_inside(config, family.nested)]
     if warn and unknown:
         log.warning(
             "%s: unknown keys are ignored: %s; if they change the computation, the outputs will be wrong",
@@ -356,6 +387,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         bos_token_id=bos,
         blueprint=plan,
         local_rope=local if plan.local_rope else None,
+        layer_sizes=family.layer_sizes(config),
     )
     if made.rotated % 2 or made.rotated > made.head_dim:
         raise UnknownArchitectureError(
@@ -385,11 +417,6 @@ def _check_experts(experts: Experts, where: str) -> None:
 def _refuse_options(config: Fields) -> None:
     if quantized := config.values.get("quantization_config"):
         layout_of(quantized, str(config.where))
-    if config.values.get("per_layer_config"):
-        raise UnknownArchitectureError(
-            f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "
-            "checkpoint whose layers have equal sizes"
-        )
 
 
 def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
@@ -481,6 +508,7 @@ def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> Rope
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+        share=rope.number("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0,
         short_factor=rope.numbers("short_factor", length=pairs) if longrope else (),
         long_factor=rope.numbers("long_factor", length=pairs) if longrope else (),
     )
@@ -507,7 +535,7 @@ def _refuse_rope(config: Fields, rope: Fields, kind: str, *, whole: bool) -> Non
         )
     for fields in (rope, config):
         share = fields.number("partial_rotary_factor", 1.0)
-        if share != 1.0 and whole:
+        if share != 1.0 and whole and kind != "proportional":
             raise UnknownArchitectureError(
                 f"{fields.where}: partial_rotary_factor: expected 1.0, got {share}; use a model that rotates whole "
                 "heads"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.decoder.kernels.protocol import ExpertWeights, MixtureKernels
 from paceline.decoder.models.family import parts
-from paceline.decoder.models.layers import Mlp, Part, Weights, frozen, scaled
+from paceline.decoder.models.layers import Mlp, Part, Weights, biased, frozen, joined_vectors, scaled
 from paceline.decoder.weights.quantize import joined
 
 
@@ -20,9 +20,10 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         plan = part.plan.experts
         assert plan is not None
-        assert part.plan.gated and not part.plan.mlp_bias, "experts are gated and have no biases"
+        assert part.plan.gated, "experts are gated"
         self._plan, self._kernels, self._group = plan, part.kernels, part.group
         self.router = frozen(weights.pop(f"{inner['router']}.weight"))
+        self.router_shift = frozen(weights.pop(f"{inner['router']}.bias")) if plan.router_bias else None
         self.router_bias = frozen(weights.pop(inner["router bias"])) if plan.corrected else None
         named = [{key: name.format(e=e) for key, name in inner.items()} for e in range(plan.count)]
         kernels = part.kernels.mixture
@@ -37,15 +38,30 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
-        logits = self._kernels.linear(x, self.router, real)
-        scores = torch.softmax(logits, -1) if self._plan.scores == "softmax" else sigmoid(logits)
-        mixed = self.experts(x, self.chosen(scores), real)
+        return self.mixed(x, self.shares(x, real), real)
+
+    def shares(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """Weights of the experts [b, T, E] by what the router reads, 0 for inactive ones."""
+        logits = biased(self._kernels.linear(x, self.router, real), self.router_shift)
+        if self._plan.scores == "sparse mixer":
+            return two_best(logits, self._plan.slack)
+        return self.chosen(torch.softmax(logits, -1) if self._plan.scores == "softmax" else sigmoid(logits))
+
+    def mixed(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
+        """The sum of the experts by their shares, and of the shared one."""
+        if self._plan.weighs_inputs:
+            mixed = self.experts(x * shares.sum(-1, keepdim=True), (shares > 0).to(x.dtype), real)
+        else:
+            mixed = self.experts(x, shares, real)
         if self.shared is not None:
             added = self.shared.share(x, real)
             if self.shared_router is not None:
                 added = sigmoid(self._kernels.linear(x, self.shared_router, real)) * added
             mixed = mixed + added
-        return self._group.reduce(mixed)
+        mixed = self._group.reduce(mixed)
+        if self.experts.down_bias is not None:
+            mixed = mixed + self._kernels.linear(shares, self.experts.down_bias, real)
+        return mixed if self.shared is None else biased(mixed, self.shared.down_bias)
 
     def chosen(self, scores: Tensor) -> Tensor:
         """Map the router's scores [b, T, E] to the weight of each expert, 0 for inactive ones."""
@@ -62,6 +78,11 @@ class MixtureOfExperts(nn.Module):
         return scaled(chosen_scores, plan.scale)
 
 
+def _beside(biases: Sequence[Tensor]) -> nn.Parameter:
+    """Biases of experts [H] each as a matrix [H, E], whose product with shares [b, T, E] is their part of the sum."""
+    return frozen(torch.stack([bias.float() for bias in biases], 1))
+
+
 _NEVER = -1e30
 """A score below every other, and finite."""
 
@@ -72,6 +93,21 @@ def _rank(scores: Tensor) -> Tensor:
     own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)
     before = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
     return before.to(torch.float32).sum(-1)
+
+
+def two_best(scores: Tensor, slack: float) -> Tensor:
+    """Map scores [b, T, E] to shares: of each of the two best, its softmax among those within ``slack`` of it.
+
+    The second one's softmax is without the best. A distance is relative to the larger of both sizes.
+    """
+    ranks = _rank(scores)
+    shares = torch.zeros_like(scores)
+    for rank in (0, 1):
+        own = ranks == rank
+        best = torch.where(own, scores, 0.0).sum(-1, keepdim=True)
+        near = (ranks >= rank) & ((best - scores) / torch.maximum(scores.abs(), best) <= 2 * slack)
+        shares = torch.where(own, torch.softmax(torch.where(near, scores, _NEVER), -1), shares)
+    return shares
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -90,10 +126,15 @@ class ChosenExperts(nn.Module):
         sides = [side for side in ("gate up", "gate", "up") if side in named[0]]
         self.gate_up = joined([part.matrix(weights, inner[side]) for inner in named for side in sides])
         self.down = joined([part.matrix(weights, inner["down"]) for inner in named])
+        self.bias = self.down_bias = None
+        if part.plan.mlp_bias:
+            names = [f"{inner[side]}.bias" for inner in named for side in sides]
+            self.bias = frozen(joined_vectors(weights, names).float())
+            self.down_bias = _beside([frozen(weights.pop(f"{inner['down']}.bias")) for inner in named])
 
     def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
-        """x [b, T, H], shares [b, T, E] -> [b, T, H]: what this rank adds to the sum."""
-        weights = ExpertWeights(self.gate_up, self.down, self._activation)
+        """x [b, T, H], shares [b, T, E] -> [b, T, H]: what this rank adds to the sum, without ``down_bias``."""
+        weights = ExpertWeights(self.gate_up, self.down, self._activation, self.bias)
         return self._kernels.experts(x, shares, weights, count=real)
 
 
@@ -105,6 +146,8 @@ class EveryExpert(nn.ModuleList):
 
     def __init__(self, part: Part, weights: Weights, named: Sequence[dict[str, str]]) -> None:
         super().__init__([Mlp(part, weights, inner) for inner in named])
+        biases = [expert.down_bias for expert in self if isinstance(expert, Mlp) and expert.down_bias is not None]
+        self.down_bias = _beside(biases) if biases else None
 
     def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
         """Compute what `ChosenExperts` does."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import EXPERT_NAMES, LLAMA_NAMES, Blueprint
 from paceline.decoder.models.family import (
@@ -20,23 +19,11 @@ from paceline.decoder.models.family import (
     flag,
     kinds_of_layers,
     number,
+    only_activation,
     share_turned,
+    unturned_layers,
     windows,
 )
-
-
-def _of_layers(config: Fields) -> tuple[bool, ...]:
-    """Return for each layer whether it has no rotation."""
-    count, given = config.integer("num_hidden_layers"), config.values.get("no_rope_layers")
-    if given is None:
-        interval = config.integer("no_rope_layer_interval", 4)
-        return tuple((layer + 1) % interval == 0 for layer in range(count))
-    if not isinstance(given, list) or len(given) != count or not set(given) <= {0, 1}:
-        raise CheckpointError(
-            f"{config.where}: no_rope_layers: expected a list of {count} zeros and ones, got another value; correct "
-            "the file"
-        )
-    return tuple(not turns for turns in given)
 
 
 def _all_but_every(config: Fields, layer: int) -> bool:
@@ -91,6 +78,56 @@ _PHI3 = Family(
 )
 
 _MINISTRAL = replace(_MISTRAL, name="ministral", summary="Ministral 8B")
+
+
+class _Ministral3(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the settings of queries out of those of rotations."""
+        fields = super().translated(config)
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = fields.child(key)
+            if rope is not None and "llama_4_scaling_beta" in rope.values:
+                own = {name: one for name, one in rope.values.items() if name not in _OF_QUERIES}
+                said = {"llama_4_scaling_beta": rope.number("llama_4_scaling_beta"),
+                        "llama_4_scaling_length": rope.integer("original_max_position_embeddings")}  # fmt: skip
+                fields = Fields({**fields.values, key: own, **said}, fields.where)
+        return fields
+
+
+_OF_QUERIES = ("llama_4_scaling_beta", "max_position_embeddings")
+_MINISTRAL3 = _Ministral3(
+    "ministral3",
+    "Ministral 3, text only",
+    reads={
+        **ACTIVATION,
+        "windows": windows(),
+        "sharper": Key(
+            (),
+            lambda config: (
+                (config.number("llama_4_scaling_beta"), 0, config.integer("llama_4_scaling_length"))
+                if "llama_4_scaling_beta" in config.values
+                else None
+            ),
+        ),
+    },
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "sliding_window": None,
+        "pad_token_id": 11,
+    },
+)
 _CWM = Family(
     "cwm",
     "Code World Model",
@@ -204,71 +241,6 @@ _QWEN2_MOE = Family(
     neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 
-# ---- Gemma
-
-_GEMMA2 = Family(
-    "gemma2",
-    "Gemma 2",
-    names=LLAMA_NAMES.but(
-        post_norm="post_attention_layernorm",
-        mlp_norm="pre_feedforward_layernorm",
-        post_mlp_norm="post_feedforward_layernorm",
-    ),
-    plan=Blueprint(norm="rms plus one", norms="both"),
-    reads={
-        **BIASES,
-        "activation": activation("hidden_activation", "gelu_pytorch_tanh"),
-        "windows": windows(lambda _, layer: layer % 2 == 0),
-        "score_cap": number("attn_logit_softcapping", 50.0),
-        "logit_cap": number("final_logit_softcapping", 30.0),
-        "query_scale": number("query_pre_attn_scalar", 256.0, lambda width: width**-0.5),
-        "embedding_scale": Key((), lambda config: config.integer("hidden_size") ** 0.5),
-    },
-    defaults={
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    },
-)
-
-
-def _local(config: Fields, layer: int) -> bool:
-    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
-    return (layer + 1) % pattern != 0
-
-
-_GEMMA3 = replace(
-    _GEMMA2,
-    name="gemma3_text",
-    summary="Gemma 3, text only",
-    plan=replace(_GEMMA2.plan, head_norms="head"),
-    reads={
-        **_GEMMA2.reads,
-        "windows": windows(_local, names=("_sliding_window_pattern", "sliding_window_pattern")),
-        "score_cap": number("attn_logit_softcapping"),
-        "logit_cap": number("final_logit_softcapping"),
-        "local_rope": Key(("rope_local_base_freq",), lambda _: True),
-    },
-    defaults={
-        **_GEMMA2.defaults,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
-)
-
-_VAULTGEMMA = replace(
-    _GEMMA2,
-    name="vaultgemma",
-    summary="VaultGemma",
-    names=LLAMA_NAMES.but(mlp_norm="pre_feedforward_layernorm"),
-    plan=Blueprint(norm="rms plus one"),
-    defaults={**_GEMMA2.defaults, "pad_token_id": 0},
-)
-
 # ---- other variants of Llama
 
 _SMOLLM3 = Family(
@@ -278,8 +250,8 @@ _SMOLLM3 = Family(
         **ACTIVATION,
         **BIASES,
         "mlp_bias": flag("mlp_bias"),
-        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), _of_layers),
-        "windows": windows(lambda config, layer: _of_layers(config)[layer], when="use_sliding_window"),
+        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
+        "windows": windows(lambda config, layer: unturned_layers(config)[layer], when="use_sliding_window"),
     },
     defaults={
         "max_position_embeddings": 32768,
@@ -290,7 +262,7 @@ _SMOLLM3 = Family(
         "eos_token_id": 128001,
     },
 )
-_GRANITE = Family(
+GRANITE = Family(
     "granite",
     "Granite 3, dense",
     reads={
@@ -336,20 +308,35 @@ _ARCEE = Family(
     reads={"activation": activation(default="relu2"), **BIASES, "mlp_bias": flag("mlp_bias")},
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001},
 )
-_GEMMA = replace(
-    _GEMMA2,
-    name="gemma",
-    summary="Gemma 1",
-    names=LLAMA_NAMES,
-    plan=Blueprint(norm="rms plus one"),
-    reads={
-        **BIASES,
-        "activation": activation(default="gelu_pytorch_tanh"),
-        "embedding_scale": _GEMMA2.reads["embedding_scale"],
+_APERTUS = Family(
+    "apertus",
+    "Apertus",
+    names=LLAMA_NAMES.but(
+        norm="attention_layernorm",
+        mlp_norm="feedforward_layernorm",
+        gate="",
+        alpha_p="mlp.act_fn.alpha_p",
+        alpha_n="mlp.act_fn.alpha_n",
+    ),
+    plan=Blueprint(gated=False, head_norms="head"),
+    reads={"activation": only_activation("xielu", "xielu"), **BIASES},
+    defaults={
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12e6,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "pad_token_id": 3,
     },
-    defaults={key: one for key, one in _GEMMA2.defaults.items() if key != "sliding_window"} | {"pad_token_id": 0},
+    # Constants of the activation.
+    ignored=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",
 )
-
 _NANOCHAT = Family(
     "nanochat",
     "nanochat",
@@ -516,18 +503,16 @@ FAMILIES = (
     _MISTRAL,
     MIXTRAL,
     _MINISTRAL,
+    _MINISTRAL3,
     _CWM,
     _HELIUM,
     _PHI3,
     _SMOLLM3,
-    _GRANITE,
+    GRANITE,
     _SEED_OSS,
     _ERNIE,
     _ARCEE,
-    _GEMMA,
-    _GEMMA2,
-    _GEMMA3,
-    _VAULTGEMMA,
+    _APERTUS,
     _NANOCHAT,
     _HUNYUAN,
     _OLMO,

@@ -8,11 +8,25 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from paceline.core.errors import UnknownArchitectureError
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import EXPERT_NAMES, Blueprint, Experts, Latent
-from paceline.decoder.models.families import MIXTRAL
-from paceline.decoder.models.family import ACTIVATION, BIASES, Family, Key, flag, share_turned, windows
+from paceline.decoder.models.families import GRANITE, MIXTRAL
+from paceline.decoder.models.family import (
+    ACTIVATION,
+    BIASES,
+    Family,
+    Fused,
+    Key,
+    experts,
+    flag,
+    gate_up,
+    only_activation,
+    rows_of,
+    share_turned,
+    unturned_layers,
+    windows,
+)
 
 # ---- experts chosen by a sigmoid and a bias, in later layers alone (DeepSeek V3's way)
 
@@ -301,4 +315,229 @@ _MINIMAX_M2 = Family(
     neutral={"use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"},
 )
 
-FAMILIES = (_DEEPSEEK_V2, _DEEPSEEK_V3, _GLM4_MOE, _DOTS1, _ERNIE_MOE, _MINIMAX_M2)
+_GPT_OSS = Family(
+    "gpt_oss",
+    "gpt-oss",
+    names=EXPERT_NAMES.but(router="mlp.router", sinks="self_attn.sinks"),
+    plan=Blueprint(sinks=True, mlp_bias=True),
+    reads={
+        "activation": only_activation("silu", "clamped swish"),
+        "qkv_bias": flag("attention_bias", True),
+        "out_bias": flag("attention_bias", True),
+        "windows": windows(lambda _, layer: layer % 2 == 0),
+        "experts": Key(
+            ("num_local_experts", "num_experts_per_tok"),
+            lambda config: Experts(
+                config.integer("num_local_experts", 128),
+                config.integer("num_experts_per_tok", 4),
+                normalise=True,
+                router_bias=True,
+            ),
+        ),
+    },
+    defaults={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    renamed={"num_experts": "num_local_experts"},
+    neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    fused=(
+        Fused("mlp.experts.gate_up_proj", lambda _: {"gate": 1, "up": 1}, turned=True),
+        Fused("mlp.experts.down_proj", rows_of("down"), turned=True),
+    ),
+)
+
+_GRANITE_MOE = replace(
+    GRANITE,
+    name="granitemoe",
+    summary="Granite 3, mixture of experts",
+    names=EXPERT_NAMES.but(
+        router="block_sparse_moe.router.layer",
+        gate="block_sparse_moe.experts.{e}.gate",
+        up="block_sparse_moe.experts.{e}.up",
+        down="block_sparse_moe.experts.{e}.down",
+    ),
+    reads={
+        **{name: key for name, key in GRANITE.reads.items() if name != "mlp_bias"},
+        "experts": experts("num_local_experts", count=8, chosen=2, normalise=True),
+    },
+    fused=(
+        Fused("block_sparse_moe.input_linear", gate_up),
+        Fused("block_sparse_moe.output_linear", rows_of("down")),
+    ),
+)
+
+
+class _PhiMoe(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the scale of short texts as longrope has it in other families."""
+        fields = super().translated(config)
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = fields.child(key)
+            if rope is not None and "short_mscale" in rope.values:
+                other = {name: one for name, one in rope.values.items() if name not in ("short_mscale", "long_mscale")}
+                other["attention_factor"] = rope.number("short_mscale")
+                fields = Fields({**fields.values, key: other}, fields.where)
+        return fields
+
+
+_PHIMOE = _PhiMoe(
+    "phimoe",
+    "Phi 3.5, mixture of experts",
+    names=MIXTRAL.names,
+    plan=Blueprint(norm="layer"),
+    reads={
+        **ACTIVATION,
+        **BIASES,
+        "head_bias": flag("lm_head_bias"),
+        "windows": windows(),
+        "experts": Key(
+            ("num_local_experts", "num_experts_per_tok", "router_jitter_noise"),
+            lambda config: Experts(
+                config.integer("num_local_experts", 16),
+                2,
+                normalise=False,
+                scores="sparse mixer",
+                slack=config.number("router_jitter_noise") if config.values.get("router_jitter_noise") else 0.0,
+            ),
+        ),
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "router_jitter_noise": 0.01,
+    },
+    renamed={"num_experts": "num_local_experts"},
+    neutral={"num_experts_per_tok": 2},
+)
+
+# ---- Llama 4
+
+
+def _chunks(config: Fields) -> tuple[int, ...]:
+    """Return the chunk of each layer, 0 for none: ``layer_types`` lists them; else layers that rotate have one."""
+    kinds, unturned = config.values.get("layer_types"), unturned_layers(config)
+    if config.values.get("attention_chunk_size") is None:
+        return ()
+    if kinds is None:
+        kinds = ["full_attention" if one else "chunked_attention" for one in unturned]
+    if not isinstance(kinds, list) or len(kinds) != len(unturned):
+        raise CheckpointError(
+            f"{config.where}: layer_types: expected a list of {len(unturned)} layer types, got another value; correct "
+            "the file"
+        )
+    if not set(kinds) <= {"full_attention", "chunked_attention"}:
+        raise UnknownArchitectureError(
+            f"{config.where}: layer_types: expected full_attention and chunked_attention, got others; use another model"
+        )
+    size = config.integer("attention_chunk_size")
+    return tuple(size if kind == "chunked_attention" else 0 for kind in kinds)
+
+
+def _experts_of_llama4(config: Fields) -> Experts:
+    count, step = config.integer("num_hidden_layers"), config.integer("interleave_moe_layer_step", 1)
+    mixed = config.values.get("moe_layers")
+    if mixed is not None and not isinstance(mixed, list):
+        raise CheckpointError(f"{config.where}: moe_layers: expected a list of layers, got {mixed!r}; correct the file")
+    chosen = range(step - 1, count, step) if mixed is None else mixed
+    width = config.integer("moe_intermediate_size")
+    return Experts(
+        config.integer("num_local_experts", 16),
+        1,
+        normalise=False,
+        shared=width,
+        shared_weighted=False,
+        width=width,
+        scores="sigmoid",
+        weighs_inputs=True,
+        dense=tuple(layer not in chosen for layer in range(count)),
+    )
+
+
+class _Llama4(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the width of an MLP and that of an expert by their usual names."""
+        fields = super().translated(config)
+        sizes = {
+            "intermediate_size": fields.integer("intermediate_size_mlp", 16384),
+            "moe_intermediate_size": fields.integer("intermediate_size"),
+        }
+        return Fields({**fields.values, **sizes}, fields.where)
+
+
+_LLAMA4 = _Llama4(
+    "llama4_text",
+    "Llama 4, text only",
+    names=EXPERT_NAMES.but(
+        router="feed_forward.router",
+        **{part: f"feed_forward.experts.{{e}}.{part}_proj" for part in ("gate", "up", "down")},
+        **{f"shared_{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        **{f"dense_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    ),
+    plan=Blueprint(neighbours=True, only_unturned_sharper=True),
+    reads={
+        **ACTIVATION,
+        **BIASES,
+        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
+        "chunks": Key(("layer_types", "attention_chunk_size"), _chunks),
+        "head_norms": Key(("use_qk_norm",), lambda config: "bare" if config.flag("use_qk_norm", True) else ""),
+        "sharper": Key(
+            ("attn_temperature_tuning", "attn_scale", "floor_scale"),
+            lambda config: (
+                (config.number("attn_scale", 0.1), 1, config.integer("floor_scale", 8192))
+                if config.flag("attn_temperature_tuning", True)
+                else None
+            ),
+        ),
+        "experts": Key(
+            (
+                "num_local_experts", "moe_layers", "interleave_moe_layer_step", "num_experts_per_tok",
+                "intermediate_size_mlp",
+            ),
+            _experts_of_llama4,
+        ),
+    },
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "attention_chunk_size": 8192,
+    },
+    renamed={"num_experts": "num_local_experts"},
+    neutral={"num_experts_per_tok": 1},
+    fused=(
+        Fused("feed_forward.experts.gate_up_proj", gate_up, turned=True),
+        Fused("feed_forward.experts.down_proj", rows_of("down"), turned=True),
+    ),
+)  # fmt: skip
+
+FAMILIES = (
+    _DEEPSEEK_V2,
+    _DEEPSEEK_V3,
+    _GLM4_MOE,
+    _DOTS1,
+    _ERNIE_MOE,
+    _MINIMAX_M2,
+    _GPT_OSS,
+    _GRANITE_MOE,
+    _PHIMOE,
+    _LLAMA4,
+)

@@ -6,11 +6,15 @@ Defaults are those of transformers' configuration classes, except that sizes hav
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Names
-from paceline.decoder.models.family import Family, Key, activation, flag, share_turned, windows
+from paceline.decoder.models.family import Family, Fused, Key, activation, flag, rows_of, share_turned, windows
+
+if TYPE_CHECKING:
+    from paceline.decoder.models.config import ModelConfig
 
 
 def _inner_of_four(config: Fields) -> int:
@@ -156,6 +160,98 @@ _GPTJ = Family(
     # Masks, which old versions of transformers saved.
     ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
 )
+
+
+def _of_codegen(config: ModelConfig) -> dict[str, int]:
+    """Rows of its joined matrix: four blocks of queries, values and keys."""
+    return dict.fromkeys(("q", "v", "k"), config.num_heads * config.head_dim // 4)
+
+
+_CODEGEN = replace(
+    _GPTJ,
+    name="codegen",
+    summary="CodeGen 1",
+    reads={**_GPTJ.reads},
+    fused=(Fused("attn.qkv_proj", _of_codegen),),
+    # Masks, which old versions of transformers saved.
+    ignored=r"transformer\.h\.\d+\.attn\.(causal_mask|bias|masked_bias)",
+)
+
+
+class _Falcon(Family):
+    def translated(self, config: Fields) -> Fields:
+        """Return the file with the key heads that its two architectures have, and with what they do in parallel."""
+        fields = super().translated(config)
+        new = fields.flag("new_decoder_architecture", False)
+        heads = fields.integer("num_attention_heads")
+        if not new:
+            heads = 1 if fields.flag("multi_query", True) else heads
+        else:
+            heads = fields.integer("num_key_value_heads", heads)
+        parallel = new or fields.flag("parallel_attn", True)
+        norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
+        if parallel and not new and norms != 1:
+            raise UnknownArchitectureError(
+                f"{fields.where}: num_ln_in_parallel_attn: expected 1 without new_decoder_architecture, got {norms}, "
+                "which is not supported; use another model"
+            )
+        said = {"num_key_value_heads": heads, "parallel_attn": parallel, "shares_norm": parallel and norms == 1}
+        return Fields({**fields.values, **said}, fields.where)
+
+
+def _of_falcon(config: ModelConfig) -> dict[str, int]:
+    """Rows of its joined matrix: of each key head its queries, the key and the value."""
+    share, width = config.num_heads // config.num_kv_heads, config.head_dim
+    return {"q": share * width, "k": width, "v": width}
+
+
+_FALCON = _Falcon(
+    "falcon",
+    "Falcon, with rotary embeddings",
+    names=Names(
+        {"embedding": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
+        "transformer.h.{i}.",
+        {
+            "norm": "input_layernorm",
+            "q": "self_attention.query",
+            "k": "self_attention.key",
+            "v": "self_attention.value",
+            "out": "self_attention.dense",
+            "mlp norm": "post_attention_layernorm",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+    ),
+    plan=Blueprint(norm="layer", gated=False),
+    reads={
+        "activation": activation("activation", "gelu"),
+        "parallel": flag("parallel_attn"),
+        "shared_norm": Key(
+            ("new_decoder_architecture", "multi_query", "num_ln_in_parallel_attn"),
+            lambda config: config.flag("shares_norm", False),
+        ),
+        **{bias: flag("bias") for bias in ("qkv_bias", "out_bias", "mlp_bias")},
+    },
+    defaults={
+        "intermediate_size": _inner_of_four,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+    },
+    renamed={
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    neutral={"alibi": False, "apply_residual_connection_post_layernorm": False},
+    fused=(
+        Fused("self_attention.query_key_value", _of_falcon),
+        Fused("ln_attn", rows_of("norm")),
+        Fused("ln_mlp", rows_of("mlp norm")),
+    ),
+    bare_prefix="transformer.",
+)
 _GPT_NEOX = Family(
     "gpt_neox",
     "GPT-NeoX, Pythia",
@@ -273,6 +369,14 @@ _BLOOM = Family(
     bare_prefix="transformer.",
 )  # fmt: skip
 
+_MPT_NEUTRAL = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "prefix_lm": False,
+    "qk_ln": False,
+}
 _MPT = Family(
     "mpt",
     "MPT, ALiBi",
@@ -310,16 +414,9 @@ _MPT = Family(
         "logit_scale": None,
         "embedding_fraction": 1.0,
     },
+    nested={"attn_config": frozenset({*_MPT_NEUTRAL, "softmax_scale", "clip_qkv", "attn_impl"})},
     bare_prefix="transformer.",
 )
-_MPT_NEUTRAL = {
-    "alibi": True,
-    "alibi_bias_max": 8,
-    "attn_type": "multihead_attention",
-    "attn_uses_sequence_id": False,
-    "prefix_lm": False,
-    "qk_ln": False,
-}
 
 
 def _attention_of_mpt(config: Fields, name: str) -> float:
@@ -461,4 +558,6 @@ FAMILIES = (
     _STABLELM,
     _NEMOTRON,
     _PERSIMMON,
+    _CODEGEN,
+    _FALCON,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Experts, Names
+from paceline.decoder.models.blueprint import LLAMA_NAMES, Activation, Blueprint, Experts, Names
 from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
 
 if TYPE_CHECKING:
@@ -75,6 +75,20 @@ def activation(name: str = "hidden_act", default: str = "silu") -> Key:
     return Key(() if name == "hidden_act" else (name,), value)
 
 
+def only_activation(said: str, made: Activation) -> Key:
+    """The one activation of a family, by what ``hidden_act`` says."""
+
+    def value(config: Fields) -> str:
+        if config.text("hidden_act", said) != said:
+            raise UnknownArchitectureError(
+                f"{config.where}: hidden_act: expected {said!r}, got {config.values['hidden_act']!r}, which is not "
+                "supported; use another model"
+            )
+        return made
+
+    return Key((), value)
+
+
 def share_turned(default: float = 1.0) -> Key:
     """Return the rotated share of a head: ``partial_rotary_factor``, of the file or of its rope settings."""
 
@@ -121,6 +135,20 @@ def kinds_of_layers(config: Fields, slides: Callable[[Fields, int], bool]) -> tu
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
+def unturned_layers(config: Fields) -> tuple[bool, ...]:
+    """Return for each layer whether it has no rotation."""
+    count, given = config.integer("num_hidden_layers"), config.values.get("no_rope_layers")
+    if given in (None, []):
+        interval = config.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval == 0 for layer in range(count))
+    if not isinstance(given, list) or len(given) != count or not set(given) <= {0, 1}:
+        raise CheckpointError(
+            f"{config.where}: no_rope_layers: expected a list of {count} zeros and ones, got another value; correct "
+            "the file"
+        )
+    return tuple(not turns for turns in given)
+
+
 def experts(
     name: str, *, count: int | None = None, chosen: int | None = None, normalise: bool | None = None, shared: str = ""
 ) -> Key:
@@ -147,6 +175,35 @@ BIASES = {"qkv_bias": flag("attention_bias"), "out_bias": flag("attention_bias")
 
 # ---- a row of the table
 
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A tensor of a layer that holds several of `Names`: rows of parts in turns, or experts [E, rows, columns].
+
+    It may be a matrix, a bias [rows] or [E, rows], or MXFP4's blocks and scales.
+
+    name     without its ending, after the prefix of the layer
+    parts    the rows of each part, which repeat until the end of the tensor
+    turned   matrices are [E, columns, rows]
+    """
+
+    name: str
+    parts: Callable[[ModelConfig], Mapping[str, int]]
+    turned: bool = False
+
+
+def gate_up(config: ModelConfig) -> dict[str, int]:
+    """Rows of `Fused` experts that have all of "gate" before all of "up"."""
+    mixture = config.blueprint.experts
+    width = config.intermediate_size if mixture is None else mixture.width or config.intermediate_size
+    return {"gate": width, "up": width}
+
+
+def rows_of(part: str) -> Callable[[ModelConfig], dict[str, int]]:
+    """Rows of a `Fused` tensor that holds one part."""
+    return lambda _: {part: 1}
+
+
 _HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
 _NULLABLE = ("sliding_window", "_token_id", "q_lora_rank")
 """Suffixes of keys whose null means none instead of the default."""
@@ -167,6 +224,8 @@ class Family:
     renamed      keys of the file that have other names in other families
     neutral      keys whose other values would change the computation, with the neutral value, or a function of the file
                  that returns it
+    fused        tensors of a layer that hold several parts, or all experts
+    nested       the keys that are known inside of an object
     bare_prefix  prefix of names that is missing in checkpoints of the network without its head
     ignored      a pattern of tensors in a checkpoint that have no effect; a group "layer" in it must be the number of a
                  layer that the network does not have, as MTP layers have (`paceline.draft.mtp` reads them)
@@ -180,6 +239,8 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, object] = field(default_factory=dict)
+    fused: tuple[Fused, ...] = ()
+    nested: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare_prefix: str = "model."
     ignored: str = ""
 
@@ -219,6 +280,19 @@ class Family:
         """
         return replace(self.plan, **{name: key.value(config) for name, key in self.reads.items()})
 
+    def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
+        """Return the width of a head and the number of K/V heads of each layer of a translated file, if they differ.
+
+        Raises:
+            UnknownArchitectureError: they differ, and the family has layers of equal sizes.
+        """
+        if config.values.get("per_layer_config"):
+            raise UnknownArchitectureError(
+                f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "
+                "checkpoint whose layers have equal sizes"
+            )
+        return ()
+
     def ignores(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor of that name in a checkpoint has no effect in Paceline.
 
@@ -241,7 +315,7 @@ class Family:
             specs |= _norm(outer.get("embedding norm", ""), hidden, plan)
         for index in range(config.num_layers):
             dense = plan.experts is not None and bool(plan.experts.dense) and plan.experts.dense[index]
-            specs |= self.layer_tensors(config, self.names.layer.format(i=index), dense=dense)
+            specs |= self.layer_tensors(config, self.names.layer.format(i=index), index=index, dense=dense)
         specs |= _norm(outer["norm"], hidden, plan)
         if not tied:
             specs[head] = table
@@ -260,11 +334,15 @@ class Family:
 
         return DecoderModel(Part(shard, kernels, group, self.names), weights, positions)
 
-    def layer_tensors(self, config: ModelConfig, prefix: str, *, dense: bool = False) -> dict[str, TensorSpec]:
-        """Every tensor of one layer, by its name. ``dense``: it has one MLP in place of experts."""
+    def layer_tensors(
+        self, config: ModelConfig, prefix: str, *, index: int = 0, dense: bool = False
+    ) -> dict[str, TensorSpec]:
+        """Every tensor of one layer, by its name; its ``index`` decides where layers differ. ``dense``: it has one MLP
+        in place of experts.
+        """
         plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
         inner = {part: prefix + name for part, name in self.names.inner.items()}
-        specs = _latent(config, inner) if plan.latent else _attention(config, inner, transposed=turned)
+        specs = _latent(config, inner) if plan.latent else attention_tensors(config, inner, transposed=turned)
         if plan.norms != "after":
             specs = _norm(inner["norm"], hidden, plan) | specs
         if plan.norms != "before":
@@ -274,19 +352,21 @@ class Family:
         mixture = plan.experts
         if mixture is None or dense:
             one = inner if mixture is None else parts(inner, "dense")
-            specs |= _mlp(config.intermediate_size, config, one, transposed=turned)
+            specs |= mlp_tensors(config.intermediate_size, config, one, transposed=turned)
         else:
             specs[f"{inner['router']}.weight"] = TensorSpec((mixture.count, hidden))
+            if mixture.router_bias:
+                specs[f"{inner['router']}.bias"] = TensorSpec((mixture.count,))
             if mixture.corrected:
                 sizes = (mixture.count,) if mixture.corrected == "vector" else (1, mixture.count)
                 specs[inner["router bias"]] = TensorSpec(sizes, exact=True)
             for expert in range(mixture.count):
                 one = {part: name.format(e=expert) for part, name in inner.items()}
-                specs |= _mlp(mixture.width or config.intermediate_size, config, one, transposed=turned)
+                specs |= mlp_tensors(mixture.width or config.intermediate_size, config, one, transposed=turned)
             if mixture.shared:
                 if mixture.shared_weighted:
                     specs[f"{inner['shared router']}.weight"] = TensorSpec((1, hidden))
-                specs |= _mlp(mixture.shared, config, parts(inner, "shared"), transposed=turned)
+                specs |= mlp_tensors(mixture.shared, config, parts(inner, "shared"), transposed=turned)
         if plan.norms != "before":
             specs |= _norm(inner["post mlp norm"], hidden, plan)
         return specs
@@ -297,7 +377,10 @@ def parts(inner: Mapping[str, str], kind: str) -> dict[str, str]:
     return {part.removeprefix(f"{kind} "): name for part, name in inner.items() if part.startswith(f"{kind} ")}
 
 
-def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:
+def attention_tensors(
+    config: ModelConfig, inner: Mapping[str, str], *, transposed: bool = False, sides: str = "qkv"
+) -> dict[str, TensorSpec]:
+    """Every tensor of attention. ``sides``: the products that a layer has."""
     plan, hidden, width = config.blueprint, config.hidden_size, config.head_dim
     queries, keys = config.num_heads * width, config.num_kv_heads * width
     parts = ((queries, Split.QUERY_ROWS), (keys, Split.KEY_ROWS), (keys, Split.KEY_ROWS))
@@ -308,12 +391,20 @@ def _attention(config: ModelConfig, inner: Mapping[str, str], *, transposed: boo
         specs |= _product(inner["qkv"], spec, bias=plan.qkv_bias, transposed=transposed)
     else:
         for part, (rows, split) in zip("qkv", parts, strict=True):
-            specs |= _product(inner[part], TensorSpec((rows, hidden), split), bias=plan.qkv_bias, transposed=transposed)
+            if part in sides:
+                spec = TensorSpec((rows, hidden), split, key_heads=config.num_kv_heads)
+                specs |= _product(inner[part], spec, bias=plan.qkv_bias, transposed=transposed)
     for part, heads in (("q norm", config.num_heads), ("k norm", config.num_kv_heads)):
-        sizes = {"": (), "head": (width,), "own": (heads, width), "whole": (heads * width,)}[plan.head_norms]
+        if part[0] not in sides:
+            continue
+        sizes = {"": (), "head": (width,), "own": (heads, width), "whole": (heads * width,), "bare": ()}[
+            plan.head_norms
+        ]
         if sizes and plan.norm_weight:
             specs |= {f"{inner[part]}.{kind}": TensorSpec(sizes) for kind in _norm_kinds(plan)}
-    spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS)
+    if plan.sinks:
+        specs[inner["sinks"]] = TensorSpec((config.num_heads,), exact=True)
+    spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS, key_heads=config.num_kv_heads)
     return specs | _product(inner["out"], spec, bias=plan.out_bias, transposed=transposed)
 
 
@@ -335,9 +426,14 @@ def _latent(config: ModelConfig, inner: Mapping[str, str]) -> dict[str, TensorSp
     return specs
 
 
-def _mlp(size: int, config: ModelConfig, inner: Mapping[str, str], *, transposed: bool) -> dict[str, TensorSpec]:
+def mlp_tensors(
+    size: int, config: ModelConfig, inner: Mapping[str, str], *, transposed: bool = False
+) -> dict[str, TensorSpec]:
+    """Every tensor of an MLP of a width."""
     hidden, bias = config.hidden_size, config.blueprint.mlp_bias
     specs: dict[str, TensorSpec] = {}
+    if config.blueprint.activation == "xielu":
+        specs |= {inner[part]: TensorSpec((1,), exact=True) for part in ("alpha p", "alpha n")}
     up, down = TensorSpec((size, hidden), Split.ROWS), TensorSpec((hidden, size), Split.COLUMNS)
     both = TensorSpec((2 * size, hidden), Split.ROWS, blocks=((size, Split.ROWS), (size, Split.ROWS)))
     for part, spec in (("gate up", both), ("gate", up), ("up", up), ("down", down)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,10 @@ class Part:
     def plan(self) -> Blueprint:
         return self.shard.config.blueprint
 
+    def of_layer(self, index: int) -> Part:
+        """The same with the sizes of a layer for all."""
+        return replace(self, shard=self.shard.of_layer(index))
+
     def matrix(self, weights: Weights, name: str) -> Stored:
         """A product's matrix as [out, in], which a quantised one is already. Takes it out of ``weights``."""
         weight = weights.pop(f"{name}.weight")
@@ -121,6 +125,9 @@ class Mlp(nn.Module):
         self.down = matrix(part.matrix(weights, inner["down"]))
         self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
         self.plain = plan.gated and plan.activation == "silu"
+        curves = [inner[side] for side in ("alpha p", "alpha n")] if plan.activation == "xielu" else []
+        alphas = [nn.functional.softplus(frozen(weights.pop(name)).double()).item() for name in curves]
+        self._curves = (alphas[0], _STRAIGHT + alphas[1]) if curves else None
 
     def with_norm(self, norm: Normalise) -> MlpWeights:
         """For kernels that know the MLP as a whole, which is only what is ``plain``."""
@@ -133,5 +140,18 @@ class Mlp(nn.Module):
     def share(self, x: Tensor, real: Tensor | None) -> Tensor:
         """Return this rank's part of the sum, without the bias."""
         inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
-        inner = self._kernels.activate(inner, self._activation, gated=self._gated)
+        if self._curves is None:
+            inner = self._kernels.activate(inner, self._activation, gated=self._gated)
+        else:
+            inner = xielu(inner, *self._curves)
         return self._kernels.linear(inner, self.down, real)
+
+
+_STRAIGHT, _LEAST = 0.5, -1e-6
+"""The slope of xIELU at 0, and the largest number of which it takes exp(x) - 1."""
+
+
+def xielu(x: Tensor, above: float, below: float) -> Tensor:
+    """xIELU (arXiv 2411.13010): a parabola above 0, an exponential below, and a straight line added to both."""
+    curve = torch.where(x > 0, above * x * x, (torch.expm1(x.clamp(max=_LEAST)) - x) * below)
+    return curve + _STRAIGHT * x

@@ -45,7 +45,9 @@ class DecoderModel(nn.Module):
         self.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
         for name, rope in (("", config.rope), ("local_", config.local_rope)):
             if rope is not None and plan.turned:
-                for side, table in zip(("cos", "sin"), rope_tables(rope, config.rotated, positions), strict=True):
+                slides = [index for index, window in enumerate(plan.windows) if bool(window) is bool(name)]
+                rotated = config.of_layer(slides[0] if slides else 0).rotated
+                for side, table in zip(("cos", "sin"), rope_tables(rope, rotated, positions), strict=True):
                     self.register_buffer(f"{name}{side}", table)
         self.register_buffer(
             "ids", torch.tensor(part.shard.ids, dtype=torch.int32)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from paceline.core.errors import UnknownArchitectureError
-from paceline.decoder.models import families, families_experts, families_gpt
+from paceline.decoder.models import families, families_experts, families_gemma, families_gpt
 from paceline.decoder.models.family import Family
 
 MODEL_FAMILIES: dict[str, Family] = {
-    row.name: row for row in (*families.FAMILIES, *families_experts.FAMILIES, *families_gpt.FAMILIES)
+    row.name: row for module in (families, families_experts, families_gpt, families_gemma) for row in module.FAMILIES
 }
 
 _SAME = {"kimi_k2": "deepseek_v3"}

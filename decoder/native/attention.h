@@ -14,13 +14,16 @@ struct Attend {
   int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
   const int32_t *row, *count, *slots;
   const int32_t* parents;  // of a tree: [batch, window], the parent of each row of a window; null for a chain
-  int64_t reach = 0;  // positions that a token attends to, its own included; 0: all
+  int64_t reach = 0;  // positions that a token attends to, its own included; 0: all; -n: those of its chunk of n
   float cap = 0;  // scores become cap * tanh(score / cap); 0: no cap
   const float* slopes = nullptr;  // [heads], times the distance of a key, added to scores; null: none
+  const float* sinks = nullptr;  // [heads], a score beside those of keys whose weight goes nowhere; null: none
   bool both_ways = false;  // every real row of a window attends to all of them, also to those after it; without slopes
   bool plain() const { return !reach && cap == 0 && !slopes; }
   int64_t group() const { return heads / kv_heads; }
-  int64_t first(int64_t seen) const { return reach && seen > reach ? seen - reach : 0; }  // first position in reach
+  int64_t first(int64_t seen) const {  // first position in reach
+    return reach < 0 ? (seen - 1) / -reach * -reach : reach && seen > reach ? seen - reach : 0;
+  }
   int64_t stride() const { return (rows + VL - 1) / VL * VL; }
 };
 

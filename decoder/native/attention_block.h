@@ -135,7 +135,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     const int64_t from = reached[i], aligned = from / VL * VL;  // sums begin at whole vectors
     if (!a.plain()) bend(a, line, from, seen[i], h.head + (first + i) % group);
     std::fill(line + aligned, line + from, -1e30f);
-    inverse[i] = weigh(line + aligned, seen[i] - aligned);
+    inverse[i] = weigh(line + aligned, seen[i] - aligned, a.sinks ? a.sinks[h.head + (first + i) % group] : -INFINITY);
     std::fill(line + std::min({start, aligned, row, from}), line + from, 0.0f);
     // A key after a row's own has weight 0; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;

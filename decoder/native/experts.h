@@ -11,7 +11,7 @@ namespace paceline [[gnu::visibility("hidden")]] {
 // ----------------------------------------------------------------------------------------------------- the activation --
 
 // Activation between an expert's matmuls: the positions of ACTIVATIONS in paceline/decoder/kernels/plain.py.
-enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU_SQUARED = 4 };
+enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU_SQUARED = 4, CLAMPED_SWISH = 5 };
 
 // One number at a time, so that its result does not depend on its position.
 template <class Function>
@@ -27,8 +27,13 @@ inline Vec activated(Vec x, int64_t activation) {
       return one_by_one(
           x, [](float v) { return 0.5f * v * (1.0f + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
     case RELU: return x < 0 ? Vec{} : x;
+    case CLAMPED_SWISH: return silu((x > 7.0f ? Vec{} + 7.0f : x) * 1.702f) * (1 / 1.702f);
     default: return x < 0 ? Vec{} : x * x;
   }
+}
+inline Vec activated(Vec gate, Vec up, int64_t activation) {
+  if (activation == CLAMPED_SWISH) up = (up > 7.0f ? Vec{} + 7.0f : up < -7.0f ? Vec{} - 7.0f : up) + 1.0f;
+  return activated(gate, activation) * up;
 }
 
 // ------------------------------------------------------------------------------------------------- who goes to which --
@@ -60,10 +65,11 @@ struct Pairs {
 struct Mixture : Windows {
   const float *in, *shares;
   float* out;
+  const float* bias;  // of gate and up [experts, 2 * inner], or null
   int64_t width, experts, inner, activation;
 };
 
-// out = sum of share * product(activation(gate) * up) over the experts with a share of the row, in the order of their
+// out = sum of share * product(activation(gate + bias) * (up + bias)) over the experts with a share of the row, in the order of their
 // numbers, independent of the experts of other rows. gate_up holds gate and up of every expert concatenated by rows
 // [experts * 2 * inner, width], down [experts * width, inner].
 inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down) {
@@ -81,12 +87,15 @@ inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down)
       const auto& [number, first, last] = pairs.experts[at / line];
       next = std::min(end, (at / line + 1) * line);
       const int64_t from = at % line, to = std::min(from + next - at, F);
-      for (auto [found, start] : {std::pair{&gates, number * 2 * F}, std::pair{&ups, number * 2 * F + F}})
+      for (auto [found, start] : {std::pair{&gates, number * 2 * F}, std::pair{&ups, number * 2 * F + F}}) {
         product(prepared + first * wide, gate_up, last - first, H, start + from, start + to,
                 found->data() + first * line + from, line);
+        for (int64_t p = first; s.bias && p < last; p++)
+          for (int64_t n = from; n < to; n++) (*found)[p * line + n] += s.bias[start + n];
+      }
       for (int64_t p = first; p < last; p++)
         for (int64_t n = p * line + from; n < p * line + to; n += VL) {
-          const Vec gated = activated(load(&gates[n]), s.activation) * load(&ups[n]);
+          const Vec gated = activated(load(&gates[n]), load(&ups[n]), s.activation);
           std::memcpy(&gates[n], &gated, sizeof gated);
         }
     }

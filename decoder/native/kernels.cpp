@@ -45,10 +45,11 @@ extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_
   mlp_half(s, {p[3], dtype}, gate_up, down);
 }
 
-// pointers: x, shares, out, count; gate_up, its scales, down, its scales. Count and scales may be null.
+// pointers: x, shares, out, count; gate_up, its scales, down, its scales, the bias of gate_up. Count, scales and bias may
+// be null.
 // sizes: lines, window, width, experts, inner numbers of one, code of the activation, format of gate_up, of down
 extern "C" void paceline_experts(void* const* p, const int64_t* n) {
-  const Mixture all{{n[0], n[1], (int32_t*)p[3]}, (float*)p[0], (float*)p[1], (float*)p[2], n[2], n[3], n[4], n[5]};
+  const Mixture all{{n[0], n[1], (int32_t*)p[3]}, (float*)p[0], (float*)p[1], (float*)p[2], (float*)p[8], n[2], n[3], n[4], n[5]};
   mixture(all, Stored{p[4], (float*)p[5], n[6]}, Stored{p[6], (float*)p[7], n[7]});
 }
 
@@ -63,9 +64,9 @@ extern "C" void paceline_linear_real(const float* x, const void* w, const float*
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
                                 const int32_t* row, const int32_t* count, const int32_t* slots,
                                 const int32_t* parents, const int64_t* sizes, int64_t format, int64_t reach, float cap,
-                                const float* slopes) {
+                                const float* slopes, const float* sinks) {
   Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents, reach, cap, slopes,
-           sizes[6] != 0};
+           sinks, sizes[6] != 0};
   attend(a, q, k, v, Cache{keys, values, format}, out);
 }
 

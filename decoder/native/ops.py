@@ -164,7 +164,7 @@ class Native:
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)
         at = (place.row, place.count, place.slots, None if place.tree is None else place.tree.parents)
-        bent = (rule.slopes, rule.window, rule.cap, place.both_ways)
+        bent = (rule.slopes, rule.sinks, rule.window or -rule.chunk, rule.cap, place.both_ways)
         attended: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, *at, *bent)
         return attended
 
@@ -219,7 +219,7 @@ class Native:
     def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
         w = weights
         (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = _stored(w.gate_up), _stored(w.down)
-        matrices = (gate_up, gate_up_scales, down, down_scales)
+        matrices = (gate_up, gate_up_scales, w.gate_up_bias, down, down_scales)
         codes = (plain.code(w.activation), gate_up_code, down_code)
         mixed: Tensor = torch.ops.paceline.row_experts(x.contiguous(), shares.contiguous(), *matrices, count, *codes)
         return mixed

@@ -39,7 +39,7 @@ void paceline_linear_real(const float*, const void*, const float*, float*, const
 void paceline_attention(void* const*, const int64_t*, float, int64_t);
 void paceline_mlp(void* const*, const int64_t*, float, int64_t);
 void paceline_attend(const float*, const float*, const float*, void*, void*, float*, const int32_t*, const int32_t*,
-                     const int32_t*, const int32_t*, const int64_t*, int64_t, int64_t, float, const float*);
+                     const int32_t*, const int32_t*, const int64_t*, int64_t, int64_t, float, const float*, const float*);
 void paceline_keep(void*, void*, const int32_t*, const int32_t*, const int32_t*, int32_t*, const int64_t*);
 void paceline_choose(const float*, const int32_t*, const float*, const int32_t*, int32_t*, int64_t, int64_t, int64_t,
                      int64_t);
@@ -102,12 +102,12 @@ static Tensor row_linear_real(const Tensor& x, const Tensor& w, const Maybe& sca
 
 static Tensor row_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
                          const Tensor& row, const Tensor& count, const Tensor& slots, const Maybe& parents,
-                         const Maybe& slopes, int64_t reach, double cap, bool both_ways) {
+                         const Maybe& slopes, const Maybe& sinks, int64_t reach, double cap, bool both_ways) {
   const Tensor out = like(q, {q.size(0), q.size(1), q.size(2) * q.size(3)});
   const int64_t sizes[7] = {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), keys.size(2), both_ways};
   paceline_attend(data<float>(q), data<float>(k), data<float>(v), data(keys), data(values), data<float>(out),
                   data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots), data<int32_t>(parents), sizes,
-                  code(keys), reach, (float)cap, data<float>(slopes));
+                  code(keys), reach, (float)cap, data<float>(slopes), data<float>(sinks));
   return out;
 }
 
@@ -142,12 +142,12 @@ static Tensor row_mlp(const Tensor& hidden, const Tensor& norm, double eps, cons
 }
 
 static Tensor row_experts(const Tensor& x, const Tensor& shares, const Tensor& gate_up, const Maybe& gate_up_scales,
-                          const Tensor& down, const Maybe& down_scales, const Maybe& count, int64_t activation,
-                          int64_t gate_up_format, int64_t down_format) {
+                          const Maybe& gate_up_bias, const Tensor& down, const Maybe& down_scales, const Maybe& count,
+                          int64_t activation, int64_t gate_up_format, int64_t down_format) {
   const Tensor mixed = at::empty_like(x);
   const int64_t experts = shares.size(-1);
-  void* const pointers[8] = {data(x),       data(shares),         data(mixed), data(count),
-                             data(gate_up), data(gate_up_scales), data(down),  data(down_scales)};
+  void* const pointers[9] = {data(x), data(shares), data(mixed), data(count), data(gate_up), data(gate_up_scales),
+                             data(down), data(down_scales), data<float>(gate_up_bias)};
   const int64_t sizes[8] = {x.size(0), x.size(1), x.size(2), experts, gate_up.size(0) / experts / 2, activation,
                             gate_up_format, down_format};
   paceline_experts(pointers, sizes);
@@ -229,7 +229,7 @@ TORCH_LIBRARY(paceline, library) {
   library.def("row_linear(Tensor x, Tensor w, Tensor? scales, int format) -> Tensor");
   library.def("row_linear_real(Tensor x, Tensor w, Tensor? scales, Tensor count, int format) -> Tensor");
   library.def("row_attend(Tensor q, Tensor k, Tensor v, " CACHE
-              "Tensor count, Tensor slots, Tensor? parents, Tensor? slopes, int reach, float cap, bool both_ways) "
+              "Tensor count, Tensor slots, Tensor? parents, Tensor? slopes, Tensor? sinks, int reach, float cap, bool both_ways) "
               "-> Tensor");
   library.def("row_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, Tensor out, "
               "Tensor? out_bias, Tensor cos, Tensor sin, " CACHE
@@ -238,8 +238,8 @@ TORCH_LIBRARY(paceline, library) {
   library.def("row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
               "Tensor? down_bias, Tensor? count, Tensor? gate_up_scales, Tensor? down_scales, int gate_up_format, "
               "int down_format) -> Tensor");
-  library.def("row_experts(Tensor x, Tensor shares, Tensor gate_up, Tensor? gate_up_scales, Tensor down, "
-              "Tensor? down_scales, Tensor? count, int activation, int gate_up_format, int down_format) -> Tensor");
+  library.def("row_experts(Tensor x, Tensor shares, Tensor gate_up, Tensor? gate_up_scales, "
+              "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? count, int activation, int gate_up_format, int down_format) -> Tensor");
   library.def("row_norm(Tensor x, Tensor weight, Tensor? bias, float eps, int kind) -> Tensor");
   library.def("row_rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("row_activate(Tensor x, int activation, bool gated) -> Tensor");

@@ -80,8 +80,8 @@ extern "C" void paceline_activate(const float* x, float* out, int64_t rows, int6
   each(rows, F, [&](int64_t row) {
     const float* gate = x + row * (gated ? 2 * F : F);
     for (int64_t k = 0; k < F; k += VL) {
-      const Vec value = activated(part(gate, k, F), activation);
-      put(out + row * F, k, F, gated ? value * part(gate + F, k, F) : value);
+      const Vec from = part(gate, k, F);
+      put(out + row * F, k, F, gated ? activated(from, part(gate + F, k, F), activation) : activated(from, activation));
     }
   });
 }

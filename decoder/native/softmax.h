@@ -23,12 +23,13 @@ inline Vec silu(Vec x) {
   return x * (x > 0 ? Vec{} + 1.0f : e) / (e + 1.0f);
 }
 
-// Turns n scores into weights exp(score - max) and returns 1 / their sum; the buffer is padded to whole vectors.
-inline float weigh(float* s, int64_t n) {
+// Turns n scores into weights exp(score - max) and returns 1 / their sum; the buffer is padded to whole vectors. A sink
+// is a score beside them whose weight goes nowhere.
+inline float weigh(float* s, int64_t n, float sink = -INFINITY) {
   for (int64_t i = n; i < (n + VL - 1) / VL * VL; i++) s[i] = -1e30f;
   Vec tops = load(s);
   for (int64_t i = VL; i < n; i += VL) tops = larger(tops, load(s + i));
-  const float best = largest(tops);
+  const float best = std::max(largest(tops), sink);
   Vec sum = {};
   for (int64_t i = 0; i < n; i += VL) {
     Vec e = exponential(load(s + i) - best);
@@ -36,7 +37,7 @@ inline float weigh(float* s, int64_t n) {
     sum += e;
     std::memcpy(s + i, &e, sizeof e);
   }
-  return 1.0f / total(sum);
+  return 1.0f / (total(sum) + std::exp(sink - best));
 }
 
 }  // namespace paceline

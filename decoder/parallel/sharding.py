@@ -8,7 +8,7 @@ change sums. Files are read by `paceline.decoder.weights.checkpoint`, collective
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING
@@ -57,6 +57,7 @@ class TensorSpec:
     blocks  several matrices concatenated by rows: the rows of each, and how they are sharded; ``split`` is then by rows
     transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` refer to it as [out, in]
     exact   loaded as float32 whatever the decoder computes in
+    key_heads  K/V heads of the tensor's layer; 0: as the model has
     """
 
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class TensorSpec:
     blocks: tuple[tuple[int, Split], ...] = ()
     transposed: bool = False
     exact: bool = False
+    key_heads: int = 0
 
     @property
     def is_product(self) -> bool:
@@ -260,13 +262,15 @@ class Shard:
         """Return this rank's part of a tensor; None = all of it."""
         if self.degree == 1 or spec.split is Split.WHOLE:
             return None
+        if spec.key_heads not in (0, self.config.num_kv_heads):
+            return replace(self, config=replace(self.config, num_kv_heads=spec.key_heads)).slice_of(spec)
         if spec.blocks:
             return self._blocks(spec)
         dim = int(spec.split.summed is not spec.transposed)
         if spec.split is Split.KEY_ROWS:
             if self.gathers:
-                return _even(dim, self.key_part * self.degree, self.degree, rank=self.rank)
-            width = self.config.head_dim
+                return _even(dim, spec.shape[dim], self.degree, rank=self.rank)
+            width = spec.shape[dim] // self.config.num_kv_heads
             ranges = tuple((h * width, (h + 1) * width) for h in self.key_heads)
             return TensorSlice(dim, ranges, (width,) * len(ranges))
         if spec.split in (Split.QUERY_ROWS, Split.QUERY_COLUMNS):
@@ -293,9 +297,16 @@ class Shard:
         cut = self.slice_of(spec)
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
-    def cache_rows(self, rows: int) -> int:
-        """Return how many head rows this rank's keys and values of ``rows`` tokens have in all layers."""
-        return 2 * self.config.num_layers * len(self.key_heads) * rows
+    def of_layer(self, index: int) -> Shard:
+        """The same with the sizes of a layer for all."""
+        return replace(self, config=self.config.of_layer(index))
+
+    def cache_numbers(self, rows: int, *, more: int = 0) -> int:
+        """Return how many numbers this rank's keys and values of ``rows`` tokens have in all layers; each head has
+        ``more`` than its width.
+        """
+        layers = map(self.of_layer, self.config.cached_layers)
+        return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + more) for one in layers)
 
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:

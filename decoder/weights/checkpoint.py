@@ -39,7 +39,7 @@ from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gg
 from paceline.decoder.weights.formats import GROUP, WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.layouts import EIGHT_BITS, STORED_FORMATS, Layout, stored_layout
-from paceline.decoder.weights.open import OpenFiles, Place, open_weight_file
+from paceline.decoder.weights.open import OpenFiles, Place, open_weight_file, unfused
 from paceline.decoder.weights.quantize import (
     QuantizedTensor,
     Stored,
@@ -90,7 +90,7 @@ class _Stored:
         """Rows (dim 0) or columns (dim 1); of a matrix [out, in] that is quantised, as floats."""
         coded = self.coded()
         if coded is None:
-            return self.files(self.file).read_range(self.place.stored, span, dim=dim)
+            return self.place.range(self.files, span, dim=dim)
         by_rows = dim == self.spec.transposed
         found = coded.floats(*span) if by_rows else coded.floats(0, coded.shape[0])[:, slice(*span)]
         return found.t() if self.spec.transposed else found
@@ -99,7 +99,7 @@ class _Stored:
         """All of it."""
         if self.place.parts:
             return self.range((0, self.spec.shape[0]), dim=0)
-        return self.files(self.file).read(self.place.stored)
+        return self.place.read(self.files)
 
     def pieces(self, *, dim: int = 0, span: tuple[int, int] | None = None) -> Iterator[Tensor]:
         """Rows (dim 0) or columns (dim 1) of a ``span`` one after another; a tensor with one dimension is one piece."""
@@ -325,7 +325,7 @@ def load_weights(
     expected = family.tensors(config)
     place = checkpoint_path(path)
     layout = stored_layout(place)
-    places = _prefixed(_with_parts(_survey(place), layout[0]), family, config)
+    places = _prefixed(_with_parts(unfused(_survey(place), family, config), layout[0]), family, config)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
     relevant = [one for one in places if one in expected or not (family.ignores(one, config) or _idle(one, places))]
     _check_names(place, relevant, expected, copies=set(originals))
@@ -499,7 +499,7 @@ def _idle(name: str, places: Mapping[str, Place]) -> bool:
     if matrix is None or not matrix.parts or not name.endswith(".bias"):
         return False
     with OpenFiles() as files:
-        return not bool(files(places[name].file).read(places[name].stored).any())
+        return not bool(places[name].read(files).any())
 
 
 def _portions(places: dict[str, Place], specs: dict[str, TensorSpec], numbers: int) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ The parts of a matrix may lie in several files of a checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, isfinite
 from typing import Any
@@ -179,19 +179,35 @@ class Parts:
         return self.place(part).info
 
     def read(self, part: str) -> Tensor:
-        place = self.place(part)
-        return self.files(place.file).read(place.stored)
+        return self.place(part).read(self.files)
 
     def range(self, part: str, span: tuple[int, int], *, dim: int = 0) -> Tensor:
         """Rows (dim 0) or columns (dim 1) of a part."""
-        place = self.place(part)
-        return self.files(place.file).read_range(place.stored, span, dim=dim)
+        return self.place(part).range(self.files, span, dim=dim)
 
     def check(self, part: str, shape: tuple[int, ...], *types: str) -> None:
         """Raise CheckpointError unless a part has this shape and one of these types."""
         info = self.info(part)
         if info.shape != shape or info.dtype not in types:
             raise self.wrong(part, f"{' or '.join(types)} of shape {list(shape)}")
+
+    def check_scales(self, part: str) -> None:
+        """Raise CheckpointError where scales are integers."""
+        if self.info(part).dtype in _INTEGERS:
+            raise self.wrong(part, "scales that are floats")
+
+    def check_told(self, part: str, told: Sequence[tuple[object, object]], *, bits: int, groups: int) -> None:
+        """Raise CheckpointError where no entry of ``quantization_config``, each the bits of a number and the columns of
+        a group, describes a matrix with these ``bits`` and ``groups``.
+        """
+        columns = self.shape[1]
+        for said, size in told:
+            fits = isinstance(size, int) and (groups == 1 if size <= 0 else groups == -(-columns // size))
+            if said in (None, bits) and (size is None or fits):
+                return
+        if told:
+            named = " or ".join(f"{said} bits in groups of {size}" for said, size in told)
+            raise self.wrong(part, f"numbers of {named}, as quantization_config says")
 
     def wrong(self, part: str, expected: str) -> CheckpointError:
         place = self.place(part)
@@ -200,6 +216,8 @@ class Parts:
             f"{list(place.info.shape)}; use the configuration that belongs to these weights, or download them again"
         )
 
+
+_INTEGERS = ("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 # ---- readers
 
@@ -214,6 +232,8 @@ def _eight_bits(parts: Parts) -> CodedMatrix:
     in_blocks = block is not None and len(stored.shape) == 2 and stored.shape != (1, 1)
     if block is not None and in_blocks and stored.shape != (-(-rows // block[0]), -(-columns // block[1])):
         raise parts.wrong(scale, f"a scale for each block of {block[0]} x {block[1]}")
+
+    parts.check_scales(scale)
 
     def scales() -> Tensor:
         found = parts.read(scale).float()
@@ -260,6 +280,8 @@ def _packed(parts: Parts) -> CodedMatrix:
     ):
         raise parts.wrong("weight_zero_point", f"zero points for {rows} rows of {groups} groups")
     told = _weights_of(parts.settings)
+    sizes = [(one.get("num_bits"), one.get("group_size")) for one in told]
+    parts.check_told("weight_packed", sizes, bits=bits, groups=groups)
     if told and groups > 1 and all(one.get("actorder") in ("group", "dynamic") for one in told):
         parts.place("weight_g_idx")
     if told and all(one.get("symmetric") is False for one in told):
@@ -294,6 +316,9 @@ def _gptq(parts: Parts) -> CodedMatrix:
         raise parts.wrong("qweight", f"{columns} x {rows} numbers of 4 or 8 bits")
     if parts.info("qzeros") != TensorInfo((groups, rows * bits // 32), "I32"):
         raise parts.wrong("qzeros", f"zero points for {rows} rows of {groups} groups")
+    if parts.settings.get("bits") and not parts.settings.get("dynamic"):
+        sizes: list[tuple[object, object]] = [(parts.settings["bits"], parts.settings.get("group_size"))]
+        parts.check_told("qweight", sizes, bits=bits, groups=groups)
     form = parts.settings.get("checkpoint_format") or parts.settings.get("format")
     one = 0 if form == "gptq_v2" else sum(1 << at for at in range(0, 32, bits))  # in every number of a word
     if parts.settings.get("desc_act") is True and not parts.settings.get("dynamic") and groups > 1:
@@ -333,6 +358,9 @@ def _awq(parts: Parts) -> CodedMatrix:
     if parts.info("qzeros") != TensorInfo((groups, rows // 8), "I32"):
         raise parts.wrong("qzeros", f"zero points for {rows} rows of {groups} groups")
 
+    size = parts.settings.get("group_size", parts.settings.get("q_group_size"))
+    parts.check_told("qweight", [(4, size)], bits=4, groups=groups)
+
     def columns_of(words: Tensor) -> Tensor:
         """[m, w] int32 -> [m, 8 w] int8"""
         even, odd = _bytes(words).view(len(words), -1, 2, 2).unbind(2)
@@ -359,7 +387,7 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _mxfp4(parts: Parts) -> CodedMatrix:
-    """`mxfp4-pack-quantized` of compressed-tensors.
+    """`mxfp4-pack-quantized` of compressed-tensors, and an expert of gpt-oss.
 
     weight_packed  uint8 [N, K / 2]: two numbers of E2M1 each, the first in the low bits
     weight_scale   uint8 [N, K / 32]: exponents of two, 127 more (E8M0)
@@ -445,6 +473,7 @@ def _torchao(parts: Parts) -> CodedMatrix:
             f"{[rows, columns]}, got {stored.dtype} of shape {list(stored.shape)}; save it with int8 or intx weights"
         )
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    parts.check_scales("_weight_scale")
     if scale.shape not in ((rows, groups), (rows,), (1,), (1, 1), ()) or columns % groups:
         raise parts.wrong("_weight_scale", f"scales of {rows} rows")
 
@@ -469,6 +498,7 @@ READERS: dict[str, Callable[[Parts], CodedMatrix]] = {
     "fp8": _eight_bits,
     "packed integers": _packed,
     "mxfp4": _mxfp4,
+    "mxfp4 experts": _mxfp4,
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
@@ -490,6 +520,7 @@ def _groups(parts: Parts, scales: str, rows: int, *, dim: int) -> int:
     shape = parts.info(scales).shape
     if len(shape) != 2 or shape[dim] != rows or not shape[1 - dim]:
         raise parts.wrong(scales, f"scales of groups for {rows} rows")
+    parts.check_scales(scales)
     return shape[1 - dim]
 
 

@@ -103,6 +103,12 @@ LAYOUTS = (
         },
     ),
     Layout(
+        "mxfp4 experts",
+        "mxfp4",
+        "MXFP4 of gpt-oss: all experts of a layer in one tensor (`_blocks`, `_scales`)",
+        parts=("weight_packed", "weight_scale"),
+    ),
+    Layout(
         "fp8",
         "fp8",
         "e4m3 with a scale for each block of any size, row or matrix; scales of activations are not used",

@@ -253,7 +253,7 @@ class ModelServer:
             parser = NamedCallParser(request.tool_choice.function.name)
         elif request.tool_choice == "required":
             parser = JsonListParser()
-        elif request.tools_offered and self._format.tools is not None:
+        elif self._format.tools is not None and (request.tools_offered or self._format.tools.always):
             calls = self._format.tools.make(request.tool_schemas)
             parser = calls if request.parallel_tool_calls else OneCallParser(calls)
         if self._format.reasoning is not None:
@@ -353,7 +353,7 @@ class ChatFormat:
         """Return the strings that response parsers search for and that may be special tokens. ``tools``: calls are
         possible.
         """
-        marks = self.tools.tokens if tools and self.tools is not None else ()
+        marks = self.tools.tokens if self.tools is not None and (tools or self.tools.always) else ()
         return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
 
 
@@ -447,7 +447,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         entry["tool_call_id"] = message.tool_call_id
     if message.thoughts is not None:
-        entry["reasoning_content"] = message.thoughts
+        entry["reasoning_content"] = entry["thinking"] = message.thoughts  # gpt-oss has the second name
     if message.tool_calls:
         calls = []
         for call in message.tool_calls:

@@ -88,7 +88,7 @@ class _MarkedParser(StateParser):
 
 
 class MarkedJsonParser(_MarkedParser):
-    """A marker, the name, and the arguments as one JSON object: DeepSeek V3, Kimi K2, Functionary, gpt-oss."""
+    """A marker, the name, and the arguments as one JSON object: DeepSeek V3, Kimi K2, Functionary."""
 
     def _begin(self, name: str) -> Delta:
         self._state, self._value = self._arguments, JsonValue()
@@ -245,6 +245,100 @@ class CollectedParser(StateParser):
         return Delta(tool_calls=tuple(replace(call, index=first + call.index) for call in found))
 
 
+class ChannelParser(StateParser):
+    """Messages of gpt-oss, each after a header that names its channel, and in calls the function.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>...
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._first)
+        self._kind = "content"
+
+    def flush(self) -> Delta:
+        held = self._take()
+        return Delta() if self._state == self._header and held.lstrip().startswith("<|") else self._delta(held)
+
+    def _first(self) -> Delta:
+        """Before the answer, which may have no header where a grammar writes it."""
+        begun = self._held.lstrip()
+        if begun.startswith(_HEADERS):
+            self._state = self._header
+        elif not any(header.startswith(begun) for header in _HEADERS):
+            self._state = self._body
+        return Delta()
+
+    def _header(self) -> Delta:
+        place = self._held.find("<|message|>")
+        if place < 0:
+            return Delta()
+        header = self._take(place)
+        self._take(len("<|message|>"))
+        called = regex.search(rf"to=functions\.{_NAME}", header)
+        self._kind = "call" if called else "reasoning" if "analysis" in header else "content"
+        self._state = self._body
+        return Delta(tool_calls=(ToolCallDelta(self.calls, called["name"], ""),)) if called else Delta()
+
+    def _body(self) -> Delta:
+        places = [(place, end) for end in _MESSAGE_ENDS if (place := self._held.find(end)) >= 0]
+        uncertain = max(overlap(self._held, end) for end in _MESSAGE_ENDS)
+        place, end = min(places, default=(len(self._held) - uncertain, ""))
+        delta = self._delta(self._take(place))
+        if end:
+            self._take(len(end))
+            self.calls += self._kind == "call"
+            self._kind, self._state = "content", self._header
+        return delta
+
+    def _delta(self, text: str) -> Delta:
+        if self._kind == "call" and text:
+            return Delta(tool_calls=(ToolCallDelta(self.calls, None, text),))
+        return Delta(reasoning=text) if self._kind == "reasoning" else Delta(text)
+
+
+class RecipientParser(StateParser):
+    """Messages of Functionary 3.2, each after a line that names who gets it; the prompt ends with the first >>>.
+
+    all
+    text>>>f
+    {"x": 1}
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._recipient)
+        self._value = JsonValue()
+
+    def flush(self) -> Delta:
+        return Delta(self._take())
+
+    def _recipient(self) -> Delta:
+        """At the line of a name; other text has no recipient, as where a grammar writes it."""
+        name, ended, _ = self._held.partition("\n")
+        if not regex.fullmatch(r"[\w.\-]*", name) or (ended and not name):
+            self._state = self._text
+            return Delta()
+        if not ended:
+            return Delta()
+        self._take(len(name) + 1)
+        self._state, self._value = self._text if name == "all" else self._arguments, JsonValue()
+        return Delta() if name == "all" else Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
+
+    def _text(self) -> Delta:
+        return Delta(self._take_until(">>>", self._recipient))
+
+    def _arguments(self) -> Delta:
+        end = self._value.end(self._held)
+        piece = self._take(end)
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        if end is not None:
+            self.calls, self._state = self.calls + 1, self._text
+        return delta
+
+
+_HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
 class ApertusParser(MarkedListParser):
     """<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>."""
 
@@ -275,12 +369,14 @@ class ToolFormat:
     make     makes the parser of one response from the schemas of the offered functions
     markers  a template with all of these uses it
     tokens   strings that the parser searches for, which may be special tokens of the vocabulary
+    always   answers without calls have the format, too
     """
 
     name: str
     make: Callable[[Schemas], Parser]
     markers: tuple[str, ...]
     tokens: tuple[str, ...] = ()
+    always: bool = False
 
 
 def _marked_json(name: str, starts: tuple[str, ...], opening: str, *, closing: str, end: str = "") -> ToolFormat:
@@ -368,8 +464,16 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         ("<|tool_call>",),
         ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
+    ToolFormat(
+        "openai",
+        lambda _: ChannelParser(),
+        ("<|channel|>", "<|call|>"),
+        ("<|channel|>", "<|message|>", "<|constrain|>", *_MESSAGE_ENDS),
+        always=True,
+    ),
     ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), _OUTER),
     ToolFormat("mistral", lambda _: MistralParser(), ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    ToolFormat("functionary_v3", lambda _: RecipientParser(), (">>>all",), always=True),
     _marked_json("functionary", ("<function=",), rf"<function=\s*{_NAME}\s*>", closing=r"\s*</function>"),
     ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
     ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),

@@ -63,10 +63,9 @@ def cache_bytes(config: ModelConfig, options: LoadOptions, degree: int) -> int:
     """Return the bytes of one KV cache on the fullest of ``degree`` cores."""
     placed = layout(config, degree, options.group_query_attention)
     tokens = (options.longest(config.max_position_embeddings) + _SLACK_ROWS) * options.slots
-    rows = max(Shard(config, placed, rank).cache_rows(tokens) for rank in range(degree))
     narrow = options.kv_cache_dtype is not None
-    row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[options.amp]
-    return rows * row
+    more, size = (SCALE_BYTES, 1) if narrow else (0, NUMBER_BYTES[options.amp])
+    return size * max(Shard(config, placed, rank).cache_numbers(tokens, more=more) for rank in range(degree))
 
 
 def _share(amount: int, degree: int) -> int:

@@ -30,6 +30,11 @@ _LATENT = {
     "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
 }  # fmt: skip
 
+_GEMMA4 = {
+    "global_head_dim": 16, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", _ROTARY),
     "qwen3 slides": (
@@ -192,6 +197,85 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "cwm": ("cwm", {**_ROTARY, **_MIXED, "head_dim": 8, "bos_token_id": 0}),
     "helium": ("helium", {**_ROTARY, "head_dim": 8}),
     "vaultgemma": ("vaultgemma", {**_ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
+    "gpt oss": (
+        "gpt_oss",
+        {
+            **_ROTARY, **_MIXED, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False,
+                "original_max_position_embeddings": 24,
+            },
+        },
+    ),
+    "granite moe": (
+        "granitemoe",
+        {
+            **_ROTARY, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+        },
+    ),
+    "phi moe": (
+        "phimoe",
+        {
+            **_ROTARY, "head_dim": 8, "num_local_experts": 5, "router_jitter_noise": 0.3, "sliding_window": WINDOW,
+            "attention_bias": True, "lm_head_bias": True,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **_ROTARY, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 5,
+            "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": WINDOW,
+            "floor_scale": 7, "attn_scale": 0.5,
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            **_ROTARY, "sliding_window": WINDOW,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 13,
+                "max_position_embeddings": POSITIONS, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "apertus": ("apertus", {**_ROTARY, "head_dim": 8}),
+    "codegen": ("codegen", {**_GPT, "rotary_dim": 4}),
+    "falcon": ("falcon", {**_PLAIN, "ffn_hidden_size": 40, "bias": True}),
+    "falcon new": (
+        "falcon", {**_PLAIN, "ffn_hidden_size": 40, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon one norm": (
+        "falcon",
+        {
+            **_PLAIN, "ffn_hidden_size": 40, "new_decoder_architecture": True, "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
+    "falcon serial": ("falcon", {**_PLAIN, "ffn_hidden_size": 40, "parallel_attn": False, "multi_query": False}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_ROTARY, **_GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_ROTARY, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCABULARY - 6, "laurel_rank": 5,
+            "hidden_size_per_layer_input": 6, "altup_num_inputs": 3, "altup_active_idx": 1, "num_kv_shared_layers": 1,
+            "intermediate_size": [40, 24, 32], "activation_sparsity_pattern": [0.5, 0.0, 0.8],
+            "layer_types": _SLIDES,
+        },
+    ),
+    "gemma4 moe": (
+        "gemma4_text",
+        {
+            **_ROTARY, **_GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 5,
+            "top_k_experts": 2, "moe_intermediate_size": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
+    ),
     "nanochat": ("nanochat", {**_ROTARY, "head_dim": 8, "final_logit_softcapping": 3.0}),
     "hunyuan": (
         "hunyuan_v1_dense",
@@ -228,9 +312,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 NEAR = (
     "phi", "starcoder2", "stablelm", "stablelm parallel", "seed oss", "ernie", "arcee", "gemma", "olmoe", "exaone4",
+    "falcon one norm", "falcon serial", "codegen", "granite moe",
     "glm", "glm4", "ministral", "cwm", "helium", "vaultgemma", "hunyuan", "cohere2", "gpt neo",
 )  # fmt: skip
 """Those that make no choice that none of the others makes."""
+
+
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
 def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel:
@@ -242,6 +330,11 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
     fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "bos_token_id": None, **fields, **changes}
     if "layer_types" in fields:
         fields["layer_types"] = _SLIDES[:layers]
+    for key in ("intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(numbers := fields.get(key), list):
+            fields[key] = numbers[:layers]
+    if layers < 3 and "num_kv_shared_layers" in fields:
+        fields["num_kv_shared_layers"] = 0
     if "attention_types" in fields:
         fields["attention_types"] = [[["global", "local", "local"][:layers], 1]]
     config = AutoConfig.for_model(kind, **fields, eos_token_id=None)
@@ -252,15 +345,20 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
         later = any(
             f".{part}.{index}." in f".{label}" for part in ("layers", "h", "blocks") for index in range(1, layers)
         )
-        mean = 0.0 if parameter.dim() > 1 or "bias" in label or "gemma" in kind else 1.0
+        mean = 0.0 if parameter.dim() > 1 or "bias" in label or kind in _PLUS_ONE else 1.0
         torch.nn.init.normal_(parameter, mean, 0.2 if later else 0.3)
+    for label, buffer in made.named_buffers():
+        if label.endswith("layer_scalar"):
+            buffer.fill_(0.7)
     return made  # type: ignore[no-any-return]
 
 
 def save_pair(folder: Path, name: str, *, layers: int = 3) -> tuple[Path, Path]:
     """``folder/target`` of so many layers and ``folder/draft``, the first of them alone."""
     target, draft = network(name, layers=layers), network(name, layers=1)
-    draft.load_state_dict(target.state_dict(), strict=False)
+    sizes = {label: tensor.shape for label, tensor in draft.state_dict().items()}
+    own = {label: tensor for label, tensor in target.state_dict().items() if sizes.get(label) == tensor.shape}
+    draft.load_state_dict(own, strict=False)
     target.save_pretrained(folder / "target")
     draft.save_pretrained(folder / "draft")
     return folder / "target", folder / "draft"

@@ -22,7 +22,7 @@ from tests.decoder.gguf_files import add
 
 Arrays = dict[str, NDArray[Any]]
 
-PAIRS = ("llama", "smollm3", "granite", "arcee")
+PAIRS = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 """Architectures of which the converter orders the rows of queries and keys: llama.cpp rotates adjacent ones."""
 
 
@@ -38,6 +38,8 @@ class Case:
 
 _KINDS = [True, False, False]
 _HEAD = 12  # the width of a head in `FAMILIES`, where it is none of hidden_size / num_attention_heads
+
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 
 CASES: dict[str, Case] = {
     "mixtral": Case("llama", "mixtral", keys={"expert_count": 4, "expert_used_count": 2}),
@@ -81,6 +83,45 @@ CASES: dict[str, Case] = {
     "ernie4_5": Case("ernie4_5", "ernie"),
     "arcee": Case("arcee", "arcee"),
     "olmo2": Case("olmo2", "olmo2"),
+    "olmo3": Case(
+        "olmo2", "olmo3",
+        keys={
+            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
+            **_YARN, "rope.scaling.original_context_length": 24,
+        },
+    ),
+    "gpt-oss": Case(
+        "gpt-oss", "gpt oss", {"intermediate_size": 32},
+        {
+            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32,
+            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
+            **_YARN, "rope.scaling.original_context_length": 24,
+        },
+    ),
+    "glm4moe": Case(
+        "glm4moe", "glm4 moe",
+        keys={
+            "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 2,
+            "leading_dense_block_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+            "expert_gating_func": 2, "rope.dimension_count": 6,
+        },
+    ),
+    "granitemoe": Case(
+        "granitemoe", "granite moe",
+        keys={
+            "expert_count": 5, "expert_used_count": 2, "attention.scale": 0.2, "embedding_scale": 3.0,
+            "residual_scale": 0.7, "logit_scale": 4.0,
+        },
+    ),
+    "ernie4_5-moe": Case(
+        "ernie4_5-moe", "ernie moe", {"moe_layer_end_index": -1},
+        {
+            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 1,
+            "leading_dense_block_count": 1, "interleave_moe_layer_step": 1,
+        },
+    ),
+    "nemotron": Case("nemotron", "nemotron", keys={"rope.dimension_count": 4, "rope.scaling.type": "none"}),
+    "hunyuan-dense": Case("hunyuan-dense", "hunyuan", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "olmoe": Case("olmoe", "olmoe", keys={"expert_count": 5, "expert_used_count": 2}),
     "exaone4": Case(
         "exaone4", "exaone4",
@@ -135,7 +176,7 @@ def _sizes(config: Any) -> dict[str, object]:
     theta = rope.get("full_attention", rope).get("rope_theta")
     epsilons = {
         "attention.layer_norm_rms_epsilon": ["rms_norm_eps"],
-        "attention.layer_norm_epsilon": ["layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"],
+        "attention.layer_norm_epsilon": ["layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"],
     }
     head_dim = getattr(config, "head_dim", None)
     return {
@@ -170,7 +211,7 @@ def _tensors(saved: Arrays, config: Any, case: Case) -> Arrays:
         if kind in PAIRS and (side := re.search(r"\.([qk])_proj\.", name)):
             heads = config.num_attention_heads if side[1] == "q" else config.num_key_value_heads
             tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-        if kind.startswith("gemma") and name.endswith("norm.weight"):
+        if (kind.startswith("gemma") or kind == "nemotron") and name.endswith("norm.weight"):
             tensor = tensor + np.float32(1)
         label = table.get_name(name.removeprefix("transformer."), (".weight", ".bias")) or table.get_name(
             name, (".weight", ".bias")
@@ -180,9 +221,31 @@ def _tensors(saved: Arrays, config: Any, case: Case) -> Arrays:
     return made
 
 
+def _apart(name: str, tensor: NDArray[Any]) -> Arrays:
+    """Gate and up, and the matrices of gpt-oss as [experts, rows, columns]."""
+    if found := re.fullmatch(r"(.*mlp\.experts)\.(gate_up|down)_proj(_bias)?", name):  # gpt-oss: rows in turns
+        kind = "bias" if found[3] else "weight"
+        turned = tensor if found[3] else tensor.swapaxes(1, 2)
+        if found[2] == "down":
+            return {f"{found[1]}.down_proj.{kind}": turned}
+        return {f"{found[1]}.{side}_proj.{kind}": turned[:, at::2] for at, side in enumerate(("gate", "up"))}
+    if name.endswith("input_linear.weight"):
+        gate, up = np.split(tensor, 2, 1)
+        prefix = name.removesuffix("input_linear.weight")
+        return {f"{prefix}experts.w1.weight": gate, f"{prefix}experts.w3.weight": up}
+    if name.endswith("output_linear.weight"):
+        return {name.replace("output_linear.weight", "experts.w2.weight"): tensor}
+    if name.endswith("self_attn.sinks"):
+        return {f"{name}.weight": tensor}
+    if name.endswith("e_score_correction_bias"):
+        return {f"{name.replace('e_score_correction_bias', 'e_score_correction')}.bias": tensor.reshape(-1)}
+    return {name: tensor}
+
+
 def _stacked(saved: Arrays) -> Arrays:
     """Experts of a layer as one tensor."""
     made: Arrays = {}
+    saved = {label: tensor for name, one in saved.items() for label, tensor in _apart(name, one).items()}
     groups: dict[str, list[NDArray[Any]]] = {}
     for name in sorted(saved, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
         expert = re.fullmatch(r"(.*\.experts)\.\d+\.(.*)", name)

@@ -447,6 +447,11 @@ DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
     ("gptq", {"qzeros": torch.zeros(3, 16).int()}, CheckpointError, "zero points for 128 rows of 2 groups"),
     ("gptq", {"scales": torch.zeros(2, 64)}, CheckpointError, "scales of groups for 128 rows"),
     ("gptq", {"scales": torch.full((2, 128), torch.inf)}, WeightValueError, "a finite scale for each of 128 rows"),
+    ("gptq", {"scales": torch.ones(2, 128).int()}, CheckpointError, "expected scales that are floats, got I32"),
+    ("awq", {"scales": torch.ones(4, 128).int()}, CheckpointError, "expected scales that are floats, got I32"),
+    ("packed", {"weight_scale": torch.ones(128, 4).int()}, CheckpointError, "expected scales that are floats"),
+    ("fp8", {"weight_scale_inv": torch.ones(1).int()}, CheckpointError, "expected scales that are floats"),
+    ("torchao int8", {"_weight_scale": torch.ones(128, 1).int()}, CheckpointError, "expected scales that are floats"),
     ("awq", {"qweight": torch.zeros(64, 8).int()}, CheckpointError, "64 x 128 numbers of 4 bits"),
     ("awq", {"qzeros": None}, MissingWeightsError, "up_proj.qzeros, got none"),
     ("block fp8", {"weight_scale_inv": torch.ones(6, 5)}, CheckpointError, "a scale for each block of 24 x 16"),
@@ -474,6 +479,26 @@ def test_damaged_ones_are_refused(
     whole = load_file(made / "model.safetensors") | {UP + part: one for part, one in parts.items()}
     save_file({name: one for name, one in whole.items() if one is not None}, made / "model.safetensors")
     with pytest.raises(error, match=words):
+        load_weights(made, ModelConfig.from_pretrained(made), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "words"),
+    [
+        ("gptq", GPTQ | {"bits": 8}, "numbers of 8 bits in groups of None"),
+        ("gptq", GPTQ | {"group_size": 16}, "numbers of 4 bits in groups of 16"),
+        ("gptq", GPTQ | {"group_size": -1}, "numbers of 4 bits in groups of -1"),
+        ("awq", AWQ | {"group_size": 32}, "numbers of 4 bits in groups of 32"),
+        ("packed", groups(8, 16), "numbers of 8 bits in groups of 16"),
+        ("packed", groups(4, 32), "numbers of 4 bits in groups of 32"),
+    ],
+)
+def test_settings_that_contradict_the_tensors_are_refused(
+    tmp_path: Path, kind: str, said: dict[str, Any], words: str
+) -> None:
+    made, _ = save(tmp_path, kind)
+    change(made, quantization_config=said)
+    with pytest.raises(CheckpointError, match=f"expected {words}, as quantization_config says, got I32"):
         load_weights(made, ModelConfig.from_pretrained(made), torch.float32)
 
 

@@ -178,6 +178,16 @@ def test_published_files_load_without_a_warning(name: str, tmp_path: Path, caplo
     assert not caplog.text
 
 
+def test_unknown_keys_inside_of_objects_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = next(files_of("mpt"))
+    inside = {"attn_config": {"alibi": True, "attn_pdrop": 0.1, "rope": True, "softcap": 3.0, "window": None}}
+    (tmp_path / "config.json").write_text(json.dumps({**known, **inside}))
+    with caplog.at_level(logging.WARNING, "paceline"):
+        ModelConfig.from_pretrained(tmp_path)
+    (record,) = caplog.records
+    assert "unknown keys are ignored: attn_config.rope, attn_config.softcap;" in record.getMessage()
+
+
 def test_unknown_keys_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "config.json"
     file.write_text(

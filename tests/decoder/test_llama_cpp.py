@@ -53,6 +53,13 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.0],
 }
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {
+    "moe_intermediate_size": 32, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+}  # fmt: skip
 _SIGMOID = (("scoring_func", "sigmoid"),)
 _LENGTH = (("seq_length", 128),)  # what the converter takes for the number of positions
 _EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
@@ -98,15 +105,31 @@ CASES: dict[str, Case] = {
     "smollm3": Case("smollm3", {**_SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
     "granite": Case(
         "granite",
-        {
-            **_SIZES, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
-            "logits_scaling": 4.0,
-        },
+        {**_SIZES, **_MULTIPLIERS},
     ),
     "seed_oss": Case("seed_oss", {**_WIDE, "attention_bias": True}),
     "ernie4_5": Case("ernie4_5", _WIDE),
     "arcee": Case("arcee", _SIZES),
     "olmo2": Case("olmo2", _SIZES),
+    "olmo3": Case("olmo3", {**_SIZES, "sliding_window": 11, "num_hidden_layers": 4}),
+    "gpt-oss": Case(
+        "gpt_oss",
+        {
+            **_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "glm4moe": Case("glm4_moe", {**_WIDE, **_ROUTED, "use_qk_norm": True}),
+    "granitemoe": Case("granitemoe", {**_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, **_MULTIPLIERS}),
+    "ernie4_5-moe": Case(
+        "ernie4_5_moe",
+        {
+            **_SIZES, "moe_intermediate_size": 32, "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        },
+    ),
+    "nemotron": Case("nemotron", _SIZES),
+    "hunyuan-dense": Case("hunyuan_v1_dense", _SIZES),
     "olmoe": Case("olmoe", {**_SIZES, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
     "exaone4": Case("exaone4", _EXAONE),
     "exaone4 llama 3": Case("exaone4", {**_EXAONE, "rope_parameters": _LLAMA_3}),
@@ -127,9 +150,7 @@ CASES: dict[str, Case] = {
     "dots1": Case(
         "dots1",
         {
-            **_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 5,
-            "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": None,
-            "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+            **_SIZES, **_ROUTED, "num_key_value_heads": 4, "sliding_window": None, "norm_topk_prob": True,
         },
         _SIGMOID,
     ),

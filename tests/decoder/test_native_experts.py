@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.plain import ACTIVATIONS
+from paceline.decoder.kernels.plain import ACTIVATIONS, gate_with
 from paceline.decoder.kernels.protocol import ExpertWeights, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
@@ -44,11 +46,12 @@ def composed(kernels: Kernels, x: Tensor, shares: Tensor, weights: ExpertWeights
     """Every expert computes every row, and what it chose is added up in the order of experts."""
     total, experts = torch.zeros_like(x), shares.shape[-1]
     assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)
-    for number, (both, down) in enumerate(
-        zip(weights.gate_up.chunk(experts), weights.down.chunk(experts), strict=True)
+    biases = torch.zeros(len(weights.gate_up)) if weights.gate_up_bias is None else weights.gate_up_bias
+    for number, (both, down, bias) in enumerate(
+        zip(weights.gate_up.chunk(experts), weights.down.chunk(experts), biases.chunk(experts), strict=True)
     ):
-        gate, up = kernels.linear(x, both.contiguous()).chunk(2, -1)
-        out = kernels.linear(ACTIVATIONS[weights.activation](gate) * up, down.contiguous())
+        gated = gate_with(kernels.linear(x, both.contiguous()) + bias, weights.activation)
+        out = kernels.linear(gated, down.contiguous())
         share = shares[..., number : number + 1]
         total = torch.where(share != 0, total + share * out, total)
     return total
@@ -68,6 +71,19 @@ def test_it_is_what_every_expert_computes(native: Native, shape: tuple[int, int,
     if dtype == torch.float32:
         torch.testing.assert_close(found, composed(TorchKernels(), x, shares, weights), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found, TorchKernels().experts(x, shares, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gate_and_up_have_biases(native: Native, shape: tuple[int, int, int, int]) -> None:
+    """Also of rows and experts in any number; with ones so large that the activation's bounds are met."""
+    plain, x, shares = mixture(shape, torch.float32, "clamped swish"), numbers(1, 9, shape[2]), shares_of(shape, 9)
+    assert isinstance(plain.gate_up, Tensor)
+    weights = replace(plain, gate_up_bias=8 * numbers(len(plain.gate_up), seed=5))
+    wanted = composed(TorchKernels(), x, shares, weights)
+    for kernels in (native.mixture, TorchKernels()):
+        torch.testing.assert_close(kernels.experts(x, shares, weights), wanted, rtol=1e-4, atol=1e-4)
+    alone = [mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(9)]
+    assert torch.equal(torch.cat(alone, 1), mixed(native, x, shares, weights))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

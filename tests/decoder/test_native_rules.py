@@ -1,4 +1,4 @@
-"""Native attention with sliding windows, soft caps and ALiBi: right, and the same bits in every window and tree."""
+"""Native attention with sliding windows, chunks, soft caps, sinks and ALiBi: right, the same bits in every window."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from tests.decoder.test_native_tree import TREE, as_chain, planted, way_down
 
 HEADS = (6, 2)
 SLOPES = torch.tensor([0.5, 0.3, 0.2, 0.1, 0.05, 0.01])
+SINKS = torch.tensor([3.0, -1.0, 0.0, 0.5, 9.0, -40.0])
 RULES = {
     "slides": AttentionRule(window=7),
     "slides within its window": AttentionRule(window=2),
     "capped": AttentionRule(cap=0.8),
     "falls": AttentionRule(slopes=SLOPES),
+    "sinks": AttentionRule(sinks=SINKS),
+    "in chunks": AttentionRule(chunk=5),
+    "slides and sinks": AttentionRule(window=7, sinks=SINKS),
     "all": AttentionRule(window=21, cap=1.5, slopes=SLOPES),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -47,6 +51,7 @@ def textbook(given: Case, rule: AttentionRule, *, both_ways: bool = False) -> Te
         )
         for t in range(given.count[b]):
             begin = max(0, row + t + 1 - rule.window) if rule.window else 0
+            begin = (row + t) // rule.chunk * rule.chunk if rule.chunk else begin
             end = row + (given.count[b] if both_ways else t + 1)
             for h in range(heads):
                 g = h * k.shape[2] // heads
@@ -55,7 +60,9 @@ def textbook(given: Case, rule: AttentionRule, *, both_ways: bool = False) -> Te
                     scores = rule.cap * torch.tanh(scores / rule.cap)
                 if rule.slopes is not None:
                     scores = scores + rule.slopes[h].double() * torch.arange(begin + 1 - end, 1)
-                out[b, t, h] = scores.softmax(0) @ values[g, begin:end]
+                if rule.sinks is not None:
+                    scores = torch.cat((scores, rule.sinks[h : h + 1].double()))
+                out[b, t, h] = scores.softmax(0)[: end - begin] @ values[g, begin:end]
     return out.flatten(2)
 
 
@@ -70,7 +77,7 @@ def test_every_kernel_follows_the_rule(native: Native, rule: AttentionRule, widt
             )
 
 
-@pytest.mark.parametrize("name", ["slides", "slides within its window", "capped"])
+@pytest.mark.parametrize("name", ["slides", "slides within its window", "capped", "sinks"])
 def test_rows_that_look_both_ways_see_the_real_rows_of_their_window(native: Native, name: str) -> None:
     for window, count in ((1, [1, 1, 1]), (5, [5, 3, 1]), (9, [9, 4, 7])):
         given = case(HEADS, 16, window=window, seed=window)

@@ -84,5 +84,5 @@ def test_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> No
         for library in (narrow, build.library()):
             seen.append(torch.empty(1, window, heads * width))
             own = [one.clone() for one in cache]
-            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code, 0, 0.0, None)
+            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code, 0, 0.0, None, None)
         assert torch.equal(*seen)

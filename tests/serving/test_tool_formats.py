@@ -131,6 +131,54 @@ def test_calls_cut_anywhere(name: str, text: str, left: str, calls: Calls) -> No
         assert found.content == f"a {left}", pieces
 
 
+_THOUGHT = "<|channel|>analysis<|message|>b<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "thought", "calls"),
+    [
+        (f"{_THOUGHT}<|channel|>final<|message|>a <b><|return|>", "a <b>", "b", []),
+        (f"{_THOUGHT} to=functions.f<|channel|>commentary json<|message|>{JSON}<|call|>", "", "b", [F]),
+        (
+            "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+            f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.f<|channel|>commentary json"
+            "<|message|>{}<|call|>",
+            "a", "", [F, G],
+        ),
+        ('{"a": "b"}', '{"a": "b"}', "", []),
+        ("<|channel|>final<|message|>a <|", "a <|", "", []),
+        ("<|channel|>fin", "", "", []),
+    ],
+)  # fmt: skip
+def test_channels_cut_anywhere(text: str, said: str, thought: str, calls: Calls) -> None:
+    """Messages of gpt-oss; an answer that a grammar forces has none."""
+    row = next(row for row in TOOL_FORMATS if row.name == "openai")
+    for pieces in cuts(text):
+        found = read(row.make(SCHEMAS), pieces)
+        assert (found.content, found.reasoning) == (said, thought), pieces
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("all\na <b>", "a <b>", []),
+        (f"all\na>>>f\n{JSON}>>>f\n{{}}", "a", [F, G]),
+        (f"f\n{JSON}", "", [F]),
+        ('{"a": "b"}', '{"a": "b"}', []),
+        ("Yes", "Yes", []),
+        ("\n a", "\n a", []),
+    ],
+)
+def test_recipients_cut_anywhere(text: str, said: str, calls: Calls) -> None:
+    """Messages of Functionary 3.2; an answer that a grammar forces names no recipient."""
+    row = next(row for row in TOOL_FORMATS if row.name == "functionary_v3")
+    for pieces in cuts(text):
+        found = read(row.make(SCHEMAS), pieces)
+        assert found.content == said, pieces
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+
+
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
@@ -197,7 +245,6 @@ UNKNOWN = {
     "Kimi-K3",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
     "deepseek-ai-DeepSeek-V3.1",
-    "openai-gpt-oss-120b",
     "tencent-Hy3",
 }
 """Templates of other formats, or that have no place for tools."""

@@ -1,0 +1,113 @@
+"""Tensors of all experts in one: gpt-oss in MXFP4, with the numbers that transformers dequantises to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from paceline import AutoDecoder
+from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights import checkpoint
+from paceline.decoder.weights.formats import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor
+from tests.decoder.families import network
+
+SIZES: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+EXPERTS = 5
+PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+def save(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint as gpt-oss is published, and the same in bfloat16 by transformers' own code."""
+    network("gpt oss", layers=2, **SIZES).save_pretrained(folder / "plain")
+    (folder / "packed").mkdir()
+    tensors = load_file(folder / "plain" / "model.safetensors")
+    drawn = torch.Generator().manual_seed(0)
+    packed = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, width, rows = packed.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8, generator=drawn)
+        scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8, generator=drawn)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, folder / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(packed, folder / "packed" / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "plain" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "packed" / "config.json").write_text(json.dumps(config))
+    return folder / "plain", folder / "packed"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save(tmp_path_factory.mktemp("mxfp4"))
+
+
+def test_mxfp4_has_the_numbers_of_transformers(folders: tuple[Path, Path]) -> None:
+    plain, packed = folders
+    config = ModelConfig.from_pretrained(packed)
+    wanted = checkpoint.load_weights(plain, ModelConfig.from_pretrained(plain), torch.float32)
+    for blocks in (True, False):
+        found = checkpoint.load_weights(packed, config, torch.float32, blocks=blocks)
+        assert found.keys() == wanted.keys()
+        kept = {name for name, one in found.items() if isinstance(one, QuantizedTensor)}
+        assert kept == (
+            {name for name in found if ".experts." in name and name.endswith("weight")} if blocks else set()
+        )
+        for name, one in found.items():
+            number = one.dequantize() if isinstance(one, QuantizedTensor) else one
+            assert torch.equal(number, wanted[name]), name  # type: ignore[arg-type]
+            assert not isinstance(one, QuantizedTensor) or one.format is WeightFormat.Q8_0
+
+
+def test_mxfp4_gives_the_text_of_its_numbers(folders: tuple[Path, Path]) -> None:
+    """Kept in 8 bits by `native`, as floats by `eager`, whose kernels read blocks too."""
+    options = {"amp": "f32", "n_positions": 64, "context_length_estimate": [16]}
+    made = [
+        AutoDecoder.from_pretrained(folder, backend=backend, **options).sample(PROMPT, 30).tolist()  # type: ignore[arg-type]
+        for folder, backend in ((folders[0], "eager"), (folders[1], "eager"), (folders[1], "native"))
+    ]
+    assert made[0] == made[1] == made[2]
+
+
+def _without(tensors: dict[str, Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def _not_a_number(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name][1, 2, 0] = 255
+
+
+def _fewer_rows(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:, :-2].contiguous()
+
+
+def _fewer_experts(tensors: dict[str, Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "part"),
+    [
+        (_without, MissingWeightsError, "gate_proj.weight_scale, got none"),
+        (_not_a_number, WeightValueError, "experts.1.gate_proj.weight: expected a finite scale"),
+        (_fewer_rows, CheckpointError, "expected 64 x 2 exponents"),
+        (_fewer_experts, MissingWeightsError, "experts.4.gate_proj.weight_scale, got none"),
+    ],
+)
+def test_a_damaged_tensor_of_experts_is_named(
+    folders: tuple[Path, Path], tmp_path: Path, change: object, error: type[Exception], part: str
+) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.experts.gate_up_proj_scales")  # type: ignore[operator]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folders[1] / "config.json").read_text())
+    with pytest.raises(error, match=part):
+        checkpoint.load_weights(tmp_path, ModelConfig.from_pretrained(tmp_path), torch.float32)
