@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-xla test-arm check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-xla | test-arm | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -42,7 +42,7 @@ WORKERS ?= 3
 PYTEST = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
 test: setup
-	$(PYTEST) -m "not full and not aiperf and not page and not clients and not gguf and not speculators"
+	$(PYTEST) -m "not full and not aiperf and not page and not clients and not gguf and not speculators and not arm"
 
 # The rest: every case of what `make test` asks in a few, and what runs on the stand-in for the Neuron SDK.
 test-full: setup
@@ -152,6 +152,10 @@ $(MLIR_VENV)/.stamp: pyproject.toml
 test-xla: $(XLA_VENV)/.stamp $(MLIR_VENV)/.stamp
 	PJRT_DEVICE=CPU $(XLA_BIN)/python -m pytest tests/core tests/xla
 	$(MLIR_BIN)/python -m pytest tests/mlir
+
+# Kernels for ARM, in an emulator, with Debian's cross compiler (apt install g++-aarch64-linux-gnu qemu-user).
+test-arm: setup
+	$(BIN)/python -m pytest -m arm tests/decoder/test_arm.py
 
 check: setup
 	PYTHON=$(BIN)/python scripts/check

@@ -4,7 +4,7 @@
 // A row x becomes round(x * (32767 / max |x|)), ties to even; a row with a NaN or infinity gives NaN. Weights are
 // integers of at most 8 bits. Lane j of eight sums the products of numbers 2j and 2j + 1 of every STEP as an int32:
 // exactly, so that every processor has the same bits with any instruction (`vpdpwssd` of AVX512_VNNI and
-// AVX_VNNI, `vpmaddwd`, or a loop). Lanes are converted to float32 once per block of 32, and multiplied by its scale,
+// AVX_VNNI, `vpmaddwd`, `smull` of NEON, or a loop; ARM's dot products add four numbers of 8 bits, so they cannot). Lanes are converted to float32 once per block of 32, and multiplied by its scale,
 // or once per SEGMENT numbers if rows have scales. tests/decoder/test_integer_products.py has the same computation in
 // NumPy.
 #pragma once
@@ -21,6 +21,8 @@ template <class R>
 constexpr bool BLOCKS = false;
 template <class Block>
 constexpr bool BLOCKS<Blocked<Block>> = true;
+template <class R>
+constexpr bool FOUR_BITS = BLOCKS<R> && R::SPREAD < STEP;
 template <class R>
 constexpr bool INTEGERS = std::is_same_v<R, Int8> || BLOCKS<R>;
 inline bool integers(int64_t format) { return format == INT8 || format == Q8_0 || format == Q4_0 || format == Q4_1; }
@@ -111,6 +113,13 @@ inline void multiply_add_integers(VecI& sum, VecI a, VecI b) {
   sum = (VecI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__)
   sum = (VecI)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+#elif defined(__aarch64__)
+  for (int i = 0; i < 2; i++) {
+    const int16x8_t x = half_of<int16x8_t>(a, i), y = half_of<int16x8_t>(b, i);
+    const int32x4_t pairs = vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+    const int32x4_t found = vaddq_s32(half_of<int32x4_t>(sum, i), pairs);
+    std::memcpy((char*)&sum + i * sizeof found, &found, sizeof found);
+  }
 #else
   int16_t one[2 * VL], other[2 * VL];
   std::memcpy(one, &a, sizeof one);
@@ -118,45 +127,39 @@ inline void multiply_add_integers(VecI& sum, VecI a, VecI b) {
   for (int i = 0; i < VL; i++) sum[i] += one[2 * i] * other[2 * i] + one[2 * i + 1] * other[2 * i + 1];
 #endif
 }
-// Sixteen integers of 8 bits as 16 bits.
+// STEP integers of 8 bits as 16 bits, of a row or of two side by side; `Number` is int8_t or uint8_t.
+template <class Number>
 inline VecI widened(Bytes b) {
 #ifdef __AVX2__
-  return (VecI)_mm256_cvtepi8_epi16((__m128i)b);
+  if constexpr (std::is_signed_v<Number>) return (VecI)_mm256_cvtepi8_epi16((__m128i)b);
+  return (VecI)_mm256_cvtepu8_epi16((__m128i)b);
 #else
-  typedef int8_t Signed __attribute__((vector_size(STEP)));
+  typedef Number Numbers __attribute__((vector_size(STEP)));
   typedef int16_t Shorts __attribute__((vector_size(2 * STEP)));
-  return (VecI)__builtin_convertvector((Signed)b, Shorts);
+  return (VecI)__builtin_convertvector((Numbers)b, Shorts);
 #endif
 }
-// The scales of blocks, one for each column of a V. block(i) is column i's; its least number, if it has one, goes to
-// least[i * VL].
-inline float widened_half(uint16_t bits) {
-  Float16 half;
-  std::memcpy(&half, &bits, sizeof half);
-  return (float)half;
-}
-template <class V, class Block, class Of>
-inline V scales_of(Of block, float* least) {
+// The scales of blocks, one for each column of a V. block(i) is column i's.
+template <class V, class Of>
+inline V scales_of(Of block) {
   if constexpr (sizeof(V) == sizeof(Vec)) {
-    if constexpr (Block::SHIFTED) *least = widened_half(block(0).m);
-    return spread<Vec>(widened_half(block(0).d));
+    return widened_halves(VecH{} + block(0).d);
   } else {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     // Both columns' numbers are widened together, and each scale is spread over its own half.
-    auto word = [&](int i) {
-      uint32_t both = block(i).d;
-      if constexpr (Block::SHIFTED) std::memcpy(&both, &block(i), sizeof both);
-      return (int)both;
-    };
-    const __m128 wide = _mm_cvtph_ps(_mm_insert_epi32(_mm_cvtsi32_si128(word(0)), word(1), 1));
-    if constexpr (Block::SHIFTED) {
-      _mm_store_ss(least, _mm_movehdup_ps(wide));
-      _mm_store_ss(least + VL, _mm_permute_ps(wide, 3));
-    }
-    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+    const __m128 wide = _mm_cvtph_ps(_mm_insert_epi16(_mm_cvtsi32_si128(block(0).d), block(1).d, 1));
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     return (V)_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(wide));
 #endif
   }
+}
+// The least numbers of `count` blocks (at most eight) of a column from this one on, and zeros after them.
+template <class Block>
+inline Vec least_of(const Block* block, int64_t count) {
+  VecH bits = {};
+  UNROLLED for (int i = 0; i < VL; i++)
+    if (i < count) bits[i] = block[i].m;
+  return widened_halves(bits);
 }
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 inline void multiply_add_integers(WideI& sum, WideI a, WideI b) {
@@ -173,25 +176,40 @@ inline void multiply_add_integers(WideI& sum, WideI a, WideI b) {
   std::memcpy(&sum, half, sizeof half);
 #endif
 }
+template <class Number>
 inline WideI widened(WideBytes b) {
 #ifdef __AVX512BW__
-  return (WideI)_mm512_cvtepi8_epi16((__m256i)b);
+  if constexpr (std::is_signed_v<Number>) return (WideI)_mm512_cvtepi8_epi16((__m256i)b);
+  return (WideI)_mm512_cvtepu8_epi16((__m256i)b);
 #else
   Bytes one[2];
   std::memcpy(one, &b, sizeof one);
-  return (WideI)beside<Wide>((Vec)widened(one[0]), (Vec)widened(one[1]));
+  return (WideI)beside<Wide>((Vec)widened<Number>(one[0]), (Vec)widened<Number>(one[1]));
 #endif
 }
 #endif
+// The numbers of blocks, one for each column of a V: the first sixteen of each, and the last.
+template <class V, class Of>
+inline void numbers_of(Of block, Ints<V> (&half)[2]) {
+  if constexpr (sizeof(block(0).q) == GROUP) {
+    UNROLLED for (int i = 0; i < 2; i++)
+      half[i] = widened<int8_t>(bytes_of<V>([&](int n) { return block(n).q + i * STEP; }));
+  } else {
+    typedef int16_t Shorts __attribute__((vector_size(sizeof(V))));
+    constexpr int16_t zero = std::decay_t<decltype(block(0))>::ZERO;
+    const Shorts both = (Shorts)widened<uint8_t>(bytes_of<V>([&](int n) { return block(n).q; }));
+    half[0] = (Ints<V>)((both & 15) - zero), half[1] = (Ints<V>)((both >> 4) - zero);
+  }
+}
 template <class V>
 inline Ints<V> row_integers(const float* p) {
-  return (Ints<V>)in_register(repeated<V>(p));
+  return in_register((Ints<V>)repeated<V>(p));
 }
 
 // ---------------------------------------------------------------------------------------------------------------- sums --
 
-// found [ROWS, COLS x columns of a V] = the sums of products with integers that have a scale for a row. Before each
-// STEP fetch() prefetches later weights.
+// found [ROWS, COLS x columns of a V] = the sums of products with integers that have a scale for a row. fetch(n) prefetches
+// the next n bytes of every column.
 template <class V, int ROWS, int COLS, class Fetch>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Int8& w, float* found,
                                                     Fetch fetch) {
@@ -202,16 +220,23 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
   for (int64_t end = std::min(whole, SEGMENT); k < whole; end = std::min(whole, end + SEGMENT)) {
     Ints<V> exact[ROWS * COLS];
     UNROLLED for (int i = 0; i < ROWS * COLS; i++) exact[i] = Ints<V>{};
-    for (; k < end; k += STEP) {
-      fetch();
+    auto step = [&](int64_t at) __attribute__((always_inline)) {
       Ints<V> column[COLS];
       UNROLLED for (int n = 0; n < COLS; n++)
-        column[n] = widened(bytes_of<V>([&](int i) { return w.data + (n * EACH + i) * K + k; }));
+        column[n] = widened<int8_t>(bytes_of<V>([&](int i) { return w.data + (n * EACH + i) * K + at; }));
       UNROLLED for (int m = 0; m < ROWS; m++) {
-        const Ints<V> row = row_integers<V>(x + m * size + k / 2);
-        UNROLLED for (int n = 0; n < COLS; n++) multiply_add_integers(exact[m * COLS + n], column[n], row);
+        const Ints<V> row = row_integers<V>(x + m * size + at / 2);
+        UNROLLED for (int n = 0; n < COLS; n++) {
+          multiply_add_integers(exact[m * COLS + n], column[n], row);
+          exact[m * COLS + n] = in_register(exact[m * COLS + n]);  // else both steps are added first, and sums spill
+        }
       }
+    };
+    for (; k + 2 * STEP <= end; k += 2 * STEP) {
+      fetch(std::integral_constant<int64_t, 2 * STEP>{});
+      step(k), step(k + STEP);
     }
+    if (k < end) step(k), k += STEP;
     V sum[ROWS * COLS];
     UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = __builtin_convertvector(exact[i], V);
     if (end <= SEGMENT) {
@@ -236,29 +261,28 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
 template <class V, int ROWS, int COLS, class Block, class Fetch>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Blocked<Block>& w,
                                                     float* found, Fetch fetch) {
-  constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  constexpr int EACH = sizeof(V) / sizeof(Vec);
   const int64_t groups = w.row();
   const float* sums = x + sums_place(w.K);
   V sum[ROWS * COLS];
   UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = V{};
-  float least[ALL * VL] = {};  // of eight blocks of every column
-  auto add_least = [&](int64_t first) {
-    UNROLLED for (int n = 0; n < COLS; n++) {
-      V column;
-      std::memcpy(&column, least + n * EACH * VL, sizeof column);
-      UNROLLED for (int m = 0; m < ROWS; m++)
-        multiply_add(sum[m * COLS + n], column, repeated<V>(sums + m * size + first));
-    }
+  auto least = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
+    if constexpr (Block::SHIFTED)
+      UNROLLED for (int n = 0; n < COLS; n++) {
+        auto of = [&](int i) { return least_of(w.data + (n * EACH + i) * groups + first, count); };
+        const V column = side_by_side<V>(of);
+        UNROLLED for (int m = 0; m < ROWS; m++)
+          multiply_add(sum[m * COLS + n], column, repeated<V>(sums + m * size + first));
+      }
   };
   for (int64_t g = 0; g < groups; g++) {
-    fetch(), fetch();
+    if (g % VL == 0) fetch(std::integral_constant<int64_t, VL * sizeof(Block)>{});
     Ints<V> column[COLS][2];
     V scale[COLS];
     UNROLLED for (int n = 0; n < COLS; n++) {
       auto block = [&](int i) -> const Block& { return w.data[(n * EACH + i) * groups + g]; };
-      auto side = [&](auto bytes) { return bytes_of<V>([&](int i) { return bytes(block(i)); }); };
-      column[n][0] = widened(Block::numbers(side, 0)), column[n][1] = widened(Block::numbers(side, 1));
-      scale[n] = scales_of<V, Block>(block, least + n * EACH * VL + g % VL);
+      numbers_of<V>(block, column[n]);
+      scale[n] = scales_of<V>(block);
     }
     UNROLLED for (int m = 0; m < ROWS; m++) {
       const float* row = x + m * size + g * (GROUP / 2);
@@ -270,14 +294,9 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
         multiply_add(sum[m * COLS + n], __builtin_convertvector(exact, V), scale[n]);
       }
     }
-    if constexpr (Block::SHIFTED)
-      if (g % VL == VL - 1) add_least(g - (VL - 1));
+    if (g % VL == VL - 1) least(g - (VL - 1), VL);
   }
-  if constexpr (Block::SHIFTED)
-    if (const int64_t rest = groups % VL) {
-      for (int64_t i = 0; i < ALL; i++) std::fill(least + i * VL + rest, least + (i + 1) * VL, 0.0f);
-      add_least(groups - rest);
-    }
+  if (const int64_t rest = groups % VL) least(groups - rest, rest);
   totals<ROWS * COLS>(sum, found);
 }
 

@@ -109,39 +109,26 @@ struct Floats8 {
 
 constexpr int64_t GROUP = 32;
 
-// `numbers` are the first or the last sixteen of a block, or of the blocks of several rows side by side: side(bytes) is a
-// register with sixteen bytes of each, bytes(block) where they are. Scales and least numbers are bits of float16.
+// Scales and least numbers are bits of float16. Of four bits, the low halves of the bytes are the first sixteen numbers.
 
 // scale * integer of eight bits.
 struct BlockQ8_0 {
   uint16_t d;
   uint8_t q[GROUP];
-  template <class Side>
-  static auto numbers(Side side, int half) {
-    return side([&](const BlockQ8_0& b) { return b.q + half * STEP; });
-  }
   static constexpr bool SHIFTED = false;
 };
-// scale * (integer of four bits - 8). The low halves of the bytes are the first sixteen numbers.
+// scale * (integer of four bits - 8).
 struct BlockQ4_0 {
   uint16_t d;
   uint8_t q[GROUP / 2];
-  template <class Side>
-  static auto numbers(Side side, int half) {
-    const auto bytes = side([](const BlockQ4_0& b) { return b.q; });
-    return (half ? bytes >> 4 : bytes & 15) - 8;
-  }
+  static constexpr int16_t ZERO = 8;
   static constexpr bool SHIFTED = false;
 };
 // scale * integer of four bits + the block's least number.
 struct BlockQ4_1 {
   uint16_t d, m;
   uint8_t q[GROUP / 2];
-  template <class Side>
-  static auto numbers(Side side, int half) {
-    const auto bytes = side([](const BlockQ4_1& b) { return b.q; });
-    return half ? bytes >> 4 : bytes & 15;
-  }
+  static constexpr int16_t ZERO = 0;
   static constexpr bool SHIFTED = true;
 };
 

@@ -51,26 +51,40 @@ inline void arrange_line(int64_t format, const float* from, float* to, int64_t K
 
 constexpr int64_t FEW = 16;
 
+// Room for prepared lines, at the beginning of a cache line: a load that crosses two takes twice as long.
+class Room {
+ public:
+  float* data(int64_t size) {
+    constexpr int64_t LINE = 64 / sizeof(float);
+    if ((int64_t)numbers_.size() < size + LINE) numbers_.resize(size + LINE);
+    return (float*)(((uintptr_t)numbers_.data() + 63) & ~(uintptr_t)63);
+  }
+
+ private:
+  std::vector<float> numbers_;
+};
+
 // M lines for a matrix of a format, made of the K numbers that fill(m, line) writes: by every thread separately if they
 // are few, which is cheaper than waiting, or by the whole team, in a loop before that of the matmul.
 template <class Fill>
 class Lines {
  public:
   Lines(int64_t M, int64_t K, int64_t format, Fill fill)
-      : M_(M), K_(K), format_(format), size_(prepared(format, K)), fill_(fill), common_(M > FEW ? M * size_ : 0) {}
+      : M_(M), K_(K), format_(format), size_(prepared(format, K)), fill_(fill),
+        common_(M > FEW ? room_.data(M * size_) : nullptr) {}
 
   auto loop() {
-    return Loop{common_.empty() ? 0 : M_, [this](int64_t begin, int64_t end, bool) {
-                  for (int64_t m = begin; m < end; m++) write(m, common_.data() + m * size_);
+    return Loop{common_ ? M_ : 0, [this](int64_t begin, int64_t end, bool) {
+                  for (int64_t m = begin; m < end; m++) write(m, common_ + m * size_);
                 }};
   }
   // For a thread that begins with the matmul; `first`: its first piece.
   const float* get(bool first) const {
-    if (!common_.empty()) return common_.data();
-    static thread_local std::vector<float> own;
-    if ((int64_t)own.size() < M_ * size_) own.resize(M_ * size_);
-    for (int64_t m = 0; first && m < M_; m++) write(m, own.data() + m * size_);
-    return own.data();
+    if (common_) return common_;
+    static thread_local Room own;
+    float* lines = own.data(M_ * size_);
+    for (int64_t m = 0; first && m < M_; m++) write(m, lines + m * size_);
+    return lines;
   }
 
  private:
@@ -81,7 +95,8 @@ class Lines {
   }
   int64_t M_, K_, format_, size_;
   Fill fill_;
-  std::vector<float> common_;
+  Room room_;
+  float* common_;
 };
 
 // ------------------------------------------------------------------------------------------------------- the product --

@@ -5,10 +5,16 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
+// Columns of V that a block has at once. A single row takes more: the overhead of a block equals the cost of its sums.
+// Weights of four bits in narrow registers take one, so that more rows share the work of unpacking them.
+template <class R, class V, bool ONE_ROW>
+constexpr int COLUMNS = ONE_ROW && INTEGERS<R> ? 4 : !ONE_ROW && FOUR_BITS<R> && sizeof(V) == sizeof(Vec) ? 1 : 2;
+
 // Number of rows that fill the registers, for a number of columns. Blocks need additional sums. Few columns remain
 // after the last whole group.
 template <class R, class V, int COLS>
-constexpr int MOST_ROWS = COLS != 2 ? 1 : sizeof(V) == sizeof(Vec) ? 5 : BLOCKS<R> ? 10 : 12;
+constexpr int MOST_ROWS = COLS == 4 ? 1 : sizeof(V) != sizeof(Vec) ? (BLOCKS<R> ? 10 : 12)
+                        : COLS == 2 ? 5 : FOUR_BITS<R> && ABREAST == 1 ? 10 : 1;
 
 constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
@@ -64,9 +70,10 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
   // A block reads all of its columns from the start, so the next one's are fetched while it is computed: into level 2, as
   // level 1 has the rows of x.
   const char* ahead = w.bytes() + std::max(AHEAD, ALL * K / STEP * R::SPREAD);
-  int64_t due = 0;  // bytes read and not yet prefetched for
-  auto fetch = [&]() __attribute__((always_inline)) {
-    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+  auto fetch = [&](auto bytes) __attribute__((always_inline)) {  // so many of every column
+    constexpr int64_t SPAN = ALL * decltype(bytes)::value;
+    UNROLLED for (int64_t at = 0; at < SPAN; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+    ahead += SPAN;
   };
   float several[ROWS * ALL], *found = ROWS == 1 ? to : several;
   if constexpr (INTEGERS<R>) {
@@ -82,7 +89,7 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
     UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = V{};
     int64_t k = 0;
     for (; k + STEP <= K; k += STEP) {
-      fetch();
+      fetch(std::integral_constant<int64_t, R::SPREAD>{});
       step<R, V, ROWS, COLS>(x, size, w, k, sum);
     }
     totals<ROWS * COLS>(sum, found);
@@ -131,14 +138,14 @@ void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t
   in_format(weight, K, [&](const auto& w) {
     typedef std::decay_t<decltype(w)> R;
     for (int64_t m = 0, rows; m < M; m += rows) {
-      rows = M > 2 * FEW ? first_of(M - m, MOST_ROWS<R, Wide, 2>) : M;
+      rows = M > 2 * FEW ? first_of(M - m, MOST_ROWS<R, Wide, COLUMNS<R, Wide, false>>) : M;
       int64_t n = begin;
       auto some = [&](auto columns) {
         n = columns(x + m * size, size, w, rows, n, end, to + m * stride + n - begin, stride);
       };
       // One row takes more columns at once: the overhead of a block equals the cost of its sums.
-      if (INTEGERS<R> && M == 1) some(columns<Wide, INTEGERS<R> ? 4 : 2, R>);
-      some(columns<Wide, 2, R>);
+      if (M == 1) some(columns<Wide, COLUMNS<R, Wide, true>, R>);
+      some(columns<Wide, COLUMNS<R, Wide, false>, R>);
       some(columns<Vec, 1, R>);
     }
   });

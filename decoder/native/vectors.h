@@ -10,6 +10,9 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -18,7 +21,12 @@ typedef float Vec __attribute__((vector_size(VL * 4)));
 typedef int32_t VecI __attribute__((vector_size(VL * 4)));
 typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
 typedef uint16_t VecH __attribute__((vector_size(VL * 2)));
-typedef _Float16 VecF16 __attribute__((vector_size(VL * 2)));
+#ifdef __aarch64__
+typedef __fp16 Float16;  // gcc 12 has the standard's name on x86 only
+#else
+typedef _Float16 Float16;
+#endif
+typedef Float16 VecF16 __attribute__((vector_size(VL * 2)));
 
 // Codes of the formats of matrices. The first three also apply to norms and biases; these and the 8-bit formats without
 // blocks apply to caches.
@@ -27,7 +35,6 @@ enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 =
 struct BFloat16 {
   uint16_t bits;
 };
-typedef _Float16 Float16;
 
 inline Vec load(const float* p) {
   Vec v;
@@ -43,14 +50,17 @@ inline Vec load(const BFloat16* p) {
   return (Vec)(__builtin_convertvector(h, VecU) << 16);
 #endif
 }
-inline Vec load(const Float16* p) {
+inline Vec widened_halves(VecH bits) {  // of float16
 #if defined(__AVX2__) && defined(__F16C__)
-  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+  return (Vec)_mm256_cvtph_ps((__m128i)bits);
 #else
-  VecF16 h;
-  std::memcpy(&h, p, sizeof h);
-  return __builtin_convertvector(h, Vec);
+  return __builtin_convertvector((VecF16)bits, Vec);
 #endif
+}
+inline Vec load(const Float16* p) {
+  VecH bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return widened_halves(bits);
 }
 // Floats of 8 bits. Their bits, shifted to the positions of a 16-bit float, are the number divided by UNIT, because the
 // exponent's bias differs; also for subnormal numbers.
@@ -140,9 +150,24 @@ inline void narrow(Float8* p, float x) {  // to nearest, ties to even; saturatin
   }
   p->bits = (uint8_t)(sign | word);
 }
+#ifdef __aarch64__
+// Half of a vector as a register of NEON.
+template <class Half, class V>
+inline Half half_of(const V& v, int i) {
+  Half half;
+  std::memcpy(&half, (const char*)&v + i * sizeof half, sizeof half);
+  return half;
+}
+#endif
 inline void multiply_add(Vec& sum, Vec a, Vec b) {
 #if defined(__AVX2__) && defined(__FMA__)
   sum = (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+  typedef float32x4_t Half;
+  for (int i = 0; i < 2; i++) {
+    const Half found = vfmaq_f32(half_of<Half>(sum, i), half_of<Half>(a, i), half_of<Half>(b, i));
+    std::memcpy((char*)&sum + i * sizeof found, &found, sizeof found);
+  }
 #else
   for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
 #endif
@@ -176,8 +201,11 @@ inline float largest(Vec v) {
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
-inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vector again for every use
-#ifdef __AVX2__
+template <class V>
+inline V in_register(V v) {  // keeps the compiler from loading the same vector again for every use
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX2__)
   asm("" : "+x"(v));
 #endif
   return v;
@@ -214,6 +242,11 @@ inline Vec spread<Vec>(float x) {
 }
 template <class V>
 V beside(Vec a, Vec b);
+template <class V, class Of>
+inline V side_by_side(Of of) {  // of(i) for each vector of a V
+  if constexpr (sizeof(V) == sizeof(Vec)) return of(0);
+  else return beside<V>(of(0), of(1));
+}
 
 // found[i] = the total of vector i of these sums
 template <int N>
@@ -236,10 +269,6 @@ inline Wide beside<Wide>(Vec a, Vec b) {
   return (Wide)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
 inline void multiply_add(Wide& sum, Wide a, Wide b) { sum = (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
-inline Wide in_register(Wide v) {
-  asm("" : "+v"(v));
-  return v;
-}
 inline void totals(Wide a, Wide b, Wide c, Wide d, float* to) {  // each as `total` adds it
   auto halves = [](Wide x, Wide y) {
     const __m512 p = (__m512)x, q = (__m512)y;
