@@ -37,6 +37,7 @@ class DecoderApplication:
         self.backend = backend or self.config.backend
         self._decoder: SamplingDecoder | None = None
         self._text: SlotCache | None = None
+        self._compiled = False
 
     @property
     def decoder(self) -> SamplingDecoder:
@@ -61,6 +62,7 @@ class DecoderApplication:
             self.generator().compile()
             self.decoder.save(Path(folder))
         (Path(folder) / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
+        self._compiled = True
 
     def load(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Load the weights, and the graphs that `compile` wrote into ``folder``.
@@ -80,18 +82,57 @@ class DecoderApplication:
             self._decoder = self.config.load(self.path, backend=self.backend)
         if folder is not None and BACKENDS[self.backend].saves:
             self._decoder.load(Path(folder))
+        self._compiled = self._compiled or folder is not None
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        sampling_params: Tensor | None = None,
+    ) -> Tensor:
         """Append tokens to the sequences in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
 
+        position_ids     [R, T]: the positions that follow, or from 0 on, which begins new sequences
+        seq_ids          [R]: the slot of each row, if not in order
+        sampling_params  [R, 3] of NxD Inference; it changes no logits, as there
+
         Raises:
-            ConfigurationError: nothing is loaded yet.
+            ConfigurationError: nothing is loaded yet, or the positions or slots are not these.
             PromptError, ContextError, DecoderBusyError: as `SlotCache.read`.
         """
+        if sampling_params is not None and self.config.on_device_sampling is not None:
+            raise ConfigurationError(
+                "sampling_params: expected none, since forward returns logits, got some with "
+                "on_device_sampling_config; use generator().sample"
+            )
+        rows = torch.arange(len(input_ids)) if seq_ids is None else seq_ids.flatten().long()
+        if not torch.equal(rows.sort().values, torch.arange(len(input_ids))):
+            raise ConfigurationError(
+                f"seq_ids: expected each of the slots 0 to {len(input_ids) - 1}, got {rows.tolist()}; give every row's"
+            )
+        order = rows.argsort()
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        real = real[order] != 0
+        if position_ids is not None:
+            self._place(position_ids[order], real)
         if self._text is None:
             self._text = SlotCache(self.decoder)
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return self._text.read(input_ids, real != 0, 1)[:, 0]
+        return self._text.read(input_ids[order], real, 1)[rows, 0]
+
+    def _place(self, positions: Tensor, real: Tensor) -> None:
+        """Begin new sequences at position 0; check other positions."""
+        ahead = real.cumsum(1) - 1
+        if torch.equal(positions[real], ahead[real].to(positions.dtype)):
+            self._text = None
+            return
+        lengths = torch.zeros(len(real), dtype=torch.long) if self._text is None else self._text.mask.sum(1)
+        wanted = ahead + lengths[:, None]
+        if not torch.equal(positions[real], wanted[real].to(positions.dtype)):
+            raise ConfigurationError(
+                f"position_ids: expected {wanted.tolist()} or positions from 0 on, got {positions.tolist()}; omit it"
+            )
 
     __call__ = forward
 
@@ -118,7 +159,21 @@ class DecoderApplication:
 
     def adapter(self) -> HuggingFaceGenerationAdapter:
         """Return a `transformers` model of the decoder, or of the generator if the configuration names a draft."""
-        return HuggingFaceGenerationAdapter(self.decoder if self.config.draft_model_path is None else self.generator())
+        return HuggingFaceGenerationAdapter(self)
+
+    def served(self) -> SamplingDecoder | SpeculativeGenerator:
+        """Return the decoder, or the generator if the configuration names a draft."""
+        return self.decoder if self.config.draft_model_path is None else self.generator()
+
+    @property
+    def is_loaded_to_neuron(self) -> bool:
+        """Whether the weights are loaded, on whatever backend."""
+        return self._decoder is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` has written a folder, or `load` has read one."""
+        return self._compiled
 
     def close(self) -> None:
         """Give the decoder back."""

@@ -55,8 +55,16 @@ class SpeculativeGenerator:
     """
 
     def __init__(
-        self, draft: object, target: CompiledDecoder, *, verify_width: int | None = None, **options: Any
+        self,
+        draft: object,
+        target: CompiledDecoder,
+        *positional_k: int,
+        verify_width: int | None = None,
+        **options: Any,
     ) -> None:
+        if len(positional_k) > 1 or (positional_k and "k" in options):
+            raise ConfigurationError("k: expected one number after draft and target, got more; give the rest by name")
+        options |= dict(zip(("k",), positional_k, strict=False))
         if not isinstance(target, CompiledDecoder):
             raise ConfigurationError(
                 f"target: expected a decoder, got a {type(target).__name__}; load one with AutoDecoder.from_pretrained"
@@ -135,6 +143,8 @@ class SpeculativeGenerator:
         Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
         SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
         """
+        if overrides.pop("top_p_min_tokens", 1) != 1:
+            raise SamplingError("top_p_min_tokens: expected 1, which top_p always keeps, got another; omit it")
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         ignored = [name for name in ("top_k", "top_p", "temperature") if name in overrides]
         if ignored and "do_sample" not in overrides and not params.do_sample and not self._warned:

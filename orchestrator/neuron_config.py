@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -89,8 +90,18 @@ class OnDeviceSampling(BaseModel):
     eos_token_id: int | list[int] | None = None
 
 
+class _ReadsForeignKeys(type):
+    """Makes `NeuronConfig(seq_len=...)`, with a key of NxD Inference or transformers-neuronx, a reader of all keys."""
+
+    def __call__(cls, *arguments: Any, **keys: Any) -> Any:
+        assert issubclass(cls, NeuronConfig)
+        if not keys.keys() <= {one.name for one in fields(cls)}:
+            return cls.from_neuron_config(keys)
+        return super().__call__(*arguments, **keys)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeuronConfig(LoadOptions):
+class NeuronConfig(LoadOptions, metaclass=_ReadsForeignKeys):
     """Loading options of a decoder, and its defaults of sampling and speculation.
 
     on_device_sampling  defaults of sampling
@@ -185,6 +196,35 @@ class NeuronConfig(LoadOptions):
         return SamplingParams() if sampling is None else SamplingParams(**sampling.model_dump())
 
 
+def OnDeviceSamplingConfig(**fields: object) -> dict[str, object]:  # noqa: N802  NxD Inference's name
+    """Return the fields of NxD Inference's class, for ``NeuronConfig(on_device_sampling_config=...)``."""
+    return fields
+
+
+def FusedSpecNeuronConfig(  # noqa: N802  NxD Inference's name
+    worker_cls: object = None,  # noqa: ARG001  the draft's folder tells it, and its configuration
+    draft_config: object = None,  # noqa: ARG001
+    draft_model_path: str | None = None,
+) -> dict[str, object]:
+    """Return the draft's path, for `InferenceConfig`."""
+    return {"draft_model_path": draft_model_path}
+
+
+def InferenceConfig(  # noqa: N802  NxD Inference's name
+    neuron_config: NeuronConfig | Mapping[str, Any],
+    fused_spec_config: Mapping[str, Any] | None = None,
+    load_config: object = None,  # noqa: ARG001  the model's folder has it
+) -> NeuronConfig:
+    """Return the options, with the draft of ``fused_spec_config``.
+
+    Raises:
+        ConfigurationError: as `NeuronConfig.from_neuron_config`.
+    """
+    if isinstance(neuron_config, NeuronConfig):
+        return replace(neuron_config, draft_model_path=(fused_spec_config or {}).get("draft_model_path"))
+    return NeuronConfig.from_neuron_config({"neuron_config": neuron_config, "fused_spec_config": fused_spec_config})
+
+
 def _sampling(fields: object) -> OnDeviceSampling | None:
     """Read the sampling fields; raise ConfigurationError for unknown sampling."""
     try:
@@ -275,7 +315,7 @@ class _Reader:
             "context_length_estimate": chunks,
             "amp": self._amp(),
             "tp_degree": self.fields.pop("tp_degree", 1),
-            "group_query_attention": self.fields.pop("group_query_attention", None),
+            "group_query_attention": _plain(self.fields.pop("group_query_attention", None)),
             "quantization": quantization,
             "modules_to_not_convert": left_alone,
             "kv_cache_dtype": self._kv_cache(),
@@ -456,6 +496,11 @@ class _Reader:
         told = {f"on_device_sampling_config.{name}": known[name] for name in fields if name in known}
         self.without_effect |= told
         return {name: value for name, value in fields.items() if name not in known}
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an Enum's member: those projects' GQA has members of the same values."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def _listed(value: int | Sequence[int] | None) -> int | list[int] | None:

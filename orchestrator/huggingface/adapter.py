@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,16 +46,24 @@ _Model: Any = PreTrainedModel  # their annotations differ between the supported 
 _Generation: Any = GenerationMixin
 
 
+@runtime_checkable
+class Application(Protocol):
+    """An owner of a decoder, such as `DecoderApplication`."""
+
+    def served(self) -> CompiledDecoder | SpeculativeGenerator:
+        """Return the decoder, or a generator of it."""
+
+
 class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     """A causal language model of `transformers` whose logits are a decoder's.
 
     A batch (prompts x beams or returned sequences) needs a slot for each row: ``batch_size`` of the decoder. Prompts
     are padded on the left and masked, or of one length.
 
-    model  a decoder, or a `SpeculativeGenerator`, which drafts for greedy and sampled calls
+    model  a decoder, or a `SpeculativeGenerator`, which drafts for greedy and sampled calls; or an application of one
 
     Raises:
-        ConfigurationError: ``model`` is neither.
+        ConfigurationError: ``model`` is none of these.
     """
 
     config_class = PretrainedConfig
@@ -64,7 +72,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     _supports_sdpa = True
     _supports_flash_attn = False
 
-    def __init__(self, model: CompiledDecoder | SpeculativeGenerator) -> None:
+    def __init__(self, model: CompiledDecoder | SpeculativeGenerator | Application) -> None:
+        model = model.served() if isinstance(model, Application) else model
         generator = model if isinstance(model, SpeculativeGenerator) else None
         decoder = model if generator is None else generator.target
         if not isinstance(decoder, CompiledDecoder):
@@ -140,6 +149,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             model_output.to_tuple() if return_dict is False else model_output
         )
         return result
+
+    def reset_generation(self) -> None:
+        """Do nothing, since every call begins anew."""
 
     def generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **keywords: Any

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from paceline import SpeculativeGenerator
 from paceline.checks import selftest
 from paceline.core.errors import BackendError, ConfigurationError, SamplingError
+from paceline.decoder import environment as decoder_environment
 from paceline.decoder.backends.base import make
 from paceline.decoder.parallel import sharding
 from paceline.neuron import environment
@@ -228,3 +229,16 @@ def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) 
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigurationError, match="is already rank 0 of 2"):
         make("neuron-native", 4)
+
+
+def test_variables_of_torchneuron_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that fails is an error, and a tensor that was left on the CPU too."""
+    switches = ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY")
+    rounding = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+    for name in (*switches, rounding):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(switches[0], "0")
+    environment.neuron_native_defaults()
+    found = decoder_environment.with_variables({})
+    assert [found[name] for name in (*switches, rounding)] == ["0", "1", "0"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline import DecoderApplication, NeuronConfig, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError
+from paceline import DecoderApplication, HuggingFaceGenerationAdapter, NeuronConfig, SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.decoder.weights.quantize import PackedMatrix
+from paceline.neuron_config import FusedSpecNeuronConfig, InferenceConfig, OnDeviceSamplingConfig
 from tests.fakes_models import load, logits_of, network, saved
 
 
@@ -146,3 +148,54 @@ def test_a_tied_table_is_left_alone_by_either_name_on_two_ranks(tmp_path: Path) 
         texts.append(decoder.sample([[5, 9, 13, 7]], max_new_tokens=8))
         decoder.close()
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+def test_classes_of_nxd_read_the_same_options(folder: Path) -> None:
+    sampling = OnDeviceSamplingConfig(do_sample=True, top_k=5, dynamic=True)
+    made: Any = NeuronConfig
+    options = made(seq_len=64, batch_size=2, torch_dtype=torch.float32, on_device_sampling_config=sampling)
+    assert options.without_effect and options.sampling_params.top_k == 5
+    assert (options.batch_size, options.amp, options.sampling_params.do_sample) == (2, "f32", True)
+    with pytest.raises(ConfigurationError, match="sek_len: not an option"):
+        made(sek_len=64)
+    fused = FusedSpecNeuronConfig(object, draft_config=object(), draft_model_path=str(folder))
+    assert InferenceConfig(options, fused_spec_config=fused).draft_model_path == str(folder)
+    fields = {"seq_len": 64, "batch_size": 2, "torch_dtype": "float32"}
+    assert InferenceConfig(fields, fused, load_config=print).draft_model_path == str(folder)
+
+    class TheirGQA(Enum):
+        SHARD_OVER_HEADS = "shard-over-heads"
+
+    assert made(seq_len=64, group_query_attention=TheirGQA.SHARD_OVER_HEADS).group_query_attention == "shard-over-heads"
+
+
+def test_positions_and_slots_of_nxd_are_read(folder: Path) -> None:
+    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32")
+    application = DecoderApplication(folder, config, backend="eager")
+    assert not application.is_loaded_to_neuron and not application.is_compiled
+    application.load()
+    assert application.is_loaded_to_neuron and not application.is_compiled
+    text = [5, 9, 13, 7]
+    exact, slots = logits_of(network(), text), torch.tensor([1, 0])
+    ids, mask = torch.tensor([text[:3], [0, *text[:2]]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    places = torch.tensor([[0, 1, 2], [1, 0, 1]])
+    parameters = torch.tensor([[1.0, 1.0, 1.0]] * 2)
+    for _ in range(2):  # position 0 begins anew
+        made = application.forward(ids, mask, places, slots, parameters)
+        torch.testing.assert_close(made, exact[[2, 1]], atol=1e-4, rtol=1e-4)
+    made = application(torch.tensor([[text[3]], [text[2]]]), None, torch.tensor([[3], [2]]), slots)
+    torch.testing.assert_close(made, exact[[3, 2]], atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigurationError, match=r"position_ids: expected \[\[3\], \[4\]\] or positions from 0"):
+        application(torch.tensor([[1], [1]]), None, torch.tensor([[9], [9]]), slots)
+    with pytest.raises(ConfigurationError, match="seq_ids: expected each of the slots 0 to 1, got"):
+        application(torch.tensor([[1], [1]]), seq_ids=torch.tensor([3, 3]))
+    adapter = HuggingFaceGenerationAdapter(application)
+    adapter.reset_generation()
+    asked = {"attention_mask": torch.ones(1, 4), "max_new_tokens": 8, "pad_token_id": 0}
+    plain = load(folder).sample([text], max_new_tokens=8, top_p_min_tokens=1)
+    assert torch.equal(adapter.generate(torch.tensor([text]), **asked), plain)
+    with pytest.raises(SamplingError, match="top_p_min_tokens: expected 1"):
+        application.decoder.sample([text], max_new_tokens=8, top_p_min_tokens=2)
+    positional = SpeculativeGenerator("ngram", application.decoder, 3)
+    assert positional.config.k == 3
+    application.close()
