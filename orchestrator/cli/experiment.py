@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.experiments.questions import LoadPlan, Policy
     from paceline.experiments.runner import ExperimentPlan
     from paceline.experiments.store import CellResult, Store
+    from paceline.experiments.trace import Trace as LoadedTrace
 
 app = typer.Typer()
 
@@ -442,13 +443,18 @@ def plan_speed(
                 f"got {got}; give one of them"
             )
         measured.check(sizes)
-        if measured.experiment is not None:
-            plans = _measured(measured, measured.experiment, asked, sizes=sizes)
-        else:
+        checks: list[dict[str, Any]] = []
+        if measured.experiment is None:
             plans = _hardware(hardware, asked, sizes=sizes)
-        checks = _verified(measured, plans) if measured.verify else []
-        if measured.out is not None:
-            _save_models(measured, plans[0])
+        else:
+            from paceline.experiments.trace import load_trace
+
+            trace = None if measured.trace is None else load_trace(measured.trace)
+            plans = _measured(measured, measured.experiment, asked, trace=trace, sizes=sizes)
+            if trace is not None and measured.verify:
+                checks = _verified(measured.experiment, trace, plans)
+            if trace is not None and measured.out is not None:
+                _save_models(measured.out, measured.experiment, trace, plans[0])
     if as_json:
         source = "measured" if measured.experiment is not None else "arithmetic, not measured"
         typer.echo(json.dumps({"times": source, "loads": [one.to_dict() for one in plans], "verified": checks}))
@@ -472,18 +478,18 @@ class Asked:
     max_depth: int
 
 
-def _measured(options: MeasuredOptions, folder: Path, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
+def _measured(
+    options: MeasuredOptions, folder: Path, asked: Asked, *, trace: LoadedTrace | None, sizes: Sequence[int]
+) -> list[LoadPlan]:
     from paceline.experiments import questions
     from paceline.experiments.round_times import PLAIN, load_times
-    from paceline.experiments.trace import load_trace
 
     timed = load_times(folder / "round_times.json")
     limits: dict[str, Any] = {"max_depth": asked.max_depth, "error": options.time_error}
-    if (options.trace is None) == (asked.acceptance is None):
-        got = "neither" if options.trace is None else "both"
+    if (trace is None) == (asked.acceptance is None):
+        got = "neither" if trace is None else "both"
         raise ConfigurationError(f"--acceptance: expected either --trace or --acceptance, got {got}; give one of them")
-    if options.trace is not None:
-        trace = load_trace(options.trace)
+    if trace is not None:
         limits["trials"] = options.trials
         return [questions.from_trace(trace, timed.of(trace), batch_size=size, **limits) for size in sizes]
     times = timed.alone()
@@ -512,23 +518,20 @@ def _hardware(options: HardwareOptions, asked: Asked, *, sizes: Sequence[int]) -
     return from_hardware(question, sizes)
 
 
-def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
+def _verified(folder: Path, trace: LoadedTrace, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
     """Run the fastest drafter and plain decoding at every load; predicted against measured."""
     from paceline.experiments import questions, runner, store, tuned
     from paceline.experiments.round_times import load_times
-    from paceline.experiments.trace import load_trace
 
-    assert options.experiment is not None and options.trace is not None
-    trace = load_trace(options.trace)
-    times = load_times(options.experiment / "round_times.json").of(trace)
-    config, found = store.read_config(options.experiment), list[dict[str, Any]]()
+    times = load_times(folder / "round_times.json").of(trace)
+    config, found = store.read_config(folder), list[dict[str, Any]]()
     for plan in plans:
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
         policy = drafting.policy
         planned = runner.plan(tuned.verifying(config, trace, policy, batch_size=plan.batch_size), None)
-        result = _run_one(planned, options.experiment)
+        result = _run_one(planned, folder)
         run = tuned.checked(trace, times, policy, result=result)
         plain = tuned.checked(trace, times, questions.Policy(()), result=result)
         for label, predicted, seen in (
@@ -553,18 +556,16 @@ def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
     return result
 
 
-def _save_models(options: MeasuredOptions, plan: LoadPlan) -> None:
+def _save_models(file: Path, folder: Path, trace: LoadedTrace, plan: LoadPlan) -> None:
     """Write the models file of the fastest candidate of a load."""
     from paceline.decoder.weights.atomic_write import save_bytes
     from paceline.experiments import store, tuned
     from paceline.experiments.config import cells
-    from paceline.experiments.trace import load_trace
 
-    assert options.experiment is not None and options.trace is not None and options.out is not None
-    config = store.read_config(options.experiment)
-    own = tuned.verifying(config, load_trace(options.trace), plan.best.policy, batch_size=plan.batch_size)
-    save_bytes(options.out, [tuned.models_file(config, plan.best.policy, next(cells(own))).encode()])
-    console.say(console.err(), f"written: {options.out}")
+    config, policy = store.read_config(folder), plan.best.policy
+    own = tuned.verifying(config, trace, policy, batch_size=plan.batch_size)
+    save_bytes(file, [tuned.models_file(config, policy, next(cells(own))).encode()])
+    console.say(console.err(), f"written: {file}")
 
 
 def _show(plan: LoadPlan) -> None:

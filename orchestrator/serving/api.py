@@ -107,26 +107,17 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
-    async def generate(request: Request, kind: Generates) -> Response:
-        generation_request = await _read(request, kind)
-        context = RequestContext.new(api_key(request.scope), settings)
-        items: AsyncIterator[Item] = router.stream(generation_request, context)
-        return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
+    def add(name: str, path: str, kind: Generates, text: str) -> None:
+        @app.post(path, name=name, description=text, openapi_extra=_post_schema(kind))
+        async def generate(request: Request) -> Response:
+            generation_request = await _read(request, kind)
+            context = RequestContext.new(api_key(request.scope), settings)
+            items: AsyncIterator[Item] = router.stream(generation_request, context)
+            return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
 
-    @app.post("/v1/completions", openapi_extra=_post_schema(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Continue prompts."""
-        return await generate(request, CompletionRequest)
-
-    @app.post("/v1/chat/completions", openapi_extra=_post_schema(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await generate(request, ChatRequest)
-
-    @app.post("/v1/responses", openapi_extra=_post_schema(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer, by OpenAI's newer API. Nothing is kept."""
-        return await generate(request, ResponsesRequest)
+    add("completions", "/v1/completions", CompletionRequest, "Continue prompts.")
+    add("chat_completions", "/v1/chat/completions", ChatRequest, "Answer a conversation.")
+    add("responses", "/v1/responses", ResponsesRequest, "Answer, by OpenAI's newer API. Nothing is kept.")
 
 
 def _add_models(app: FastAPI, router: ModelRouter) -> None:

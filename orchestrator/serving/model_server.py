@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paceline.core.detokenizer import Decodes, Tokenizer
+from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import BackendError, CheckpointError, EventLoopError, PacelineError, PlacementError
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.serving.answer import (
@@ -67,7 +67,7 @@ from paceline.serving.writers import ChatWriter, CompletionWriter, Echo, Respons
 from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
-from paceline.text.tokenizer import TokenBytes, with_markers
+from paceline.text.tokenizer import TokenBytes, decoder_of, with_markers
 from paceline.workers.calls import Call
 from paceline.workers.shared_engine import AsyncEngine, SharedEngine
 
@@ -86,8 +86,9 @@ class ModelServer:
 
     def __init__(self, tokenizer: Tokenizer, engine: SharedEngine, limits: TargetLimits, *, card: ModelCard) -> None:
         self._tokenizer, self._engine, self._limits = tokenizer, engine, limits
-        self._token_bytes = TokenBytes(tokenizer)
+        self._token_bytes, self._decoder = TokenBytes(tokenizer), decoder_of(tokenizer)
         self._format = form = ChatFormat.of(tokenizer)
+        self._chat_decoders = {tools: with_markers(tokenizer, form.markers(tools=tools)) for tools in (False, True)}
         self.card = replace(
             card,
             chat=bool(form.template),
@@ -192,15 +193,15 @@ class ModelServer:
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
         stop = StopStrings.of(params.stop_strings)
-        shown: Decodes = self._tokenizer
+        decoder = self._decoder
         if isinstance(chat_request, ChatRequest):
-            shown = with_markers(shown, self._format.markers(tools=bool(chat_request.tools_offered)))
+            decoder = self._chat_decoders[bool(chat_request.tools_offered)]
         pieces = chat_request.top_logprobs_wanted is not None
         pieces |= chat_request.return_token_ids or chat_request.return_token_origins
         choices = [
             ChoiceRenderer(
                 index,
-                StopStringFilter(stop, shown, ids),
+                StopStringFilter(stop, decoder, ids),
                 self._parser(chat_request, prompts),
                 skip=skip[index] if skip else 0,
                 by_token=writer.by_token,

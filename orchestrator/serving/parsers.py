@@ -40,14 +40,14 @@ class Delta:
 
 
 class Parser:
-    """Parser of a growing text; this one finds nothing in it. ``calls``: number of complete tool calls."""
+    """Parser of a growing text; this one finds nothing in it.
+
+    calls  number of complete tool calls
+    ended  whether the answer is over, whatever else the model writes
+    """
 
     calls = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer is over, whatever else the model writes."""
-        return False
+    ended = False
 
     def push(self, text: str) -> Delta:
         """Add text; return what is certain now."""
@@ -135,12 +135,10 @@ class ReasoningParser(StateParser):
         super().__init__(self._inside if started else self._before)
         self._row, self._inner = row, inner
 
-    @property
-    def ended(self) -> bool:
-        return self._inner.ended
-
     def push(self, text: str) -> Delta:
-        return self._inner.push(text) if self._state == self._behind else super().push(text)
+        delta = self._inner.push(text) if self._state == self._behind else super().push(text)
+        self.ended = self._inner.ended
+        return delta
 
     def flush(self) -> Delta:
         held = self._take()
@@ -463,10 +461,6 @@ class OneCallParser(Parser):
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
-    @property
-    def ended(self) -> bool:
-        return self._parser.calls > 0
-
     def push(self, text: str) -> Delta:
         return self._first(self._parser.push(text))
 
@@ -474,6 +468,7 @@ class OneCallParser(Parser):
         return self._first(self._parser.flush())
 
     def _first(self, delta: Delta) -> Delta:
+        self.ended = self._parser.calls > 0
         return replace(delta, tool_calls=tuple(call for call in delta.tool_calls if not call.index))
 
 

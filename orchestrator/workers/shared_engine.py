@@ -298,22 +298,18 @@ class AsyncEngine:
         """Whether its loop is closed, so that it can no longer be used."""
         return self._loop.is_closed()
 
-    def check_loop(self) -> None:
-        """Raise EventLoopError if another loop than its own is running, where updates would never arrive."""
+    def begin(self, call: Call) -> AsyncCall:
+        """Add a call. To abort it, close the returned object: its slots are free after the step that is running then.
+
+        Raises:
+            EventLoopError: another event loop is running, where updates would never arrive.
+            QueueFullError: too many requests wait.
+        """
         if asyncio.get_running_loop() is not self._loop:
             raise EventLoopError(
                 "this engine's streams belong to another event loop that still runs; use one loop for all calls, or "
                 "create another AsyncEngine (or ModelServer) in this one"
             )
-
-    def begin(self, call: Call) -> AsyncCall:
-        """Add a call. To abort it, close the returned object: its slots are free after the step that is running then.
-
-        Raises:
-            EventLoopError: another event loop is running.
-            QueueFullError: too many requests wait.
-        """
-        self.check_loop()
         begun = self._running[call.ticket] = AsyncCall(self, call.ticket)
         try:
             self.engine.submit(call, self._from_engine)

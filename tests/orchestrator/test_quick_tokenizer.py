@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from paceline.text.tokenizer import QuickTokenizer, TokenBytes, load_tokenizer, quick_tokenizer
+from paceline.text.tokenizer import QuickTokenizer, TokenBytes, decoder_of, load_tokenizer, quick_tokenizer
 from tests.draft.tokenizers_of_two import every_byte
 
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pycode" / "target"
@@ -34,17 +34,33 @@ def change(file: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
+class Shouting(PreTrainedTokenizerFast):
+    """Decodes in a way of its own."""
+
+    def _decode(self, *arguments: Any, **options: Any) -> str:
+        return str(super()._decode(*arguments, **options)).upper()
+
+
+@pytest.mark.parametrize("module", [__name__, "transformers.models.shouting"])
+def test_a_tokenizer_that_decodes_in_its_own_way_stays(folder: Path, module: str) -> None:
+    kind = type("Shouting", (Shouting,), {"__module__": module})
+    own = kind.from_pretrained(folder)  # type: ignore[attr-defined]
+    assert decoder_of(own) is own
+
+
 def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, QuickTokenizer) and len(ours) == len(theirs)
     draw = random.Random(0)
+    shown = decoder_of(theirs)
+    assert shown is not theirs and decoder_of(ours) is ours
     for _ in range(200):
         text = "".join(draw.choices(PIECES, k=draw.randrange(30)))
         ids = draw.choices(range(len(theirs)), k=20)
         for flag in (True, False):
             assert ours.encode(text, add_special_tokens=flag) == theirs.encode(text, add_special_tokens=flag)
             options = {"skip_special_tokens": flag, "clean_up_tokenization_spaces": False}
-            assert ours.decode(ids, **options) == theirs.decode(ids, **options)
+            assert ours.decode(ids, **options) == shown.decode(ids, **options) == theirs.decode(ids, **options)
         assert ours.decode(ids) == theirs.decode(ids)
 
 
