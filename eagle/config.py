@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, PairingError
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.heads.layouts import read_config
+from paceline.heads.layouts import check_target, layer_ids, read_config
 from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
 
 log = logging.getLogger("paceline")
@@ -117,29 +116,13 @@ def _written_ids(config: Fields) -> tuple[int, ...] | None:
         CheckpointError: they are not a list of layer numbers, or the two differ.
     """
     nested = config.child("eagle_config")
-    top, inner = _layer_ids(config, _LAYERS_KEY), None if nested is None else _layer_ids(nested, _LAYERS_KEY)
+    top, inner = (() if one is None else layer_ids(one, _LAYERS_KEY) for one in (config, nested))
     if top and inner and top != inner:
         raise CheckpointError(
             f"{config.where}: expected the same {_LAYERS_KEY} at the top level and in eagle_config, got {list(top)} "
             f"and {list(inner)}; keep the one the head was trained with"
         )
     return top or inner or None
-
-
-def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
-    """Return a list of layer numbers, None if the key is absent.
-
-    Raises:
-        CheckpointError: it is not such a list.
-    """
-    value = fields.values.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
-        raise CheckpointError(
-            f"{fields.where}: {key}: expected a list of layer numbers from 0 on, got {value!r}; correct the file"
-        )
-    return tuple(value)
 
 
 def is_eagle_config(fields: Mapping[str, object]) -> bool:
@@ -324,20 +307,8 @@ class EagleConfig:
 
     def check_target(self, target: ModelConfig) -> None:
         """Raise PairingError unless the head fits this target."""
-        for name, head_value, target_value in (
-            ("vocabulary", self.vocab_size, target.vocab_size),
-            ("hidden size", self.target_hidden_size, target.hidden_size),
-        ):
-            if head_value != target_value:
-                raise PairingError(
-                    f"draft: expected a target with {name} {head_value} for this EAGLE head, got {target_value}; "
-                    "use the head that was trained for this target"
-                )
-        if any(not 0 <= layer <= target.num_layers for layer in self.layers):
-            raise PairingError(
-                f"draft: expected a target with the residual streams {self.layers} that the EAGLE head reads, got "
-                f"one of {target.num_layers} layers; use the head that was trained for this target"
-            )
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.target_hidden_size}
+        check_target("EAGLE head", target, layers=self.layers, **sizes)
 
 
 def check_own(folder: Path, target: ModelConfig) -> None:
@@ -374,7 +345,7 @@ def parse_own(fields: Fields) -> EagleConfig:
         **plain,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields),
-        layers=_layer_ids(fields, "layers") or (),
+        layers=layer_ids(fields, "layers"),
         num_layers=fields.integer("num_layers", 1),
         mask_token=None if fields.values.get("mask_token") is None else fields.integer("mask_token", minimum=0),
     )
@@ -402,33 +373,6 @@ def _rope(fields: Fields) -> RopeConfig:
         value = rope.values[name]
         plain[name] = rope.numbers(name, length=len(value) if isinstance(value, list) else 0)
     return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleOptions:
-    """Options of a draft, documented at `paceline.auto_drafter.AutoDrafter`.
-
-    Raises:
-        ConfigurationError: one is out of range.
-    """
-
-    draft_tree: object = None
-    aux_layers: object = None
-    divided: object = None
-    quantization: object = None
-
-    def __post_init__(self) -> None:
-        parse_layers(self.aux_layers)
-        head_format(self.quantization)
-
-
-def head_format(quantization: object) -> WeightFormat | None:
-    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
-    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 @dataclass(frozen=True, slots=True)

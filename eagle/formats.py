@@ -14,13 +14,16 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle.config import EagleConfig, check_version, layers_of, overridden, parse_own
+from paceline.eagle.config import EagleConfig, check_own, check_version, layers_of, overridden, parse_layers, parse_own
 from paceline.heads import layouts
-from paceline.heads.layouts import Keys, MustBe
+from paceline.heads.layouts import Keys, MustBe, head_format
+from paceline.heads.options import Wanted
 
 log = logging.getLogger("paceline")
 
@@ -152,6 +155,34 @@ def _check_attention(layer: Fields) -> None:
             f"{layer.where}: sliding_window: expected none, since sliding-window attention is not supported, got "
             f'{window!r}; use a head with full attention, or add "use_sliding_window": false if it has'
         )
+
+
+def draft_shape(
+    target: ModelConfig,
+    wanted: Wanted,
+    folder: Path,
+    *,
+    draft_tree: object = None,
+    aux_layers: object = None,
+    divided: object = None,
+    quantization: object = None,
+) -> DraftShape:
+    """Check the options of a draft, which are those of `EagleDrafter.from_pretrained`, and the config.json if it is of
+    our own layout: others are identified by their tensors. -> the shape of its drafts
+
+    Raises:
+        PairingError: the head is for another target.
+        ConfigurationError: an option is out of range.
+    """
+    del divided  # whose errors need the target's ranks
+    parse_layers(aux_layers)
+    head_format(quantization)
+    check_own(folder, target)
+    if draft_tree is None:
+        return DraftShape.chain(wanted.k)
+    from paceline.eagle.tree import parse_draft_tree  # loads PyTorch
+
+    return parse_draft_tree(draft_tree, k=wanted.k, drawn=wanted.drawn).draft_shape
 
 
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")

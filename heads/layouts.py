@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.decoder.weights.formats import WeightFormat
 
 CONFIG = "config.json"
 
@@ -67,6 +69,56 @@ def read_config(folder: Path) -> Fields:
         CheckpointError: it does not exist, or is not a JSON object.
     """
     return Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
+
+
+def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = False) -> tuple[int, ...]:
+    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required.
+
+    Raises:
+        CheckpointError: it is not such a list.
+    """
+    value = fields.values.get(key)
+    if value is None and not required:
+        return ()
+    whole = isinstance(value, list) and all(type(one) is int and one >= least for one in value)
+    if not isinstance(value, list) or not whole or (required and not value):
+        raise CheckpointError(
+            f"{fields.where}: {key}: expected a list of layer numbers from {least} on, got {value!r}; correct the file"
+        )
+    return tuple(value)
+
+
+def check_target(
+    of: str, target: ModelConfig, *, vocab_size: int, hidden_size: int, layers: Sequence[int] = ()
+) -> None:
+    """Raise PairingError unless a head fits this target.
+
+    of      the head, for messages
+    layers  residual streams that it reads
+    """
+    for name, own, other in (
+        ("vocabulary", vocab_size, target.vocab_size),
+        ("hidden size", hidden_size, target.hidden_size),
+    ):
+        if own != other:
+            raise PairingError(
+                f"draft: expected a target with {name} {own} for this {of}, got {other}; use the head that was "
+                "trained for this target"
+            )
+    if any(not 0 <= layer <= target.num_layers for layer in layers):
+        raise PairingError(
+            f"draft: expected a target with the residual streams {tuple(layers)} that the {of} reads, got one of "
+            f"{target.num_layers} layers; use the head that was trained for this target"
+        )
+
+
+def head_format(quantization: object) -> WeightFormat | None:
+    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
+
+    Raises:
+        ConfigurationError: the format does not exist.
+    """
+    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 def write_json(path: Path, values: object, *, indent: int | None = None) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
-from paceline.core.types import FeatureSpec
+from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig, RopeConfig
 from paceline.decoder.options import MAX_WIDTH
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.heads.layouts import Keys, MustBe
+from paceline.heads.layouts import Keys, MustBe, check_target, head_format, layer_ids, read_config
+from paceline.heads.options import Wanted
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 _OF = "a DFlash head"
@@ -97,7 +98,7 @@ class DFlashConfig:
     @property
     def most(self) -> int:
         """Largest number of tokens that the head drafts."""
-        return self.block_size if self.from_anchor else self.block_size - 1
+        return min(self.block_size if self.from_anchor else self.block_size - 1, MAX_WIDTH // 2 - 1)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor except the vocabulary map and copies of the target's tables."""
@@ -143,52 +144,19 @@ class DFlashConfig:
 
     def check_k(self, k: int) -> None:
         """Raise ConfigurationError unless the head can draft ``k`` tokens."""
-        most = min(self.most, MAX_WIDTH // 2 - 1)
-        if not 1 <= k <= most:
+        if not 1 <= k <= self.most:
             raise ConfigurationError(
-                f"k: expected 1 to {most} for this DFlash head, whose blocks have {self.block_size} tokens, got {k}; "
-                "correct k"
-            )
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raise PairingError unless the head fits this target."""
-        for name, own, other in (
-            ("vocabulary", self.vocab_size, target.vocab_size),
-            ("hidden size", self.hidden_size, target.hidden_size),
-        ):
-            if own != other:
-                raise PairingError(
-                    f"draft: expected a target with {name} {own} for this DFlash head, got {other}; use the head that "
-                    "was trained for this target"
-                )
-        if any(not 0 <= layer <= target.num_layers for layer in self.layers):
-            raise PairingError(
-                f"draft: expected a target with the residual streams {self.layers} that the DFlash head reads, got "
-                f"one of {target.num_layers} layers; use the head that was trained for this target"
+                f"k: expected 1 to {self.most} for this DFlash head, whose blocks have {self.block_size} tokens, got "
+                f"{k}; correct k"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashOptions:
-    """Options of a draft, documented at `paceline.draft.dflash.drafter.DFlashDrafter.from_pretrained`.
-
-    Raises:
-        ConfigurationError: one is out of range.
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, quantization: object = None) -> DraftShape:
+    """Check the config.json and the options of a draft, which are those of `DFlashDrafter.from_pretrained`; return the
+    shape of its drafts. Errors as in `parse`, and ConfigurationError for an option that is out of range.
     """
-
-    quantization: object = None
-
-    def __post_init__(self) -> None:
-        head_form(self.quantization)
-
-
-def head_form(quantization: object) -> WeightFormat | None:
-    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
-    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
+    head_format(quantization)
+    return DraftShape.chain(min(wanted.k, parse(read_config(folder), target).most))
 
 
 _LAYER_KEYS = frozenset({"attention_bias", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"})
@@ -253,7 +221,9 @@ def parse(fields: Fields, target: ModelConfig, *, drafted: int | None = None) ->
             f"{fields.where}: draft_vocab_size: expected {drafted}, the rows of lm_head.weight, got "
             f"{config.draft_vocab_size}; use the file that belongs to the weights"
         )
-    config.check_target(target)
+    check_target(
+        "DFlash head", target, vocab_size=config.vocab_size, hidden_size=config.hidden_size, layers=config.layers
+    )
     return config
 
 
@@ -336,7 +306,7 @@ def _of_speculators(fields: Fields) -> DFlashConfig:
     merged = Fields({**layer.values, **fields.values}, fields.where)
     return _made(
         merged,
-        layers=_layer_ids(fields, "aux_hidden_state_layer_ids", least=0),
+        layers=layer_ids(fields, "aux_hidden_state_layer_ids", required=True),
         rules=rules,
         draft_vocab_size=fields.integer("draft_vocab_size", layer.integer("vocab_size")),
         block_size=fields.integer("block_size", 8, minimum=2),
@@ -435,22 +405,9 @@ def _windows(fields: Fields) -> list[tuple[int, bool]]:
     return [(window if one else 0, one) for one in slides]
 
 
-def _layer_ids(fields: Fields, key: str, *, least: int) -> tuple[int, ...]:
-    ids = fields.values.get(key)
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or any(isinstance(one, bool) or not isinstance(one, int) or one < least for one in ids)
-    ):
-        raise CheckpointError(
-            f"{fields.where}: {key}: expected a list of layer numbers from {least} on, got {ids!r}; correct the file"
-        )
-    return tuple(ids)
-
-
 def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Return the streams after the layers in ``target_layer_ids``; -1 is the embedding."""
-    ids = _layer_ids(fields, "target_layer_ids", least=-1)
+    ids = layer_ids(fields, "target_layer_ids", least=-1, required=True)
     if target.num_layers - 1 in ids:
         raise UnknownArchitectureError(
             f"{fields.where}: target_layer_ids: expected layers before the last, whose output is read after the "
