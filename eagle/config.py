@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
-from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.heads.layouts import check_target, layer_ids, read_config
+from paceline.heads.layouts import LayerSizes, check_target, layer_ids, read_config
 from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
 
 log = logging.getLogger("paceline")
@@ -148,16 +147,14 @@ def layer_prefix(index: int) -> str:
     return f"layers.{index}." if index else "layer."
 
 
-@dataclass(frozen=True, slots=True)
-class EagleConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(LayerSizes):
     """One head. Widths: H of the head's stream, F of a feature (H of the target).
 
     version               1 or 3
     fc_bias               version 1: ``fc`` has a bias
     input_norm            version 1: the layer normalises its input, as usual layers do (EAGLE's own does not)
     norm_before_residual  version 3: the residual stream is the normalised hidden state
-    layers                version 3: the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
-    draft_vocab_size      version 3: number of ids the head can draft; version 1 drafts all
     num_layers            version 3: decoder layers; only the first reads tokens
     qk_norm               the heads of queries and keys are normalised, as in Qwen3
     fc_norm               EAGLE-3.1: every stream of the target is normalised by itself before ``fc``
@@ -169,23 +166,10 @@ class EagleConfig:
     """
 
     version: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    vocab_size: int
-    draft_vocab_size: int
     target_hidden_size: int
-    attention_bias: bool = False
-    mlp_bias: bool = False
     fc_bias: bool = False
     input_norm: bool = False
     norm_before_residual: bool = False
-    layers: tuple[int, ...] = ()
     num_layers: int = 1
     qk_norm: bool = False
     fc_norm: bool = False
@@ -258,11 +242,6 @@ class EagleConfig:
         return tuple(f"fc_norm.{i}.weight" for i in range(len(self.layers))) if self.fc_norm else ()
 
     @property
-    def reads(self) -> FeatureSpec:
-        """Hidden states of the target that the head reads."""
-        return FeatureSpec(self.layers)
-
-    @property
     def feature_size(self) -> int:
         """F, the width of the hidden states read from the target."""
         return self.target_hidden_size * max(1, len(self.layers))
@@ -281,28 +260,9 @@ class EagleConfig:
         if self.owns_output:
             shapes["lm_head.weight"] = (self.draft_vocab_size, size)
         for index in range(self.num_layers):
-            shapes |= {layer_prefix(index) + name: shape for name, shape in self._layer_shapes(index).items()}
-        return shapes
-
-    def _layer_shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that every layer has; the first of version 3 reads a token and a state."""
-        size, inner = self.hidden_size, self.intermediate_size
-        width = 2 * size if self.version == 3 and not index else size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (size,)}
-        if self.version == 3 or self.input_norm:
-            shapes["input_layernorm.weight"] = (size,)
-        if self.qk_norm:
-            shapes |= {f"self_attn.{side}_norm.weight": (self.head_dim,) for side in "qk"}
-        attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (size, queries)}
-        for side, shape in attention.items():
-            shapes[f"self_attn.{side}_proj.weight"] = shape
-            if self.attention_bias:
-                shapes[f"self_attn.{side}_proj.bias"] = shape[:1]
-        for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
-            shapes[f"mlp.{part}_proj.weight"] = shape
-            if self.mlp_bias:
-                shapes[f"mlp.{part}_proj.bias"] = shape[:1]
+            width = 2 * size if three and not index else size  # the first of version 3 reads a token and a state
+            layer = self.layer_shapes(width, input_norm=three or self.input_norm, qk_norm=self.qk_norm)
+            shapes |= {layer_prefix(index) + name: shape for name, shape in layer.items()}
         return shapes
 
     def check_target(self, target: ModelConfig) -> None:

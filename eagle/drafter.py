@@ -107,12 +107,8 @@ class EagleDrafter(HeadDrafter):
         # With a sharded target this is rank 0, whose rows are the first: equality of those is taken as equality of all.
         output = model.head[: target.config.vocab_size] if isinstance(model.head, Tensor) else None
         loaded = checkpoint.load(folder, target.config, head=output, aux_layers=parse_layers(aux_layers))
-        weights = _weights(loaded, dtype, folder)
-        embedding = None
-        if loaded.embedding is not None:
-            embedding = unless_equal(
-                check_finite("its embedding", loaded.embedding, dtype, where=folder), model.embedding
-            )
+        weights, embedding = _weights(loaded, dtype, folder)
+        embedding = unless_equal(embedding, model.embedding)
         degree = target.backend.group.degree
         make = partial(
             EagleHead,
@@ -166,10 +162,14 @@ class EagleDrafter(HeadDrafter):
         return key if self.head.form is None else {**key, "quantization": self.head.form.value}
 
 
-def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
-    """Return a head's weights in the target's number format, as `EagleHead` takes them; errors as in `as_dtype`."""
-    weights = as_dtype(folder, loaded.weights, dtype)
+def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return a head's weights and its embedding in the target's number format, as `EagleHead` takes them; errors as in
+    `as_dtype`.
+    """
+    weights, embedding = as_dtype(folder, loaded.weights, dtype), loaded.embedding
     if loaded.config.mask_token is not None:
         weights["masked"] = masked_state(loaded.config, weights)
         del weights["mask_hidden"]
-    return weights
+    if embedding is not None:
+        embedding = check_finite("its embedding", embedding, dtype, where=folder)
+    return weights, embedding

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.core.types import DraftShape
@@ -301,7 +302,7 @@ def parse(
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)
-    switches = {name: _switch(config, name) for name in _SWITCHES}
+    switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
     if switches["norm_output"] and layout != "speculators":
         log.warning(
             "%s: norm_output: drafts read the state after the last norm, as in vLLM and SGLang; SpecForge before its "
@@ -309,20 +310,10 @@ def parse(
             "the key", config.where,
         )  # fmt: skip
     return EagleConfig(
+        **EagleConfig.of(sizes),
         version=version,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope=sizes.rope,
-        vocab_size=sizes.vocab_size,
         draft_vocab_size=config.integer("draft_vocab_size", sizes.vocab_size) if version == 3 else sizes.vocab_size,
         target_hidden_size=config.integer("target_hidden_size", target.hidden_size),
-        attention_bias=sizes.attention_bias,
-        mlp_bias=sizes.mlp_bias,
         fc_bias="fc.bias" in present,
         input_norm=version == 1 and "layer.input_layernorm.weight" in present,
         norm_before_residual=version == 3 and config.flag("norm_before_residual", False),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
-from paceline.core.types import DraftShape, FeatureSpec
+from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig, RopeConfig
+from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.options import MAX_WIDTH
-from paceline.heads.layouts import Keys, MustBe, check_target, head_format, layer_ids, read_config
+from paceline.heads.layouts import Keys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
 from paceline.heads.options import Wanted
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -48,11 +48,10 @@ class LayerRule:
     causal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(LayerSizes):
     """One head; its width is the target's.
 
-    layers        the target's residual streams that are read
     rules         attention of each layer
     block_size    tokens of a block: the last committed one, and mask tokens
     from_anchor   the last committed token's row predicts the first draft (DSpark), else the first mask token's row
@@ -63,18 +62,6 @@ class DFlashConfig:
     embedding_scale, logit_scale, logit_cap   factors of the target's embedding and logits, and the soft cap (0: none)
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    vocab_size: int
-    draft_vocab_size: int
-    attention_bias: bool
-    layers: tuple[int, ...]
     rules: tuple[LayerRule, ...]
     block_size: int
     mask_token: int
@@ -91,33 +78,18 @@ class DFlashConfig:
     logit_cap: float = 0.0
 
     @property
-    def reads(self) -> FeatureSpec:
-        """Hidden states of the target that the head reads."""
-        return FeatureSpec(self.layers)
-
-    @property
     def most(self) -> int:
         """Largest number of tokens that the head drafts."""
         return min(self.block_size if self.from_anchor else self.block_size - 1, MAX_WIDTH // 2 - 1)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor except the vocabulary map and copies of the target's tables."""
-        size, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        size = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, size * len(self.layers))}
         shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
+        layer = self.layer_shapes(size, input_norm=True, qk_norm=True)
         for index in range(len(self.rules)):
-            layer: dict[str, tuple[int, ...]] = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
-            layer |= {f"self_attn.{side}_norm": (self.head_dim,) for side in "qk"}
-            layer |= {"mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner)}
-            for side, rows in (("q", queries), ("k", keys), ("v", keys)):
-                layer[f"self_attn.{side}_proj"] = (rows, size)
-            layer["self_attn.o_proj"] = (size, queries)
-            shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-            if self.attention_bias:
-                shapes |= {
-                    f"layers.{index}.self_attn.{side}_proj.bias": layer[f"self_attn.{side}_proj"][:1] for side in "qkvo"
-                }
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
             if self.conv_size:
                 for part in ("attention_conv", "mlp_conv"):
                     shapes[f"layers.{index}.{part}.base_kernel"] = (2, self.conv_size, size)
@@ -351,17 +323,8 @@ def _made(
         )
     cap = fields.values.get("final_logit_softcapping")
     return DFlashConfig(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope=sizes.rope,
-        vocab_size=sizes.vocab_size,
+        **DFlashConfig.of(sizes),
         draft_vocab_size=draft_vocab_size,
-        attention_bias=sizes.attention_bias,
         layers=layers,
         rules=rules,
         block_size=block_size,
@@ -416,9 +379,9 @@ def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     return tuple(one + 1 for one in ids)
 
 
-def _variant(fields: Fields) -> dict[str, int]:
+def _variant(fields: Fields) -> dict[str, Any]:
     """Return the sizes of the convolutions, the selector and the Markov head; empty without them."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, key, needs in (
         ("conv_size", "conv_kernel_size", "conv_group_size"),
         ("conv_group", "conv_group_size", "conv_kernel_size"),
