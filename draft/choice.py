@@ -100,22 +100,20 @@ class FallbackDrafter(_SeveralDrafters):
         rows: list[list[int]] = [[] for _ in limits.max_accept]
         for drafter in self._drafters:
             left = [0 if row else limit for row, limit in zip(rows, limits.max_accept, strict=True)]
-            within = _limits_within(drafter, left, commit, bounds=limits)
+            within = _limits_within(drafter, left, commit, limits=limits)
             if any(within.max_accept):
                 chains = drafter.chains(commit, sampling, within)
                 rows = [row or chain[:most] for row, chain, most in zip(rows, chains, within.max_accept, strict=True)]
         return Proposal.chains(rows, self.draft_lengths)
 
 
-def _limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> RoundLimits:
-    """Return these limits for a round, no further than a drafter can follow a sequence."""
+def _limits_within(drafter: Drafter, most: list[int], commit: Commit, *, limits: RoundLimits) -> RoundLimits:
+    """Return the limits of a round with ``most`` accepted tokens, no further than a drafter can follow a sequence."""
     end = drafter.max_positions
-    if end is not None and bounds.max_rows + max(limits) > end + 1:
+    if end is not None and limits.max_rows + max(most) > end + 1:
         lengths = (commit.first_row + commit.count).tolist()
-        limits = [max(0, min(limit, end + 1 - length)) for limit, length in zip(limits, lengths, strict=True)]
-    if limits == bounds.max_accept:
-        return bounds
-    return replace(bounds, max_accept=limits, max_rounds=1)
+        most = [max(0, min(limit, end + 1 - length)) for limit, length in zip(most, lengths, strict=True)]
+    return limits if most == limits.max_accept else replace(limits, max_accept=most, max_rounds=1)
 
 
 def shortened_of(drafter: Drafter, length: int) -> Drafter:
@@ -414,7 +412,7 @@ class ChoiceDrafter(_SeveralDrafters):
         """Return the proposals of one drafter in these slots, as far as it can follow, and record the time."""
         drafter, begin = self._drafters[index], perf_counter()
         most = [limit if slot in slots else 0 for slot, limit in enumerate(limits.max_accept)]
-        within = _limits_within(drafter, most, commit, bounds=limits)
+        within = _limits_within(drafter, most, commit, limits=limits)
         if not drafter.draft_shape.num_draft_tokens or not any(within.max_accept):
             return [[] for _ in within.max_accept]
         chains = drafter.chains(commit, sampling, within)

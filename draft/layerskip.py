@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
-from paceline.decoder.models.config import ModelConfig
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
+from paceline.draft.options import first_layers, layerskip_shape
+from paceline.heads.options import Wanted
 
 
 class EarlyExitHead(AutoregressiveHead):
@@ -58,23 +58,9 @@ class LayerSkipDrafter(HeadDrafter):
     misfit_causes = "a target that was not trained to exit early; too few `layers`, or too many to be faster"
 
     def __init__(self, k: int, target: CompiledDecoder, *, layers: int | None = None) -> None:
-        self.check(target.config, layers=layers)
-        self.layers = _default(target.config) if layers is None else layers
-        super().__init__(EarlyExitHead(target.body, self.layers), target, k)
-
-    @staticmethod
-    def check(target: ModelConfig, *, layers: int | None = None) -> None:
-        """Check the options before anything is loaded. -> None, for no limit to the length of drafts
-
-        Raises:
-            ConfigurationError: there are not that many layers.
-        """
-        asked = _default(target) if layers is None else layers
-        if not 1 <= asked < target.num_layers:
-            raise ConfigurationError(
-                f"layers: expected 1 to {target.num_layers - 1}, fewer than the target's {target.num_layers}, got "
-                f"{asked}; correct it, or use another drafter"
-            )
+        shape = layerskip_shape(target.config, Wanted(k), layers=layers)
+        self.layers = first_layers(target.config) if layers is None else layers
+        super().__init__(EarlyExitHead(target.body, self.layers), target, shape)
 
     @property
     def state(self) -> nn.Module:
@@ -90,7 +76,3 @@ class LayerSkipDrafter(HeadDrafter):
     def cache_key(self) -> dict[str, object]:
         """Return the number of layers; the target's graphs have everything else in their keys."""
         return {"layerskip": self.layers}
-
-
-def _default(target: ModelConfig) -> int:
-    return max(1, target.num_layers // 4)

@@ -18,17 +18,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import CheckpointError, PairingError
-from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
+from paceline.core.errors import CheckpointError
+from paceline.core.types import DraftShape, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
-from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import DraftHead, HeadDrafter, at_index
-from paceline.heads.checkpoint import check, read
-from paceline.heads.layouts import Keys, MustBe, read_config
+from paceline.heads.checkpoint import as_dtype, check, read
+from paceline.heads.layouts import Keys, MustBe, check_target, read_config
+from paceline.heads.options import Wanted
 
 _EPS = 1e-6
 _KEYS = Keys(
@@ -83,11 +83,7 @@ class MlpSpeculatorConfig:
             tied=fields.flag("tie_weights", False),
             scale_input=fields.flag("scale_input", False),
         )
-        if (made.hidden_size, made.vocab_size) != (target.hidden_size, target.vocab_size):
-            raise PairingError(
-                f"{fields.where}: expected a target of width {made.hidden_size} with {made.vocab_size} ids, got "
-                f"{target.hidden_size} and {target.vocab_size}; use the target that it was trained for"
-            )
+        check_target("MLP speculator", target, vocab_size=made.vocab_size, hidden_size=made.hidden_size)
         if made.stages >= MAX_WIDTH:
             raise CheckpointError(
                 f"{fields.where}: n_predict: expected less than {MAX_WIDTH}, got {made.stages}; correct it"
@@ -135,6 +131,11 @@ def load(folder: Path, target: ModelConfig) -> tuple[MlpSpeculatorConfig, dict[s
                     )
     check(folder, weights, config.shapes())
     return config, weights
+
+
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
+    """Check the config.json; return the shape of its drafts. Errors as in `MlpSpeculatorConfig.read`."""
+    return DraftShape.chain(min(wanted.k, MlpSpeculatorConfig.read(folder, target).stages))
 
 
 class MlpSpeculatorHead(DraftHead):
@@ -218,14 +219,9 @@ class MlpSpeculatorDrafter(HeadDrafter):
         """
         folder, dtype = checkpoint_path(path), target.options.dtype
         config, found = load(folder, target.config)
-        weights = {name: check_finite(name, x, dtype, where=folder) for name, x in found.items()}
+        weights = as_dtype(folder, found, dtype)
         head = MlpSpeculatorHead(config, weights, kernels=target.backend.kernels, options=target.options)
         return cls(head, target, config.stages if k is None else min(k, config.stages))
-
-    @staticmethod
-    def check(target: ModelConfig, folder: Path) -> int:
-        """Check the config.json; return the most tokens it drafts. Errors as in `from_pretrained`."""
-        return MlpSpeculatorConfig.read(folder, target).stages
 
     def cache_key(self) -> dict[str, object]:
         """Facts on which the drafter's graphs depend."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PairingError, UnknownArchitectureError
-from paceline.core.types import FeatureSpec, SamplingTensors
+from paceline.core.types import DraftShape, FeatureSpec, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Kernels
@@ -30,18 +30,18 @@ from paceline.decoder.models.blueprint import Names
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Part, Weights, frozen
 from paceline.decoder.models.network import DecoderLayer
-from paceline.decoder.models.rope import rope_tables, rotation_at
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import WHOLE, Shard, TensorSpec
-from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, whole
+from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.checkpoint import load_floats
-from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
-from paceline.heads.checkpoint import check, read
-from paceline.heads.layouts import Keys, MustBe, read_config
+from paceline.draft.heads import AutoregressiveHead, HeadDrafter, TableHead, at_index
+from paceline.heads.checkpoint import as_dtype, check, read
+from paceline.heads.layouts import Keys, MustBe, check_target, read_config
+from paceline.heads.options import Wanted
 
 _COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "shared_head.head.weight")
 """Tensors in place of which the target's are used."""
@@ -127,12 +127,12 @@ class MtpConfig:
                 f"{fields.where}: expected an MTP layer that sees all positions, got sliding windows; use another "
                 "drafter"
             )
-        for name in ("model_type", "hidden_size", "vocab_size"):
-            if getattr(layer, name) != getattr(target, name):
-                raise PairingError(
-                    f"{fields.where}: {name}: expected the target's {getattr(target, name)}, got "
-                    f"{getattr(layer, name)}; use the target that the head was trained for"
-                )
+        if layer.model_type != target.model_type:
+            raise PairingError(
+                f"{fields.where}: model_type: expected the target's {target.model_type}, got {layer.model_type}; use "
+                "the head that was trained for this target"
+            )
+        check_target("MTP layer", target, vocab_size=layer.vocab_size, hidden_size=layer.hidden_size)
         experts = layer.blueprint.experts and replace(layer.blueprint.experts, dense=())
         blueprint = replace(layer.blueprint, windows=(), experts=experts)
         return cls(known[layer.model_type], replace(layer, blueprint=blueprint))
@@ -180,18 +180,21 @@ def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConf
     found = read(folder, wanted=lambda name: name not in _COPIES)
     weights = {name.removeprefix(prefix): x for name, x in found.items()}
     check(folder, weights, config.shapes())
-    return config, {name: check_finite(name, x, dtype, where=folder) for name, x in weights.items()}
+    return config, as_dtype(folder, weights, dtype)
 
 
-class MtpHead(AutoregressiveHead):
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
+    """Check the config.json; return the shape of the layer's drafts. Errors as in `MtpConfig.read`."""
+    MtpConfig.read(folder, target)
+    return DraftShape.chain(wanted.k)
+
+
+class MtpHead(TableHead, AutoregressiveHead):
     """The layer with its cache. ``lent``: the target's embedding and output layer, not copied."""
 
     reads = FeatureSpec()
-    cos: Tensor
-    sin: Tensor
     keys: Tensor
     values: Tensor
-    rows: Tensor
     ids: Tensor
 
     def __init__(
@@ -209,26 +212,18 @@ class MtpHead(AutoregressiveHead):
         part = Part(
             Shard(layer, WHOLE, 0), kernels, SingleRank(), Names(names.outer, "", names.inner, names.transposed)
         )
-        self.config, self._group = config, lent.group
-        self.embedding, self.output = lent.embedding, lent.head
+        self.config, self.output = config, lent.head
+        self.share(lent, rope_tables(layer.rope, layer.rotated, options.n_positions))
         self.token_norm, self.hidden_norm, self.norm = (part.norm(own, name) for name in config.layout.norms)
         self.fuse = frozen(own.pop(f"{config.layout.product}.weight"))
         self.layer = DecoderLayer(part, own, 0)
         assert not own, "`load` has checked the names"
-        cos, sin = rope_tables(layer.rope, layer.rotated, options.n_positions)
         keys, values = self.allocate_cache(layer.num_kv_heads, layer.head_dim)
-        none = lent.ids[:0]  # only a sharded target's tables need their ids
-        rows = lent.ids if lent.group.degree > 1 else none
-        buffers = {"cos": cos, "sin": sin, "keys": keys, "values": values, "rows": rows}
-        for name, value in buffers.items():
+        for name, value in {"keys": keys, "values": values, "ids": lent.ids}.items():
             self.register_buffer(name, value)
-        self.register_buffer("ids", lent.ids)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return [(self.keys, self.values)]
-
-    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        return None if self._group.degree > 1 else self.seated_rows(sampling, window)
 
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         assert features is not None, "`reads` asks for them"
@@ -238,25 +233,23 @@ class MtpHead(AutoregressiveHead):
         return self.norm(self._pairs(token, hidden, place))  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return whole(self.kernels.linear(hidden, self.output), self.config.layer.vocab_size, self._group)
+        return whole(self.kernels.linear(hidden, self.output), self.config.layer.vocab_size, self.groups[1])
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        part = VocabPart(self.ids, self.config.layer.vocab_size, self._group)
+        part = VocabPart(self.ids, self.config.layer.vocab_size, self.groups[1])
         scores = self.kernels.linear(hidden, self.output, self.real_rows(sampling, hidden.shape[1]))
         return choose(scores.contiguous(), positions, sampling, part=part, kernels=self.kernels)
 
     def _pairs(self, tokens: Tensor, states: Tensor, place: CachePosition) -> Tensor:
         """tokens [b, n] int32, states [b, n, H] -> the layer's output [b, n, H], before its last norm."""
         positions = place.positions(tokens.shape[1])
-        inputs = embedded(tokens, self.embedding, self.rows, group=self._group, kernels=self.kernels)
+        inputs = self.embed(tokens)
         if self.config.layout.masks_first:
             inputs = torch.where((positions > 0).unsqueeze(-1), inputs, 0.0)
         pair = [self.token_norm(inputs), self.hidden_norm(states.contiguous())]
         both = torch.cat(pair[::-1] if self.config.layout.hidden_first else pair, -1)
-        at = positions.clamp(max=self.cos.shape[0] - 1)
-        rotation = rotation_at(at, self.cos, self.sin, kernels=self.kernels)
         fused = self.kernels.linear(both, self.fuse, place.real)
-        return self.layer(fused, place, (self.keys, self.values), rotation)  # type: ignore[no-any-return]
+        return self.layer(fused, place, (self.keys, self.values), self.rotation(positions))  # type: ignore[no-any-return]
 
 
 class MtpDrafter(HeadDrafter):
@@ -282,11 +275,6 @@ class MtpDrafter(HeadDrafter):
         config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         kernels, options = target.backend.kernels, target.options
         return cls(MtpHead(config, weights, lent=target.body.lent, kernels=kernels, options=options), target, k)
-
-    @staticmethod
-    def check(target: ModelConfig, folder: Path) -> None:
-        """Check the config.json; errors as in `from_pretrained`. -> None, for no limit to the length of drafts"""
-        MtpConfig.read(folder, target)
 
     def cache_key(self) -> dict[str, object]:
         """Facts on which the drafter's graphs depend."""

@@ -20,12 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, PairingError
-from paceline.core.types import FeatureSpec
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.heads.layouts import read_config
+from paceline.heads.layouts import LayerSizes, check_target, layer_ids, read_config
 from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
 
 log = logging.getLogger("paceline")
@@ -117,29 +115,13 @@ def _written_ids(config: Fields) -> tuple[int, ...] | None:
         CheckpointError: they are not a list of layer numbers, or the two differ.
     """
     nested = config.child("eagle_config")
-    top, inner = _layer_ids(config, _LAYERS_KEY), None if nested is None else _layer_ids(nested, _LAYERS_KEY)
+    top, inner = (() if one is None else layer_ids(one, _LAYERS_KEY) for one in (config, nested))
     if top and inner and top != inner:
         raise CheckpointError(
             f"{config.where}: expected the same {_LAYERS_KEY} at the top level and in eagle_config, got {list(top)} "
             f"and {list(inner)}; keep the one the head was trained with"
         )
     return top or inner or None
-
-
-def _layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
-    """Return a list of layer numbers, None if the key is absent.
-
-    Raises:
-        CheckpointError: it is not such a list.
-    """
-    value = fields.values.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
-        raise CheckpointError(
-            f"{fields.where}: {key}: expected a list of layer numbers from 0 on, got {value!r}; correct the file"
-        )
-    return tuple(value)
 
 
 def is_eagle_config(fields: Mapping[str, object]) -> bool:
@@ -165,16 +147,14 @@ def layer_prefix(index: int) -> str:
     return f"layers.{index}." if index else "layer."
 
 
-@dataclass(frozen=True, slots=True)
-class EagleConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(LayerSizes):
     """One head. Widths: H of the head's stream, F of a feature (H of the target).
 
     version               1 or 3
     fc_bias               version 1: ``fc`` has a bias
     input_norm            version 1: the layer normalises its input, as usual layers do (EAGLE's own does not)
     norm_before_residual  version 3: the residual stream is the normalised hidden state
-    layers                version 3: the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
-    draft_vocab_size      version 3: number of ids the head can draft; version 1 drafts all
     num_layers            version 3: decoder layers; only the first reads tokens
     qk_norm               the heads of queries and keys are normalised, as in Qwen3
     fc_norm               EAGLE-3.1: every stream of the target is normalised by itself before ``fc``
@@ -186,23 +166,10 @@ class EagleConfig:
     """
 
     version: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    vocab_size: int
-    draft_vocab_size: int
     target_hidden_size: int
-    attention_bias: bool = False
-    mlp_bias: bool = False
     fc_bias: bool = False
     input_norm: bool = False
     norm_before_residual: bool = False
-    layers: tuple[int, ...] = ()
     num_layers: int = 1
     qk_norm: bool = False
     fc_norm: bool = False
@@ -275,11 +242,6 @@ class EagleConfig:
         return tuple(f"fc_norm.{i}.weight" for i in range(len(self.layers))) if self.fc_norm else ()
 
     @property
-    def reads(self) -> FeatureSpec:
-        """Hidden states of the target that the head reads."""
-        return FeatureSpec(self.layers)
-
-    @property
     def feature_size(self) -> int:
         """F, the width of the hidden states read from the target."""
         return self.target_hidden_size * max(1, len(self.layers))
@@ -298,46 +260,15 @@ class EagleConfig:
         if self.owns_output:
             shapes["lm_head.weight"] = (self.draft_vocab_size, size)
         for index in range(self.num_layers):
-            shapes |= {layer_prefix(index) + name: shape for name, shape in self._layer_shapes(index).items()}
-        return shapes
-
-    def _layer_shapes(self, index: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that every layer has; the first of version 3 reads a token and a state."""
-        size, inner = self.hidden_size, self.intermediate_size
-        width = 2 * size if self.version == 3 and not index else size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (size,)}
-        if self.version == 3 or self.input_norm:
-            shapes["input_layernorm.weight"] = (size,)
-        if self.qk_norm:
-            shapes |= {f"self_attn.{side}_norm.weight": (self.head_dim,) for side in "qk"}
-        attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (size, queries)}
-        for side, shape in attention.items():
-            shapes[f"self_attn.{side}_proj.weight"] = shape
-            if self.attention_bias:
-                shapes[f"self_attn.{side}_proj.bias"] = shape[:1]
-        for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
-            shapes[f"mlp.{part}_proj.weight"] = shape
-            if self.mlp_bias:
-                shapes[f"mlp.{part}_proj.bias"] = shape[:1]
+            width = 2 * size if three and not index else size  # the first of version 3 reads a token and a state
+            layer = self.layer_shapes(width, input_norm=three or self.input_norm, qk_norm=self.qk_norm)
+            shapes |= {layer_prefix(index) + name: shape for name, shape in layer.items()}
         return shapes
 
     def check_target(self, target: ModelConfig) -> None:
         """Raise PairingError unless the head fits this target."""
-        for name, head_value, target_value in (
-            ("vocabulary", self.vocab_size, target.vocab_size),
-            ("hidden size", self.target_hidden_size, target.hidden_size),
-        ):
-            if head_value != target_value:
-                raise PairingError(
-                    f"draft: expected a target with {name} {head_value} for this EAGLE head, got {target_value}; "
-                    "use the head that was trained for this target"
-                )
-        if any(not 0 <= layer <= target.num_layers for layer in self.layers):
-            raise PairingError(
-                f"draft: expected a target with the residual streams {self.layers} that the EAGLE head reads, got "
-                f"one of {target.num_layers} layers; use the head that was trained for this target"
-            )
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.target_hidden_size}
+        check_target("EAGLE head", target, layers=self.layers, **sizes)
 
 
 def check_own(folder: Path, target: ModelConfig) -> None:
@@ -374,7 +305,7 @@ def parse_own(fields: Fields) -> EagleConfig:
         **plain,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields),
-        layers=_layer_ids(fields, "layers") or (),
+        layers=layer_ids(fields, "layers"),
         num_layers=fields.integer("num_layers", 1),
         mask_token=None if fields.values.get("mask_token") is None else fields.integer("mask_token", minimum=0),
     )
@@ -402,33 +333,6 @@ def _rope(fields: Fields) -> RopeConfig:
         value = rope.values[name]
         plain[name] = rope.numbers(name, length=len(value) if isinstance(value, list) else 0)
     return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleOptions:
-    """Options of a draft, documented at `paceline.auto_drafter.AutoDrafter`.
-
-    Raises:
-        ConfigurationError: one is out of range.
-    """
-
-    draft_tree: object = None
-    aux_layers: object = None
-    divided: object = None
-    quantization: object = None
-
-    def __post_init__(self) -> None:
-        parse_layers(self.aux_layers)
-        head_format(self.quantization)
-
-
-def head_format(quantization: object) -> WeightFormat | None:
-    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
-    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,15 @@ from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
-from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.draft.heads import HeadDrafter
 from paceline.eagle import checkpoint
-from paceline.eagle.config import head_format, parse_layers
+from paceline.eagle.config import parse_layers
 from paceline.eagle.division import embedding_part, is_divided, part_of, shard_of
 from paceline.eagle.head import EagleHead
 from paceline.eagle.network import masked_state
-from paceline.eagle.tree import Chain, DraftTree
+from paceline.eagle.tree import Chain, DraftTree, parse_draft_tree
+from paceline.heads.checkpoint import as_dtype, head_form, unless_equal
 
 
 class EagleDrafter(HeadDrafter):
@@ -76,8 +75,10 @@ class EagleDrafter(HeadDrafter):
         cls,
         path: str | os.PathLike[str],
         target: CompiledDecoder,
-        draft_tree: DraftTree | None = None,
+        draft_tree: DraftTree | str = "chain",
         *,
+        k: int = 4,
+        drawn: bool = False,
         aux_layers: str | int | Sequence[int] | None = None,
         divided: bool | None = None,
         quantization: str | None = None,
@@ -86,7 +87,8 @@ class EagleDrafter(HeadDrafter):
 
         path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own; or an id of
                     the Hugging Face hub
-        draft_tree  how drafts grow; default: a chain of 4
+        draft_tree  how drafts grow, also as text (`paceline.eagle.tree.parse_draft_tree`); default: a chain of ``k``
+        drawn       the chain is sampled from the head's probabilities, for acceptor="reject"
         aux_layers  residual streams of the target that a head of version 3 reads, as in (2, 16, 29) or "2,16,29", in
                     place of its config.json's; the choice is logged
         divided     whether the head is sharded over the ranks of a sharded target, or replicated, which needs fewer
@@ -100,19 +102,13 @@ class EagleDrafter(HeadDrafter):
             PairingError: the head is for another target.
             ConfigurationError: the draft tree or ``aux_layers`` does not fit.
         """
+        draft_tree = parse_draft_tree(draft_tree, k=k, drawn=drawn)
         model, folder, dtype = target.body.model, checkpoint_path(path), target.options.dtype
         # With a sharded target this is rank 0, whose rows are the first: equality of those is taken as equality of all.
-        rows = min(model.head.shape[0], target.config.vocab_size)
-        # A quantised table cannot be compared with a copy: the head's own copy is used then.
-        output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
-        layers = parse_layers(aux_layers)
-        loaded = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
-        weights = _weights(loaded, dtype, folder)
-        embedding = loaded.embedding
-        if embedding is not None:
-            embedding = check_finite("its embedding", embedding, dtype, where=folder)
-            if table is not None and torch.equal(embedding[:rows], table):
-                embedding = None
+        output = model.head[: target.config.vocab_size] if isinstance(model.head, Tensor) else None
+        loaded = checkpoint.load(folder, target.config, head=output, aux_layers=parse_layers(aux_layers))
+        weights, embedding = _weights(loaded, dtype, folder)
+        embedding = unless_equal(embedding, model.embedding)
         degree = target.backend.group.degree
         make = partial(
             EagleHead,
@@ -120,10 +116,10 @@ class EagleDrafter(HeadDrafter):
             lent=target.body.lent,
             kernels=target.backend.kernels,
             options=target.options,
-            form=_form(target, quantization),
+            form=head_form(target.body, quantization),
         )
         if not is_divided(loaded.config, degree, divided):
-            return cls(make(weights, embedding=embedding), target, draft_tree or Chain(4))
+            return cls(make(weights, embedding=embedding), target, draft_tree)
         head, *others = (
             make(
                 part_of(weights, loaded.config, shard_of(loaded.config, degree, rank)),
@@ -132,7 +128,7 @@ class EagleDrafter(HeadDrafter):
             )
             for rank in range(degree)
         )
-        drafter = cls(head, target, draft_tree or Chain(4))
+        drafter = cls(head, target, draft_tree)
         target.backend.divide(head, others)
         return drafter
 
@@ -197,31 +193,14 @@ class EagleDrafter(HeadDrafter):
         return key if self.head.form is None else {**key, "quantization": self.head.form.value}
 
 
-def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
-    """Return a head's weights in the target's number format, as `EagleHead` takes them.
-
-    Raises:
-        CheckpointError: one has values beyond it.
+def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return a head's weights and its embedding in the target's number format, as `EagleHead` takes them; errors as in
+    `as_dtype`.
     """
-    floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
-    weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
+    weights, embedding = as_dtype(folder, loaded.weights, dtype), loaded.embedding
     if loaded.config.mask_token is not None:
         weights["masked"] = masked_state(loaded.config, weights)
         del weights["mask_hidden"]
-    return weights
-
-
-def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:
-    """Return the format of a head's matrices; None: the target's ``amp``.
-
-    An int8 matmul reads half the bytes, and is closer to float32 than one of bfloat16. Fewer bits would lower
-    acceptance.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
-    if quantization is not None:
-        return head_format(quantization)
-    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
-    packed = [one.format for one in target.body.modules() if isinstance(one, PackedMatrix)]
-    return WeightFormat.INT8 if any(form not in floats for form in packed) else None
+    if embedding is not None:
+        embedding = check_finite("its embedding", embedding, dtype, where=folder)
+    return weights, embedding

@@ -14,13 +14,17 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle.config import EagleConfig, check_version, layers_of, overridden, parse_own
+from paceline.eagle.config import EagleConfig, check_own, check_version, layers_of, overridden, parse_layers, parse_own
 from paceline.heads import layouts
-from paceline.heads.layouts import Keys, MustBe
+from paceline.heads.layouts import Keys, MustBe, head_format
+from paceline.heads.options import Wanted
 
 log = logging.getLogger("paceline")
 
@@ -154,6 +158,34 @@ def _check_attention(layer: Fields) -> None:
         )
 
 
+def draft_shape(
+    target: ModelConfig,
+    wanted: Wanted,
+    folder: Path,
+    *,
+    draft_tree: object = None,
+    aux_layers: object = None,
+    divided: object = None,
+    quantization: object = None,
+) -> DraftShape:
+    """Check the options of a draft, which are those of `EagleDrafter.from_pretrained`, and the config.json if it is of
+    our own layout: others are identified by their tensors. -> the shape of its drafts
+
+    Raises:
+        PairingError: the head is for another target.
+        ConfigurationError: an option is out of range.
+    """
+    del divided  # whose errors need the target's ranks
+    parse_layers(aux_layers)
+    head_format(quantization)
+    check_own(folder, target)
+    if draft_tree is None:
+        return DraftShape.chain(wanted.k)
+    from paceline.eagle.tree import parse_draft_tree  # loads PyTorch
+
+    return parse_draft_tree(draft_tree, k=wanted.k, drawn=wanted.drawn).draft_shape
+
+
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
 EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 MASKED = "mask_hidden"
@@ -270,7 +302,7 @@ def parse(
     present = set(names)
     layers = layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)
-    switches = {name: _switch(config, name) for name in _SWITCHES}
+    switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
     if switches["norm_output"] and layout != "speculators":
         log.warning(
             "%s: norm_output: drafts read the state after the last norm, as in vLLM and SGLang; SpecForge before its "
@@ -278,20 +310,10 @@ def parse(
             "the key", config.where,
         )  # fmt: skip
     return EagleConfig(
+        **EagleConfig.of(sizes),
         version=version,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope=sizes.rope,
-        vocab_size=sizes.vocab_size,
         draft_vocab_size=config.integer("draft_vocab_size", sizes.vocab_size) if version == 3 else sizes.vocab_size,
         target_hidden_size=config.integer("target_hidden_size", target.hidden_size),
-        attention_bias=sizes.attention_bias,
-        mlp_bias=sizes.mlp_bias,
         fc_bias="fc.bias" in present,
         input_norm=version == 1 and "layer.input_layernorm.weight" in present,
         norm_before_residual=version == 3 and config.flag("norm_before_residual", False),

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core import reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
-from paceline.decoder.models.rope import rope_tables, rotation_at
+from paceline.decoder.models.layers import frozen
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
-from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
+from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, rank, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.draft.heads import AutoregressiveHead, at_index
+from paceline.draft.heads import AutoregressiveHead, TableHead, at_index
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import Attend, EagleNetwork, EagleWeights, LayerWeights, Qkv
 
@@ -61,7 +61,7 @@ class _Held(nn.Module):
         if isinstance(weight, nn.Module):  # a quantised matrix
             self.add_module(name, weight)
         else:
-            self.register_parameter(name, None if weight is None else _frozen(weight))
+            self.register_parameter(name, None if weight is None else frozen(weight))
 
     def flat(self, kind: type[EagleWeights] | type[LayerWeights]) -> dict[str, Any]:
         """Return the weights by name, without groups of others."""
@@ -84,7 +84,7 @@ class _Layer(_Held):
         return LayerWeights(**self.flat(LayerWeights), mlp=mlp)
 
 
-class EagleHead(AutoregressiveHead):
+class EagleHead(TableHead, AutoregressiveHead):
     """The head with its caches. ``weights`` is emptied.
 
     ``lent``: weights shared with the target, not copied: the embedding, unless ``embedding`` [V, H] is the head's own,
@@ -94,11 +94,7 @@ class EagleHead(AutoregressiveHead):
     are not converted. Of a P-EAGLE head, ``weights`` have ``masked`` [H] (`paceline.eagle.network.masked_state`).
     """
 
-    cos: Tensor
-    sin: Tensor
     ids: Tensor
-    places: Tensor
-    rows: Tensor
     part_ids: Tensor
     masked: Tensor
     layers: nn.ModuleList
@@ -123,30 +119,26 @@ class EagleHead(AutoregressiveHead):
         ids = weights.pop("ids") if config.version == 3 else torch.arange(config.vocab_size)
         part_ids = weights.pop("part_ids").to(torch.int32) if own and self.group.degree > 1 else lent.ids
         key_heads = weights["layer.self_attn.k_proj.weight"].shape[0] // config.head_dim
-        self.embedding = lent.embedding if embedding is None else _frozen(embedding)
+        self.share(
+            lent,
+            rope_tables(config.rope, config.head_dim, options.n_positions),
+            embedding=embedding,
+            owns_output=own,
+            group=self.group,
+            drafted=(ids, config.vocab_size),
+        )
         masked = weights.pop("masked", lent.ids[:0])
         every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if own else lent.head)
         weights.clear()
         every = every if form is None else every.quantized(form, head=own)
-        self.held, self.fc_norms = _Held(every), nn.ParameterList([_frozen(x) for x in every.fc_norms])
+        self.held, self.fc_norms = _Held(every), nn.ParameterList([frozen(x) for x in every.fc_norms])
         self.layers = nn.ModuleList(
             _Layer(layer, self.allocate_cache(key_heads, config.head_dim)) for layer in every.layers
         )
-        self._groups: tuple[Collectives, Collectives] = (
-            lent.group if embedding is None else self.group,
-            self.group if own else lent.group,
-        )
-        cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
-        places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
-        places[ids.to(torch.int64)] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
         buffers = {
-            "cos": cos,
-            "sin": sin,
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
-            "places": places,  # inverse map; U for ids that cannot be drafted
-            # Needed only for sharded tables: the ids of this rank's rows of the embedding, and of its logits.
-            "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],
-            "part_ids": part_ids if self._groups[1].degree > 1 else lent.ids[:0],
+            # Needed only for a sharded output layer: the ids of this rank's logits.
+            "part_ids": part_ids if self.groups[1].degree > 1 else lent.ids[:0],
             "masked": masked,  # P-EAGLE: the fused state of a position not yet known
         }
         for name, value in buffers.items():
@@ -166,10 +158,11 @@ class EagleHead(AutoregressiveHead):
     @property
     def _skips(self) -> bool:
         """Whether rows that are not used cost nothing; over several ranks they do, as in the target's own windows."""
-        return self.kernels.skips_padding and all(group.degree == 1 for group in (self.group, *self._groups))
+        return self.kernels.skips_padding and not self.divided
 
-    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        return self.seated_rows(sampling, window) if self._skips else None
+    @property
+    def divided(self) -> bool:
+        return super().divided or self.group.degree > 1
 
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         return self.last_pair(tokens, features, place, last=last).hidden
@@ -243,10 +236,8 @@ class EagleHead(AutoregressiveHead):
         """Compute pairs: tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32 -> [b, n, H], or those ``kept``
         (`EagleNetwork.run`).
         """
-        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
-        at = positions.clamp(max=self.cos.shape[0] - 1)
-        rotation = rotation_at(at, self.cos, self.sin, kernels=self.kernels)
-        return self.network.run(inputs, hidden, attend, rotation=rotation, real=real, kept=kept)
+        rotation = self.rotation(positions)
+        return self.network.run(self.embed(tokens), hidden, attend, rotation=rotation, real=real, kept=kept)
 
     def attend(self, layer: int, qkv: Qkv, place: CachePosition) -> Tensor:
         """Write pairs to their rows of a layer's cache, and attend to those before them. -> [b, n, heads of this rank *
@@ -259,12 +250,12 @@ class EagleHead(AutoregressiveHead):
 
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """Compute scores: [b, n, H] -> [b, n, U] float32."""
-        return whole(self.network.scores(hidden, real), self.config.draft_vocab_size, self._groups[1])
+        return whole(self.network.scores(hidden, real), self.config.draft_vocab_size, self.groups[1])
 
     @property
     def part(self) -> VocabPart:
         """Ids of this rank's `EagleNetwork.scores`."""
-        sizes, group = self.config, self._groups[1]
+        sizes, group = self.config, self.groups[1]
         ids = self.part_ids if group.degree > 1 else self.ids
         return VocabPart(ids, sizes.vocab_size, group, gaps=sizes.draft_vocab_size < sizes.vocab_size)
 
@@ -289,21 +280,7 @@ class EagleHead(AutoregressiveHead):
         scores = self.network.scores(hidden, real)
         return rank(scores, positions, sampling, count=count, part=part, kernels=self.kernels)
 
-    def spread(self, scores: Tensor) -> Tensor:
-        """Spread scores over the vocabulary: [b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be
-        drafted.
-        """
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return scores
-        nothing = torch.full_like(scores[..., :1], reduce.NEGATIVE)
-        return torch.cat([scores, nothing], -1).index_select(-1, self.places)
-
 
 _GROUPS = ("mlp", "layers", "fc_norms")
 _FLAT = {kind: [one.name for one in fields(kind) if one.name not in _GROUPS] for kind in (EagleWeights, LayerWeights)}
 _OF_MLP = tuple(field.name for field in fields(MlpWeights) if field.name != "eps")
-
-
-def _frozen(x: Tensor) -> nn.Parameter:
-    """Return x as a parameter without a gradient; an existing parameter (the target's) is returned unchanged."""
-    return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)

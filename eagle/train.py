@@ -183,21 +183,12 @@ def default_config(
 ) -> EagleConfig:
     """Return a head configuration with the target's own sizes. ``parts``: what heads after EAGLE-3 have."""
     longest = target.rope.longest or target.max_position_embeddings
+    sizes = EagleConfig.of(target) | {"max_position_embeddings": min(target.max_position_embeddings, longest)}
     return EagleConfig(
+        **sizes,
         version=version,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=min(target.max_position_embeddings, longest),
-        rope=target.rope,
-        vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size if version == 3 else target.vocab_size,
         target_hidden_size=target.hidden_size,
-        attention_bias=target.attention_bias,
-        mlp_bias=target.mlp_bias,
         layers=layers if version == 3 else (),
         **parts,
     )

@@ -223,14 +223,16 @@ _FORMS = (
 )
 
 
-def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
-    """Parse the name of a draft tree; ``k`` tokens for a chain. ``drawn``: sampled from the head's probabilities, for
-    acceptor="reject".
+def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftTree:
+    """Parse a draft tree, or the name of one; ``k`` tokens for a chain. ``drawn``: sampled from the head's
+    probabilities, for acceptor="reject".
 
     Raises:
-        ConfigurationError: the text is unknown, the sizes do not fit, or ``drawn`` is set for a tree.
+        ConfigurationError: it is unknown, the sizes do not fit, or ``drawn`` is set for the name of a tree.
     """
-    kind, _, arguments = text.partition(":")
+    if isinstance(draft_tree, DraftTree):
+        return draft_tree
+    kind, _, arguments = (draft_tree if isinstance(draft_tree, str) else "").partition(":")
     if kind == "chain" and not arguments:
         return Chain(k, drawn=drawn)
     if drawn:
@@ -246,7 +248,7 @@ def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
         return StaticTree(numbers)
     if kind == "dynamic" and len(numbers) == 3:
         return DynamicTree(numbers[0], depth=numbers[1], width=numbers[2])
-    raise ConfigurationError(f"draft_tree: expected {_FORMS}, got {text!r}; correct it")
+    raise ConfigurationError(f"draft_tree: expected {_FORMS}, got {draft_tree!r}; correct it")
 
 
 class TreeFrontier:

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightShapeError
 from paceline.decoder.weights.files import check_finite, write_weight_file
 from paceline.decoder.weights.folder import find_weight_files
+from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.open import open_weight_file
-from paceline.heads.layouts import CONFIG, write_json
+from paceline.decoder.weights.quantize import PackedMatrix
+from paceline.heads.layouts import CONFIG, head_format, write_json
 
 Config = TypeVar("Config")
 
@@ -83,6 +85,41 @@ def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
                 f"{list(weights[name].shape)}; use the {CONFIG} and the target that belong to it"
             )
         check_finite(name, weights[name], weights[name].dtype, where=folder)
+
+
+def as_dtype(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return weights in a number format, and ``ids`` as they are.
+
+    Raises:
+        CheckpointError: one has values beyond it.
+    """
+    return {name: x if name == "ids" else check_finite(name, x, dtype, where=folder) for name, x in weights.items()}
+
+
+def head_form(target: nn.Module, quantization: str | None) -> WeightFormat | None:
+    """Return the format of a head's matrices; None: the target's ``amp``. ``target``: its network.
+
+    An int8 matmul reads half the bytes, and is closer to float32 than one of bfloat16. Fewer bits would lower
+    acceptance.
+
+    Raises:
+        ConfigurationError: the format does not exist.
+    """
+    if quantization is not None:
+        return head_format(quantization)
+    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
+    packed = [one.format for one in target.modules() if isinstance(one, PackedMatrix)]
+    return WeightFormat.INT8 if any(form not in floats for form in packed) else None
+
+
+def unless_equal(own: Tensor | None, shared: object) -> Tensor | None:
+    """Return a head's own table, unless its first rows, those of rank 0, equal the target's. A quantised table of the
+    target equals none.
+    """
+    if own is None or not isinstance(shared, Tensor) or own.shape[1:] != shared.shape[1:]:
+        return own
+    rows = min(len(own), len(shared))
+    return None if torch.equal(own[:rows], shared[:rows]) else own
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:

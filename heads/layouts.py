@@ -11,10 +11,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
+from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.decoder.weights.formats import WeightFormat
 
 CONFIG = "config.json"
 
@@ -60,6 +64,69 @@ class Keys:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Sizes of the layers of a head, which are those of Llama or Qwen3, and what it reads and drafts.
+
+    layers            the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
+    draft_vocab_size  number of ids that can be drafted
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    vocab_size: int
+    draft_vocab_size: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    layers: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(model: ModelConfig) -> dict[str, Any]:
+        """Return the fields that are those of a model, by name."""
+        return {
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_heads": model.num_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "rms_norm_eps": model.rms_norm_eps,
+            "max_position_embeddings": model.max_position_embeddings,
+            "rope": model.rope,
+            "vocab_size": model.vocab_size,
+            "attention_bias": model.attention_bias,
+            "mlp_bias": model.mlp_bias,
+        }
+
+    @property
+    def reads(self) -> FeatureSpec:
+        """Hidden states of the target that the head reads."""
+        return FeatureSpec(self.layers)
+
+    def layer_shapes(self, width: int, *, input_norm: bool, qk_norm: bool) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the tensors of a layer that reads rows of ``width``."""
+        size, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (size,)}
+        if input_norm:
+            shapes["input_layernorm.weight"] = (size,)
+        if qk_norm:
+            shapes |= {f"self_attn.{side}_norm.weight": (self.head_dim,) for side in "qk"}
+        attention = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (size, queries)}
+        mlp = {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}
+        for part, matrices, biases in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
+            for name, shape in matrices.items():
+                shapes[f"{part}.{name}_proj.weight"] = shape
+                if biases:
+                    shapes[f"{part}.{name}_proj.bias"] = shape[:1]
+        return shapes
+
+
 def read_config(folder: Path) -> Fields:
     """Read the config.json of a folder.
 
@@ -67,6 +134,56 @@ def read_config(folder: Path) -> Fields:
         CheckpointError: it does not exist, or is not a JSON object.
     """
     return Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
+
+
+def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = False) -> tuple[int, ...]:
+    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required.
+
+    Raises:
+        CheckpointError: it is not such a list.
+    """
+    value = fields.values.get(key)
+    if value is None and not required:
+        return ()
+    whole = isinstance(value, list) and all(type(one) is int and one >= least for one in value)
+    if not isinstance(value, list) or not whole or (required and not value):
+        raise CheckpointError(
+            f"{fields.where}: {key}: expected a list of layer numbers from {least} on, got {value!r}; correct the file"
+        )
+    return tuple(value)
+
+
+def check_target(
+    of: str, target: ModelConfig, *, vocab_size: int, hidden_size: int, layers: Sequence[int] = ()
+) -> None:
+    """Raise PairingError unless a head fits this target.
+
+    of      the head, for messages
+    layers  residual streams that it reads
+    """
+    for name, own, other in (
+        ("vocabulary", vocab_size, target.vocab_size),
+        ("hidden size", hidden_size, target.hidden_size),
+    ):
+        if own != other:
+            raise PairingError(
+                f"draft: expected a target with {name} {own} for this {of}, got {other}; use the head that was "
+                "trained for this target"
+            )
+    if any(not 0 <= layer <= target.num_layers for layer in layers):
+        raise PairingError(
+            f"draft: expected a target with the residual streams {tuple(layers)} that the {of} reads, got one of "
+            f"{target.num_layers} layers; use the head that was trained for this target"
+        )
+
+
+def head_format(quantization: object) -> WeightFormat | None:
+    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
+
+    Raises:
+        ConfigurationError: the format does not exist.
+    """
+    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 def write_json(path: Path, values: object, *, indent: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Options of every training of heads, and of its sequences. Options of one kind of heads are elsewhere."""
+"""Options of every kind of head: the drafts that are asked for, training, and its sequences."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ TEXTS_PER_FILE = 64
 """Sequences whose hidden states are kept in one file."""
 
 _GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The drafts that are asked for: ``k`` tokens; ``drawn``: sampled from the drafter's probabilities."""
+
+    k: int
+    drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

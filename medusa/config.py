@@ -125,13 +125,6 @@ class Claims:
 _LOSS_TARGETS = ("target", "text")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions:
-    """Options of a draft, documented at `paceline.auto_drafter.AutoDrafter`."""
-
-    draft_tree: object = None
-
-
 @dataclass(frozen=True, slots=True)
 class MedusaTraining(TrainingOptions):
     """Options for training Medusa heads, in addition to those of every training.

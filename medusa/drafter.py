@@ -98,20 +98,20 @@ class MedusaDrafter(HeadDrafter):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, target: CompiledDecoder, *, tree: TreeLike | None = None
+        cls, path: str | Path, target: CompiledDecoder, *, draft_tree: TreeLike | None = None
     ) -> MedusaDrafter:
         """Load heads for a target.
 
-        path    folder with the heads, in our layout, Medusa's or NxD Inference's, or an id of the Hugging Face hub
-        target  the decoder they are for
-        tree    choices, or a file of them; default: ``tree.json`` in the folder, else the best token of every head
+        path        folder with the heads, in our layout, Medusa's or NxD Inference's, or an id of the Hugging Face hub
+        target      the decoder they are for
+        draft_tree  choices, or a file of them; default: ``tree.json`` in the folder, else the best token of every head
 
         Raises:
             CheckpointError: the heads do not exist, are damaged, or are for another target.
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = checkpoint_path(path)
-        choices = None if tree is None else parse_choices(tree)
+        choices = None if draft_tree is None else parse_choices(draft_tree)
         shared_head, size = target.body.lent, target.config.vocab_size
         heads = checkpoint.heads(
             folder,

@@ -13,8 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core import tree
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import DraftShape
+from paceline.decoder.models.config import ModelConfig
 from paceline.heads.layouts import write_json
+from paceline.heads.options import Wanted
 
 TOP = 10
 """Tokens per head in Medusa's index tables."""
@@ -175,6 +179,14 @@ def shipped_choices(folder: Path) -> Choices | None:
         ConfigurationError: its file cannot be read.
     """
     return Choices.read(folder / TREE) if (folder / TREE).is_file() else None
+
+
+def draft_shape(_target: ModelConfig, _wanted: Wanted, folder: Path, *, draft_tree: object = None) -> DraftShape | None:
+    """Check the option of a draft; return the shape of the heads' drafts. None: all their first choices, and tensors
+    say how many heads there are. Errors as in `parse_choices`.
+    """
+    choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
+    return None if choices is None else tree.draft_shape(choices.parents)
 
 
 def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:

@@ -7,6 +7,7 @@ is for one folder. The grammar is in `paceline.draft_spec`, checks before loadin
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
-from paceline.draft_checks import block_k, check_depth, check_model_keys, make_rule, prepared, recognise, row_name
+from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, recognise, row_name
 from paceline.draft_spec import DraftSpec
 from paceline.heads.layouts import read_config
 from paceline.loadable import Loadable
@@ -174,24 +175,10 @@ class _Makers:
 
     def _heads(self, row: DrafterRow, spec: DraftSpec) -> Drafter:
         """Heads as deep as their tree, or as ``k`` says where it is set."""
-        options = dict(spec.options)
-        draft_tree = options.pop("draft_tree", None)
-        maker = resolve(row.path)
-        if row.name == "dflash":
-            k = block_k(self.config, spec, self.target.config, k=self._k(spec))
-            block: Drafter = maker(spec.path, self.target, k, drawn=self.drawn, **options)
-            return block
-        if row.name == "medusa":
-            heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
-        elif not row.trees:
-            heads = maker(spec.path, self.target, self._k(spec), **options)
-        else:
-            from paceline.eagle.tree import parse_draft_tree
-
-            tree = draft_tree  # a user's object, or text
-            if draft_tree is None or isinstance(draft_tree, str):
-                tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
-            heads = maker(spec.path, self.target, tree, **options)
+        maker, options = resolve(row.path), dict(spec.options)
+        given: dict[str, Any] = {"k": self._k(spec), "drawn": self.drawn}
+        given = {name: value for name, value in given.items() if name in inspect.signature(maker).parameters}
+        heads: Drafter = maker(spec.path, self.target, **given, **options)
         asked = self.config.k if spec.k is None else spec.k
         check_depth(spec, heads.draft_shape, asked, shortens=heads.draft_shape.is_chain)
         if not isinstance(asked, int) or asked == heads.draft_shape.depth:

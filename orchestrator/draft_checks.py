@@ -15,7 +15,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from paceline import vocab_compat
 from paceline.config import OF_MODELS, SpeculativeConfig
-from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import DraftShape
@@ -24,15 +23,13 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions, check_width
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.draft.dflash.config import DFlashOptions, is_dflash_config, parse
+from paceline.draft.dflash.config import is_dflash_config
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
-from paceline.eagle import config as eagle_config
-from paceline.eagle.config import EagleOptions
-from paceline.heads.layouts import read_config
+from paceline.eagle.config import is_eagle_config
+from paceline.heads.options import Wanted
 from paceline.loadable import Loadable, loadable
 from paceline.medusa.config import is_medusa_config
-from paceline.medusa.tree import parse_choices, shipped_choices
-from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, options_path, resolve
 
 if TYPE_CHECKING:
     from paceline.decoder.decoder import CompiledDecoder
@@ -84,19 +81,6 @@ def check_depth(spec: DraftSpec, shape: DraftShape, k: object, *, shortens: bool
         )
 
 
-def block_k(config: SpeculativeConfig, spec: DraftSpec, target: ModelConfig, *, k: int) -> int:
-    """Return the number of tokens that a DFlash head drafts: ``k``, or what its block holds where none was asked for.
-
-    Raises:
-        CheckpointError, PairingError: its config.json cannot be used, or is for another target.
-        ConfigurationError: more tokens are asked for than the block holds.
-    """
-    head = parse(read_config(checkpoint_path(str(spec.path))), target)
-    k = min(k, head.most) if (config.k if spec.k is None else spec.k) in (None, "auto") else k
-    head.check_k(k)
-    return k
-
-
 def check_trees(rule: AcceptanceRule, shape: DraftShape) -> None:
     """Raise ConfigurationError if a rule is for chains, and these are none."""
     if not shape.is_chain and not rule.trees:
@@ -131,12 +115,12 @@ class _Checks:
         k = config.max_k if spec.k is None else spec.k
         if row.name in ("model", "pard"):
             return self._model(row, spec, options, k=k)
-        if row.trees or row.name == "dflash":
-            shape = self._heads(row, spec, options)
-        elif row.given_as == "name":
-            shape = _text(row, options, k)
+        if row.check:
+            wanted = Wanted(k, self.rule.draft_probs)
+            folder = () if spec.path is None else (checkpoint_path(spec.path),)
+            shape: DraftShape | None = resolve(row.check)(self.target.config, wanted, *folder, **options)
         else:
-            shape = self._made_for_target(row, spec, options, k=k)
+            shape = _text(row, options, k)
         self._check_shape(spec, shape)
         return spec
 
@@ -170,33 +154,6 @@ class _Checks:
         self._check_shape(spec, DraftShape.chain(k))
         vocab_compat.check(found, self.target, self.config.vocabulary)
         return DraftSpec(row.name, k=spec.k, value=found)
-
-    def _heads(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any]) -> DraftShape | None:
-        """The shape that heads draft; None: their tensors say it."""
-        folder, draft_tree = checkpoint_path(str(spec.path)), options.get("draft_tree")
-        if row.name == "medusa":
-            choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
-            return None if choices is None else tree.draft_shape(choices.parents)
-        k = self.config.max_k if spec.k is None else spec.k
-        if row.name == "dflash":
-            DFlashOptions(**options)
-            return DraftShape.chain(block_k(self.config, spec, self.target.config, k=k))
-        EagleOptions(**options)
-        eagle_config.check_own(folder, self.target.config)
-        if draft_tree is None:
-            return DraftShape.chain(k)
-        if isinstance(draft_tree, str):
-            from paceline.eagle.tree import parse_draft_tree
-
-            draft_tree = parse_draft_tree(draft_tree, k=k, drawn=self.rule.draft_probs)
-        return cast("DraftShape", draft_tree.draft_shape)
-
-    def _made_for_target(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftShape:
-        """The longest chain of a drafter whose class checks the target's configuration, and its own folder."""
-        maker = resolve(row.path)
-        folders = () if spec.path is None else (checkpoint_path(spec.path),)
-        longest: int | None = getattr(maker, "__self__", maker).check(self.target.config, *folders, **options)
-        return DraftShape.chain(longest or k)
 
     def _check_shape(self, spec: DraftSpec, shape: DraftShape | None) -> None:
         if shape is not None:
@@ -252,8 +209,7 @@ def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], wher
 
 def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
     """Types of the options; none where a module shows them to the type checker only."""
-    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
-    maker = resolve(path)
+    maker = resolve(options_path(row))
     try:
         return get_type_hints(getattr(maker, "__init__") if isinstance(maker, type) else maker)  # noqa: B009
     except NameError:
@@ -280,7 +236,7 @@ def recognise(path: str) -> str:
     for row in DRAFTERS.values():
         if any(_has_mark(fields, *mark) for mark in row.marks):
             return row.name
-    if eagle_config.is_eagle_config(fields):
+    if is_eagle_config(fields):
         return "eagle"
     return "pard" if "pard_token" in fields else "model"
 

@@ -33,7 +33,10 @@ class DrafterRow:
                drafter supports structured output
     ladder     which of its drafts have several lengths (k="auto")
     listable   can be in a list
-    options    callable that its options are read from, if it is not ``path``
+    check      checks the options of a drafter that is made for a target, and its folder, before anything is loaded:
+               (the target's `ModelConfig`, `Wanted`, the folder if it has one, the options) -> its `DraftShape`, or
+               None where tensors say it
+    options    callable that its options are read from, if that is neither ``check`` nor ``path``
     marks      keys of the config.json by which its folder is recognised, with their values; None: a number above 0
     """
 
@@ -47,6 +50,7 @@ class DrafterRow:
     masks: bool = False
     ladder: Literal["all", "chains", "none"] = "all"
     listable: bool = True
+    check: str = ""
     options: str = ""
     marks: tuple[tuple[str, object], ...] = ()
 
@@ -111,7 +115,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
-            options="paceline.medusa.config:MedusaOptions",
+            check="paceline.medusa.tree:draft_shape",
         ),
         DrafterRow(
             "eagle",
@@ -123,7 +127,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             fused=True,
             ladder="chains",
             listable=False,
-            options="paceline.eagle.config:EagleOptions",
+            check="paceline.eagle.formats:draft_shape",
         ),
         DrafterRow(
             "dflash",
@@ -133,7 +137,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             draws=True,
             fused=True,
             listable=False,
-            options="paceline.draft.dflash.config:DFlashOptions",
+            check="paceline.draft.dflash.config:draft_shape",
         ),
         DrafterRow(
             "mtp",
@@ -142,6 +146,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            check="paceline.draft.mtp:draft_shape",
             options="paceline.draft.options:NoOptions",
             marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
         ),
@@ -152,6 +157,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             fused=True,
             listable=False,
+            check="paceline.draft.mlp_speculator:draft_shape",
             options="paceline.draft.options:NoOptions",
             marks=(("model_type", "mlp_speculator"),),
         ),
@@ -161,7 +167,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             "the target's first layers, with its weights and cache",
             given_as="target",
             fused=True,
-            options="paceline.draft.options:LayerSkipOptions",
+            check="paceline.draft.options:layerskip_shape",
         ),
         DrafterRow(
             "retokenizing",
@@ -257,10 +263,14 @@ def resolve(path: str) -> Any:
     return value
 
 
+def options_path(row: DrafterRow | RuleRow) -> str:
+    """Return the path of the callable whose parameters are a row's options."""
+    return (row.options or row.check or row.path) if isinstance(row, DrafterRow) else row.path
+
+
 def options_of(row: DrafterRow | RuleRow) -> dict[str, inspect.Parameter]:
     """The options that a draft or a rule of this row may have, by name, ``k`` not counted."""
-    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
-    parameters = inspect.signature(resolve(path)).parameters.values()
+    parameters = inspect.signature(resolve(options_path(row))).parameters.values()
     of_rule = isinstance(row, RuleRow)
     return {
         parameter.name: parameter

@@ -92,7 +92,9 @@ class VerifyStep(nn.Module):
         self.window = VerifyMask(draft_shape)
         self._unused = 0 if width is None else width - draft_shape.depth - 1
 
-    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, limit: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
         """The fields of a Commit; then limit [B] int32, params [B, 4], seeds [B, 4]; then, if N > 0, what a drafter's
         step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, draft_probs [B, N, V] if they were sampled.
 
@@ -103,7 +105,9 @@ class VerifyStep(nn.Module):
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.draft_shape.dynamic else None
         window = self.window(drafts, parents, limit=limit)
-        return self.decide(window, Commit(tokens, count, start), SamplingTensors(params, seeds, self.kind), *proposed)
+        return self.decide(
+            window, Commit(tokens, count, first_row), SamplingTensors(params, seeds, self.kind), *proposed
+        )
 
     def decide(
         self, window: _VerifyInputs, commit: Commit, sampling: SamplingTensors, *draft_probs: Tensor
@@ -166,17 +170,19 @@ class FusedStep(nn.Module):
         super().__init__()
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 
-    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, limit: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
         """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 4]; and features [B, W, F] if they are
         read.
 
         -> a report for the host, [B, W + 2] int32: tokens, count, and the proposal's depth; if not ``lean``, the
-        next Commit's tokens, count and start, and its features if they are read and not kept.
+        next Commit's tokens, count and first_row, and its features if they are read and not kept.
         """
         params, seeds, *read = rest
         if self.carry is not None and not read:
             read = [self.carry.features]
-        proposed = self.draft(tokens, count, start, params, seeds, *read)
+        proposed = self.draft(tokens, count, first_row, params, seeds, *read)
         missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
         if missing:  # a chain shorter than the window, and so are its probabilities, if it has any
             proposed = [
@@ -186,13 +192,13 @@ class FusedStep(nn.Module):
         drafts, *drawn = proposed
         window = self.verify.window(drafts, drawn.pop(0) if self.verify.draft_shape.dynamic else None, limit=limit)
         deep, sampling = window.reached(), SamplingTensors(params, seeds, self.verify.kind)
-        following, accepted, *features = self.verify.decide(window, Commit(tokens, count, start), sampling, *drawn)
+        following, accepted, *features = self.verify.decide(window, Commit(tokens, count, first_row), sampling, *drawn)
         if self.carry is not None:
             made = features.pop()
             unused = self.carry.features.shape[1] - made.shape[1]
             self.carry.features.copy_(nn.functional.pad(made, (0, 0, 0, unused)))
         report = torch.cat((following, accepted.unsqueeze(1), deep.unsqueeze(1)), 1)
-        return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
+        return (report, *features) if self._lean else (report, following, accepted, first_row + count, *features)
 
 
 class AutoregressiveStep(nn.Module):
@@ -210,13 +216,13 @@ class AutoregressiveStep(nn.Module):
         self._kind = kind
 
     def forward(
-        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The fields of a Commit; limit [B] int32, tokens after the first; params [B, 4], seeds [B, 4]
         -> tokens and count of the next Commit.
         """
         sampling = SamplingTensors(params, seeds, self._kind)
-        token, row = root_of(tokens, count, start)
+        token, row = root_of(tokens, count, first_row)
         token = token.clamp(min=0).unsqueeze(1)
         chosen: list[Tensor] = []
         for step in range(self._steps):
@@ -229,10 +235,10 @@ class AutoregressiveStep(nn.Module):
         return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, count
 
 
-def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def root_of(tokens: Tensor, count: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
     """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
     last = (count - 1).to(torch.int64).unsqueeze(1)
-    return tokens.gather(1, last).squeeze(1), start + count - 1
+    return tokens.gather(1, last).squeeze(1), first_row + count - 1
 
 
 def pad_draft_probs(draft_probs: Tensor, missing: int) -> Tensor:

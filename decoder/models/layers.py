@@ -44,9 +44,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def frozen(x: Stored) -> nn.Parameter:
-    """A tensor that is never quantised, as a parameter that is not trained. For matrices: `matrix`."""
+    """A tensor that is never quantised, as a parameter that is not trained; a parameter stays the same. For matrices:
+    `matrix`.
+    """
     assert isinstance(x, Tensor), "a matrix that may be quantised is wrapped by `matrix`"
-    return nn.Parameter(x.contiguous(), requires_grad=False)
+    return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)
 
 
 def joined_vectors(weights: Weights, names: list[str]) -> nn.Parameter:

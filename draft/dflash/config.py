@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
-from paceline.core.types import FeatureSpec
+from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig, RopeConfig
+from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.options import MAX_WIDTH
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.heads.layouts import Keys, MustBe
+from paceline.heads.layouts import Keys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
+from paceline.heads.options import Wanted
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 _OF = "a DFlash head"
@@ -47,11 +48,10 @@ class LayerRule:
     causal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(LayerSizes):
     """One head; its width is the target's.
 
-    layers        the target's residual streams that are read
     rules         attention of each layer
     block_size    tokens of a block: the last committed one, and mask tokens
     from_anchor   the last committed token's row predicts the first draft (DSpark), else the first mask token's row
@@ -62,18 +62,6 @@ class DFlashConfig:
     embedding_scale, logit_scale, logit_cap   factors of the target's embedding and logits, and the soft cap (0: none)
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    vocab_size: int
-    draft_vocab_size: int
-    attention_bias: bool
-    layers: tuple[int, ...]
     rules: tuple[LayerRule, ...]
     block_size: int
     mask_token: int
@@ -90,33 +78,18 @@ class DFlashConfig:
     logit_cap: float = 0.0
 
     @property
-    def reads(self) -> FeatureSpec:
-        """Hidden states of the target that the head reads."""
-        return FeatureSpec(self.layers)
-
-    @property
     def most(self) -> int:
         """Largest number of tokens that the head drafts."""
-        return self.block_size if self.from_anchor else self.block_size - 1
+        return min(self.block_size if self.from_anchor else self.block_size - 1, MAX_WIDTH // 2 - 1)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor except the vocabulary map and copies of the target's tables."""
-        size, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        size = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, size * len(self.layers))}
         shapes |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
+        layer = self.layer_shapes(size, input_norm=True, qk_norm=True)
         for index in range(len(self.rules)):
-            layer: dict[str, tuple[int, ...]] = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
-            layer |= {f"self_attn.{side}_norm": (self.head_dim,) for side in "qk"}
-            layer |= {"mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner)}
-            for side, rows in (("q", queries), ("k", keys), ("v", keys)):
-                layer[f"self_attn.{side}_proj"] = (rows, size)
-            layer["self_attn.o_proj"] = (size, queries)
-            shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-            if self.attention_bias:
-                shapes |= {
-                    f"layers.{index}.self_attn.{side}_proj.bias": layer[f"self_attn.{side}_proj"][:1] for side in "qkvo"
-                }
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
             if self.conv_size:
                 for part in ("attention_conv", "mlp_conv"):
                     shapes[f"layers.{index}.{part}.base_kernel"] = (2, self.conv_size, size)
@@ -143,52 +116,19 @@ class DFlashConfig:
 
     def check_k(self, k: int) -> None:
         """Raise ConfigurationError unless the head can draft ``k`` tokens."""
-        most = min(self.most, MAX_WIDTH // 2 - 1)
-        if not 1 <= k <= most:
+        if not 1 <= k <= self.most:
             raise ConfigurationError(
-                f"k: expected 1 to {most} for this DFlash head, whose blocks have {self.block_size} tokens, got {k}; "
-                "correct k"
-            )
-
-    def check_target(self, target: ModelConfig) -> None:
-        """Raise PairingError unless the head fits this target."""
-        for name, own, other in (
-            ("vocabulary", self.vocab_size, target.vocab_size),
-            ("hidden size", self.hidden_size, target.hidden_size),
-        ):
-            if own != other:
-                raise PairingError(
-                    f"draft: expected a target with {name} {own} for this DFlash head, got {other}; use the head that "
-                    "was trained for this target"
-                )
-        if any(not 0 <= layer <= target.num_layers for layer in self.layers):
-            raise PairingError(
-                f"draft: expected a target with the residual streams {self.layers} that the DFlash head reads, got "
-                f"one of {target.num_layers} layers; use the head that was trained for this target"
+                f"k: expected 1 to {self.most} for this DFlash head, whose blocks have {self.block_size} tokens, got "
+                f"{k}; correct k"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashOptions:
-    """Options of a draft, documented at `paceline.draft.dflash.drafter.DFlashDrafter.from_pretrained`.
-
-    Raises:
-        ConfigurationError: one is out of range.
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, quantization: object = None) -> DraftShape:
+    """Check the config.json and the options of a draft, which are those of `DFlashDrafter.from_pretrained`; return the
+    shape of its drafts. Errors as in `parse`, and ConfigurationError for an option that is out of range.
     """
-
-    quantization: object = None
-
-    def __post_init__(self) -> None:
-        head_form(self.quantization)
-
-
-def head_form(quantization: object) -> WeightFormat | None:
-    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
-    return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
+    head_format(quantization)
+    return DraftShape.chain(min(wanted.k, parse(read_config(folder), target).most))
 
 
 _LAYER_KEYS = frozenset({"attention_bias", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"})
@@ -253,7 +193,9 @@ def parse(fields: Fields, target: ModelConfig, *, drafted: int | None = None) ->
             f"{fields.where}: draft_vocab_size: expected {drafted}, the rows of lm_head.weight, got "
             f"{config.draft_vocab_size}; use the file that belongs to the weights"
         )
-    config.check_target(target)
+    check_target(
+        "DFlash head", target, vocab_size=config.vocab_size, hidden_size=config.hidden_size, layers=config.layers
+    )
     return config
 
 
@@ -336,7 +278,7 @@ def _of_speculators(fields: Fields) -> DFlashConfig:
     merged = Fields({**layer.values, **fields.values}, fields.where)
     return _made(
         merged,
-        layers=_layer_ids(fields, "aux_hidden_state_layer_ids", least=0),
+        layers=layer_ids(fields, "aux_hidden_state_layer_ids", required=True),
         rules=rules,
         draft_vocab_size=fields.integer("draft_vocab_size", layer.integer("vocab_size")),
         block_size=fields.integer("block_size", 8, minimum=2),
@@ -381,17 +323,8 @@ def _made(
         )
     cap = fields.values.get("final_logit_softcapping")
     return DFlashConfig(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope=sizes.rope,
-        vocab_size=sizes.vocab_size,
+        **DFlashConfig.of(sizes),
         draft_vocab_size=draft_vocab_size,
-        attention_bias=sizes.attention_bias,
         layers=layers,
         rules=rules,
         block_size=block_size,
@@ -435,22 +368,9 @@ def _windows(fields: Fields) -> list[tuple[int, bool]]:
     return [(window if one else 0, one) for one in slides]
 
 
-def _layer_ids(fields: Fields, key: str, *, least: int) -> tuple[int, ...]:
-    ids = fields.values.get(key)
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or any(isinstance(one, bool) or not isinstance(one, int) or one < least for one in ids)
-    ):
-        raise CheckpointError(
-            f"{fields.where}: {key}: expected a list of layer numbers from {least} on, got {ids!r}; correct the file"
-        )
-    return tuple(ids)
-
-
 def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Return the streams after the layers in ``target_layer_ids``; -1 is the embedding."""
-    ids = _layer_ids(fields, "target_layer_ids", least=-1)
+    ids = layer_ids(fields, "target_layer_ids", least=-1, required=True)
     if target.num_layers - 1 in ids:
         raise UnknownArchitectureError(
             f"{fields.where}: target_layer_ids: expected layers before the last, whose output is read after the "
@@ -459,9 +379,9 @@ def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     return tuple(one + 1 for one in ids)
 
 
-def _variant(fields: Fields) -> dict[str, int]:
+def _variant(fields: Fields) -> dict[str, Any]:
     """Return the sizes of the convolutions, the selector and the Markov head; empty without them."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, key, needs in (
         ("conv_size", "conv_kernel_size", "conv_group_size"),
         ("conv_group", "conv_group_size", "conv_kernel_size"),

@@ -11,22 +11,18 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PairingError
 from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.files import check_finite
-from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.decoder.weights.quantize import PackedMatrix
-from paceline.draft.dflash.config import DFlashConfig, head_form, parse
+from paceline.draft.dflash.config import DFlashConfig, parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
 from paceline.draft.heads import HeadDrafter, Kept
 from paceline.heads import layouts
-from paceline.heads.checkpoint import check, drafted_ids, read
+from paceline.heads.checkpoint import as_dtype, check, drafted_ids, head_form, read, unless_equal
 from paceline.heads.layouts import read_config
 
 log = logging.getLogger("paceline")
@@ -79,13 +75,11 @@ class DFlashDrafter(HeadDrafter):
     probabilities, for `Reject`.
 
     Raises:
-        PairingError: the head is for another target.
         ConfigurationError: ``k`` is out of range.
     """
 
     def __init__(self, head: DFlashHead, target: CompiledDecoder, k: int, *, drawn: bool = False) -> None:
         head.config.check_k(k)
-        head.config.check_target(target.config)
         super().__init__(head, target, k)
         self.head: DFlashHead = head
         self._drawn = drawn
@@ -96,7 +90,7 @@ class DFlashDrafter(HeadDrafter):
         cls,
         path: str | os.PathLike[str],
         target: CompiledDecoder,
-        k: int | None = None,
+        k: int = 4,
         *,
         drawn: bool = False,
         quantization: str | None = None,
@@ -105,37 +99,37 @@ class DFlashDrafter(HeadDrafter):
 
         path          folder in the layout of z-lab, DeepSpec, speculators or transformers, or an id of the Hugging Face
                       hub
-        k             drafted tokens per round; default: 4, or as many as the head drafts
+        k             drafted tokens per round; fewer if the head drafts fewer
         quantization  format of the layers' matrices, a `WeightFormat`'s name, or "amp": the target's ``amp``; default:
                       int8 over a target whose matrices are integers or blocks, else "amp"
 
         Raises:
             CheckpointError: the folder cannot be used, or its weights not in the target's number format.
             PairingError: the head is for another target.
-            ConfigurationError: ``k`` or ``quantization`` is out of range.
+            ConfigurationError: ``quantization`` is out of range.
         """
-        model, folder, dtype = target.body.model, checkpoint_path(path), target.options.dtype
+        model, folder = target.body.model, checkpoint_path(path)
         config, weights = load(folder, target.config)
         if target.config.blueprint.head_bias:
             raise PairingError(
                 "draft: expected a target whose output layer has no bias, which a DFlash head cannot share, got one "
                 "with; use another drafter"
             )
-        weights |= {name: check_finite(name, x, dtype, where=folder) for name, x in weights.items() if name != "ids"}
+        weights = as_dtype(folder, weights, target.options.dtype)
         head = DFlashHead(
             config,
             weights,
             lent=target.body.lent,
             tables=Tables(
                 weights.pop("ids"),
-                _unless_equal(weights.pop(EMBEDDING, None), model.embedding),
-                _unless_equal(weights.pop(HEAD, None), model.head),
+                unless_equal(weights.pop(EMBEDDING, None), model.embedding),
+                unless_equal(weights.pop(HEAD, None), model.head),
             ),
             kernels=target.backend.kernels,
             options=target.options,
-            form=_form(target, quantization),
+            form=head_form(target.body, quantization),
         )
-        return cls(head, target, min(4, config.most) if k is None else k, drawn=drawn)
+        return cls(head, target, min(k, config.most), drawn=drawn)
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that reads a commit and drafts."""
@@ -151,24 +145,3 @@ class DFlashDrafter(HeadDrafter):
         own = [head.embedding is not model.embedding, head.output is not model.head]
         key: dict[str, object] = {"dflash": json.loads(json.dumps(asdict(head.config))), "own": own}
         return key if head.form is None else {**key, "quantization": head.form.value}
-
-
-def _unless_equal(own: Tensor | None, shared: object) -> Tensor | None:
-    """Return a head's own table, unless its first rows, those of rank 0, equal the target's."""
-    if own is None or (
-        isinstance(shared, Tensor)
-        and shared.shape[1:] == own.shape[1:]
-        and len(own) >= len(shared)
-        and torch.equal(own[: len(shared)], shared)
-    ):
-        return None
-    return own
-
-
-def _form(target: CompiledDecoder, quantization: str | None) -> WeightFormat | None:
-    """Return the format of a head's matrices; None: the target's ``amp``. ConfigurationError as `head_form`."""
-    if quantization is not None:
-        return head_form(quantization)
-    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
-    packed = [one.format for one in target.body.modules() if isinstance(one, PackedMatrix)]
-    return WeightFormat.INT8 if any(form not in floats for form in packed) else None

@@ -23,16 +23,16 @@ from torch.nn import functional as F
 from paceline.core import reduce
 from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kernels, MlpWeights
-from paceline.decoder.models.layers import Rotation, biased, gated_mlp, scaled
-from paceline.decoder.models.rope import rope_tables, rotation_at
+from paceline.decoder.models.layers import Rotation, biased, frozen, gated_mlp, scaled
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import Collectives, SingleRank
-from paceline.decoder.parallel.vocab_parallel import SharedHead, embedded, whole
+from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.parallel.vocab_parallel import SharedHead, whole
 from paceline.decoder.parallel.vocab_part import topk
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import MatrixLike, matrix, quantize
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.heads import CachedHead, DraftedTokens, Kept, at_index
+from paceline.draft.heads import DraftedTokens, Kept, TableHead, at_index
 
 _ITSELF = AttentionRule(window=1)
 
@@ -99,8 +99,8 @@ class Convolution(nn.Module):
     def __init__(self, config: DFlashConfig, weights: Mapping[str, Tensor], prefix: str, *, kernels: Kernels) -> None:
         super().__init__()
         self._kernels, self._group = kernels, config.conv_group
-        self.base = _frozen(weights[f"{prefix}.base_kernel"].float())
-        self.projection = _frozen(weights[f"{prefix}.kernel_projection.weight"])
+        self.base = frozen(weights[f"{prefix}.base_kernel"].float())
+        self.projection = frozen(weights[f"{prefix}.kernel_projection.weight"])
 
     def before(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Convolve what the part reads, [B, T, H]; return it and the kernels for what the part makes."""
@@ -143,10 +143,10 @@ class Layer(nn.Module):
 
         def bias(*sides: str) -> nn.Parameter | None:
             names = [f"{prefix}self_attn.{side}_proj.bias" for side in sides]
-            return _frozen(torch.cat([weights[name] for name in names])) if config.attention_bias else None
+            return frozen(torch.cat([weights[name] for name in names])) if config.attention_bias else None
 
         def norm(name: str) -> nn.Parameter:
-            return _frozen(weights[f"{prefix}{name}.weight"])
+            return frozen(weights[f"{prefix}{name}.weight"])
 
         self.q, self.q_bias = rows("self_attn.q_proj"), bias("q")
         self.kv, self.kv_bias = rows("self_attn.k_proj", "self_attn.v_proj"), bias("k", "v")
@@ -195,18 +195,12 @@ class Layer(nn.Module):
         return x + self.mlp_conv.after(kernels.linear(inner, self.down, real), after)
 
 
-class DFlashHead(CachedHead):
+class DFlashHead(TableHead):
     """The head with its caches. ``weights`` are those of a checkpoint.
 
     ``lent``: weights shared with the target, this rank's rows of a sharded one. ``form``: format of the matrices of the
     layers, which are replicated on a sharded target.
     """
-
-    ids: Tensor
-    places: Tensor
-    rows: Tensor
-    cos: Tensor
-    sin: Tensor
 
     def __init__(
         self,
@@ -221,34 +215,31 @@ class DFlashHead(CachedHead):
     ) -> None:
         super().__init__(kernels, options)
         self.config, self.reads, self.form = config, config.reads, form
-        self.embedding = lent.embedding if tables.embedding is None else _frozen(tables.embedding)
-        self.output = lent.head if tables.output is None else _frozen(tables.output)
-        self._groups: tuple[Collectives, Collectives] = (
-            lent.group if tables.embedding is None else SingleRank(),
-            lent.group if tables.output is None else SingleRank(),
+        self.output = lent.head if tables.output is None else frozen(tables.output)
+        self.share(
+            lent,
+            rope_tables(config.rope, config.head_dim, options.n_positions),
+            embedding=tables.embedding,
+            owns_output=tables.output is not None,
+            drafted=(tables.ids, config.vocab_size),
         )
         self.fc = _matrix(weights["fc.weight"], form)
-        self.hidden_norm, self.norm = (_frozen(weights[f"{name}.weight"]) for name in ("hidden_norm", "norm"))
+        self.hidden_norm, self.norm = (frozen(weights[f"{name}.weight"]) for name in ("hidden_norm", "norm"))
         self.layers = nn.ModuleList(
             Layer(config, weights, index, kernels=kernels, form=form) for index in range(len(config.rules))
         )
         self.selector = nn.ParameterDict(
             {
-                name.partition(".")[2].removesuffix(".weight").replace(".", "_"): _frozen(x)
+                name.partition(".")[2].removesuffix(".weight").replace(".", "_"): frozen(x)
                 for name, x in weights.items()
                 if name.startswith(("candidate_selector.", "markov_head."))
             }
         )
-        cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
-        places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
-        places[tables.ids.to(torch.int64)] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-        buffers = {"cos": cos, "sin": sin, "places": places}
-        buffers["rows"] = lent.ids if lent.group.degree > 1 else lent.ids[:0]
         for index in range(len(config.rules)):
-            pair = self.allocate_cache(config.num_kv_heads, config.head_dim)
-            buffers |= {f"{side}_{index}": one for side, one in zip(("keys", "values"), pair, strict=True)}
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
+            for side, cache in zip(
+                ("keys", "values"), self.allocate_cache(config.num_kv_heads, config.head_dim), strict=True
+            ):
+                self.register_buffer(f"{side}_{index}", cache)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return [
@@ -256,17 +247,13 @@ class DFlashHead(CachedHead):
             for index in range(len(self.config.rules))
         ]
 
-    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        divided = any(group.degree > 1 for group in self._groups)  # as in the target's own windows
-        return None if divided else self.seated_rows(sampling, window)
-
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         return BlockStep(self, k, bucket, kind=kind)
 
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         assert features is not None, "commits carry the features that `reads` asks for"
         states = self.states(features, place.real)
-        rotation = self._rotation(place.positions(states.shape[1]))
+        rotation = self.rotation(place.positions(states.shape[1]))
         for layer, cache in zip(self.layers, self.caches(), strict=True):
             assert isinstance(layer, Layer)
             k, v = layer.keys(states, rotation, place.real)
@@ -291,18 +278,13 @@ class DFlashHead(CachedHead):
             behind.clamp(min=0, max=size - 1),
             count.unsqueeze(1) + rows[:size],
             place,
-            self._rotation(place.positions(len(rows))),
+            self.rotation(place.positions(len(rows))),
             real,
         )
 
-    def _rotation(self, positions: Tensor) -> Rotation:
-        at = positions.clamp(max=self.cos.shape[0] - 1)
-        return rotation_at(at, self.cos, self.sin, kernels=self.kernels)
-
     def block(self, tokens: Tensor, window: Window) -> Tensor:
         """Compute the block's tokens [B, T] int32 -> hidden [B, T, H], after the last norm."""
-        x = embedded(tokens, self.embedding, self.rows, group=self._groups[0], kernels=self.kernels)
-        x = scaled(x, self.config.embedding_scale)
+        x = scaled(self.embed(tokens), self.config.embedding_scale)
         for layer, cache in zip(self.layers, self.caches(), strict=True):
             x = layer(x, window, cache)
         return self.kernels.norm(x, self.norm, eps=self.config.rms_norm_eps)
@@ -310,16 +292,9 @@ class DFlashHead(CachedHead):
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """Compute logits [B, n, H] -> [B, n, U] of the ids that can be drafted, without a selector's."""
         config = self.config
-        made = whole(self.kernels.linear(hidden, self.output, real), config.draft_vocab_size, self._groups[1])
+        made = whole(self.kernels.linear(hidden, self.output, real), config.draft_vocab_size, self.groups[1])
         made = scaled(made, config.logit_scale)
         return config.logit_cap * torch.tanh(made / config.logit_cap) if config.logit_cap else made
-
-    def spread(self, scores: Tensor) -> Tensor:
-        """Spread scores over the vocabulary: [B, n, U] -> [B, n, V], `reduce.NEGATIVE` for other ids."""
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return scores.contiguous()
-        nothing = torch.full_like(scores[..., :1], reduce.NEGATIVE)
-        return torch.cat([scores, nothing], -1).index_select(-1, self.places)
 
     def choose(self, choice: Choice, real: Tensor | None) -> None:
         """Choose the tokens of a step."""
@@ -412,8 +387,3 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _matrix(weight: Tensor, form: WeightFormat | None) -> MatrixLike:
     return matrix(weight if form is None else quantize(weight, form))
-
-
-def _frozen(x: Tensor) -> nn.Parameter:
-    """Return x as a parameter without a gradient; an existing parameter (the target's) is returned unchanged."""
-    return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)

@@ -325,7 +325,7 @@ def medusa_tree(
         searched, held_out = rows[::2], rows[1::2]
         best, independent = _search(decoder, target, heads, rows=searched, nodes=tree.nodes, length=length)
         best.choices.write(out)
-        drafter = MedusaDrafter.from_pretrained(heads, decoder, tree=best.choices)
+        drafter = MedusaDrafter.from_pretrained(heads, decoder, draft_tree=best.choices)
         taus = _run(decoder, drafter, held_out, length=length)
     figures = {
         "nodes": len(best.choices),

@@ -28,9 +28,10 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.engine.request import Request
-from paceline.engine.stopping import StopChecker
-from paceline.outputs import RequestOutput, Statistics
+from paceline.engine.stopping import stopped_by
+from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.row_processing import RowProcessing
+from paceline.text.stop_strings import StopStringFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,13 @@ MAX_CONSECUTIVE_ROUNDS = 32
 _IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
 
-class Slot(StopChecker):
+class Slot:
     """A request that is being served, and its sequence. A `paceline.core.protocols.HostText`.
 
+    Every token is checked, in order, so that the earliest reason to stop wins.
+
+    text      prompt and all tokens so far
+    checks_each_token  whether every single token must be checked to find the stop
     sampling  its sampling values
     kind      its sampling mode; None: its prompt is in prefill, and it takes no part in rounds yet
     depth     maximum number of nodes that a round may accept for it
@@ -67,8 +72,13 @@ class Slot(StopChecker):
     """
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.prompt_length = len(request.prompt)
+        self.request, self.text, self.prompt_length = request, list(request.prompt), len(request.prompt)
+        self._filter: StopStringFilter | None = None
+        if request.stop_strings is not None and request.tokenizer is not None:
+            self._filter = StopStringFilter(request.stop_strings, request.tokenizer, request.prompt)
+        self.checks_each_token = self._filter is not None or bool(request.criteria)
+        self._appended = 0  # tokens added by `append` since the last `extend`, and the stop reason among them
+        self._reason: FinishReason | None = None
         self.num_logprobs, self.num_prompt_logprobs = request.num_logprobs, request.num_prompt_logprobs
         self.output_scores = request.output_scores
         self.prediction: Sequence[int] = request.prediction
@@ -79,6 +89,62 @@ class Slot(StopChecker):
         self.error: RequestError | None = None
         self.kind: SamplingKind | None = None
         self.depth = self.left = 0
+
+    @property
+    def remaining(self) -> int:
+        """Maximum number of tokens that may still come."""
+        return self.request.max_length - len(self.text)
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a token; return the reason if the sequence stops with it.
+
+        A verifier that decides a round token by token calls this for each; `extend` then receives the same tokens.
+        """
+        self.text.append(token)
+        self._appended += 1
+        self._reason = reason = self._reason_to_end(token)
+        return reason
+
+    def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add the tokens of a commit, up to the one that stops the sequence.
+
+        -> number of tokens that were appended, and the reason if it stops.
+        """
+        request = self.request
+        if self._appended:
+            count = self.take_appended()
+            assert self.text[-count:] == list(tokens[:count]), "another text was checked than was committed"
+            return count, self._reason
+        if (
+            not self.checks_each_token
+            and len(self.text) + len(tokens) < request.max_length
+            and request.eos.isdisjoint(tokens)
+        ):
+            self.text += tokens
+            return len(tokens), None
+        for count, token in enumerate(tokens, start=1):
+            self.text.append(token)
+            reason = self._reason_to_end(token)
+            if reason is not None:
+                return count, reason
+        return len(tokens), None
+
+    def take_appended(self) -> int:
+        """Return how many tokens `append` has added since the last commit."""
+        count, self._appended = self._appended, 0
+        return count
+
+    def _reason_to_end(self, token: int) -> FinishReason | None:
+        """Return why the sequence stops with its last token, or None."""
+        request = self.request
+        if token in request.eos:
+            return "stop"
+        if self._filter is not None:
+            self._filter.push(token)
+            if self._filter.finished:
+                return "stop"
+        reason = stopped_by(request.criteria, self.text) if request.criteria else None
+        return "length" if reason is None and len(self.text) >= request.max_length else reason
 
     def fail(self, error: RequestError) -> None:
         """Stop the sequence with an error, without another token."""

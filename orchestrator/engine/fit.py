@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from statistics import median
 
-from paceline.core.types import RoundReport, RoundResult
+from paceline.core.types import RoundResult
 
 log = logging.getLogger("paceline")
 

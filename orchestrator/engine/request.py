@@ -151,18 +151,14 @@ class Request:
         """
         rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
         _check_entries(params, len(rows))
-        stop_strings = None if params.stop_strings is None else StopStrings.of(params.stop_strings)
-        if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
-            raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
+        stop_strings = None if params.stop_strings is None else _stop_strings(params)
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         if eos is not None:
             remedy = "give ids of this model's tokenizer, or ignore_eos"
             _check_ids("eos_token_id", map(int, eos_ids), limits, remedy=remedy)
         end_ids = frozenset[int]() if params.ignore_eos else frozenset(map(int, eos_ids))
-        criteria = tuple(params.stopping_criteria_list or ())
-        if (reader := next(filter(reads_scores, criteria), None)) is not None:
-            raise no_scores(reader)
+        criteria = _criteria(params.stopping_criteria_list) if params.stopping_criteria_list else ()
         _check_drafter(params.drafter, limits.drafters)
         changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
         rules = _rules(params, limits, end_ids) if changed else None
@@ -215,6 +211,20 @@ def _check_drafter(name: str | None, drafters: Sequence[str]) -> None:
     names = ", ".join(map(repr, drafters))
     there = f"one of {names}" if names else "none, since the draft is no choice of several"
     raise SamplingError(f"drafter: expected {there}, got {name!r}; correct or omit it", param="drafter")
+
+
+def _stop_strings(params: SamplingParams) -> StopStrings | None:
+    stop_strings = StopStrings.of(params.stop_strings)
+    if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
+        raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
+    return stop_strings
+
+
+def _criteria(given: Sequence[Criterion]) -> tuple[Criterion, ...]:
+    """Return the stopping criteria; raise SamplingError for one that reads scores."""
+    if (reader := next(filter(reads_scores, given), None)) is not None:
+        raise no_scores(reader)
+    return tuple(given)
 
 
 def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: str) -> None:

@@ -15,7 +15,7 @@ from paceline.checks.verify_distribution import FALSE_ALARM, POWER, chi_square, 
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling
 from paceline.draft.model import ModelHead
-from paceline.engine.stopping import StopChecker
+from paceline.engine.batch import Slot
 from paceline.outputs import FinishReason
 from tests.checks import faults
 from tests.cli.calling import call
@@ -84,9 +84,9 @@ def test_a_fault_is_found(fault: str) -> None:
 
 def test_a_swallowed_stop_string_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checker that looks for strings where a single token comes, and not in a draft."""
-    extend = StopChecker.extend
+    extend = Slot.extend
 
-    def careless(self: StopChecker, tokens: list[int]) -> tuple[int, FinishReason | None]:
+    def careless(self: Slot, tokens: list[int]) -> tuple[int, FinishReason | None]:
         kept = self._filter
         self._filter = kept if len(tokens) == 1 else None
         try:
@@ -94,7 +94,7 @@ def test_a_swallowed_stop_string_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             self._filter = kept
 
-    monkeypatch.setattr(StopChecker, "extend", careless)
+    monkeypatch.setattr(Slot, "extend", careless)
     assert not report_of(faults.target(), faults.model(), "ends").passed
 
 

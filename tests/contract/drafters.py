@@ -184,7 +184,7 @@ def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGener
         torch.manual_seed(0)
         checkpoint.save(folder, sizes, {name: torch.randn(size) * 0.2 for name, size in sizes.shapes().items()})
         tree = Choices.chain(deepest(k)) if choices is None else choices
-        return home.generator(MedusaDrafter.from_pretrained(folder, target, tree=tree), k)
+        return home.generator(MedusaDrafter.from_pretrained(folder, target, draft_tree=tree), k)
 
     return make
 

@@ -24,7 +24,7 @@ def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] =
     torch.manual_seed(0)
     shape = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=True)
     checkpoint.save(folder, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
-    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, tree=tree), target)
+    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, draft_tree=tree), target)
 
 
 def eagle(

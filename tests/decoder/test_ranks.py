@@ -130,7 +130,7 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
     medusa.save(tmp_path, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     drafted = []
     for model in (load(workshop, 1), target):
-        drafter = MedusaDrafter.from_pretrained(tmp_path, model, tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
+        drafter = MedusaDrafter.from_pretrained(tmp_path, model, draft_tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
         generator = SpeculativeGenerator(drafter, model, fused=None if tied else False)
         assert tokens(generator, **SETTINGS[setting]) == tokens(model, **SETTINGS[setting])
         drafted.append(generator.statistics.num_accepted_tokens_per_pos)

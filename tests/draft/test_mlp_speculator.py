@@ -123,8 +123,8 @@ def test_it_drafts_no_more_than_it_has_stages(workshop: Workshop, tmp_path: Path
     ("changes", "error", "said"),
     [
         ({"n_predict": 1 << 40}, CheckpointError, "n_predict: expected less than 128, got"),
-        ({"vocab_size": 97}, PairingError, "expected a target of width 32 with 97 ids, got 32 and 96"),
-        ({"emb_dim": 64}, PairingError, "expected a target of width 64"),
+        ({"vocab_size": 97}, PairingError, "expected a target with vocabulary 97 for this MLP speculator, got 96"),
+        ({"emb_dim": 64}, PairingError, "expected a target with hidden size 64"),
         ({"method": "sum_lstm"}, UnknownArchitectureError, "'method' is not a known setting of an MLP speculator"),
         ({"n_predict": 2}, CheckpointError, "got also emb.2.weight"),
         ({"inner_dim": 0}, CheckpointError, r"emb.0.weight: expected shape \[96, 32\]"),

@@ -232,7 +232,7 @@ def test_no_token_changes(made: Made) -> None:
         ({"transformer_layer_config": None}, UnknownArchitectureError, "expected the key transformer_layer_config"),
         ({"model_type": "llama"}, UnknownArchitectureError, "model_type: expected one of qwen3 for MTP layers"),
         ({"model_type": "qwen3_next"}, UnknownArchitectureError, "got 'qwen3_next'"),
-        ({"hidden_size": 64}, PairingError, "hidden_size: expected the target's 32, got 64"),
+        ({"hidden_size": 64}, PairingError, "expected a target with hidden size 64 for this MTP layer, got 32"),
         ({"rope_interleaved": True}, UnknownArchitectureError, "rope_interleaved: expected False"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},

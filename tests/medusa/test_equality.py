@@ -43,7 +43,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 ) -> None:
     """With trained heads, so that paths of a tree are accepted too; random ones are in tests/contract."""
     target = workshop.decoder()
-    drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=TREES[tree])
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=TREES[tree])
     result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
     assert texts(result) == plain(target, SETTINGS[setting])
     assert_rolled_back(result)
@@ -81,7 +81,7 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
 
 def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="got 5"):
-        MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), tree=5)  # type: ignore[arg-type]
+        MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), draft_tree=5)  # type: ignore[arg-type]
 
 
 def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads
 
     taken = []
     for kind in (MedusaDrafter, Blind):
-        drafter = kind.from_pretrained(heads_folder, target, tree=[[0], [0, 0]])
+        drafter = kind.from_pretrained(heads_folder, target, draft_tree=[[0], [0, 0]])
         setting = {"do_sample": True, "temperature": 2.0, "seed": 5}
         taken.append(
             run(SpeculativeGenerator(drafter, target, fused=False), setting, new=90).statistics.acceptance_rate
@@ -178,7 +178,7 @@ def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
 def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
     drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
     assert isinstance(drafter, TraceableDrafter)
-    other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
+    other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), draft_tree=[[0]])
     assert drafter.step_key(1) != other.step_key(1)
     assert drafter.cache_key() != other.cache_key()
     drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
@@ -192,11 +192,11 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
 def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads_folder: Path) -> None:
     target = workshop.decoder()
     with pytest.raises(ConfigurationError, match="a depth of at most 3"):
-        MedusaDrafter.from_pretrained(heads_folder, target, tree=MC_SIM_7B_63)
+        MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=MC_SIM_7B_63)
     with pytest.raises(ConfigurationError, match=r"rank|window"):
-        MedusaDrafter.from_pretrained(heads_folder, target, tree=[[rank] for rank in range(VOCABULARY + 1)])
+        MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=[[rank] for rank in range(VOCABULARY + 1)])
     with pytest.raises(ConfigurationError, match="drafter of trees"):
         run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, acceptor="reject"), {})
-    drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=Choices.chain(2))
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=Choices.chain(2))
     assert drafter.draft_shape.is_chain
     assert run(SpeculativeGenerator(drafter, target, acceptor="reject"), {}).statistics.num_accepted_tokens

@@ -35,7 +35,7 @@ def test_every_tree_fits_and_has_the_nodes_that_its_name_says() -> None:
 
 @pytest.mark.parametrize("setting", [{}, {"do_sample": True, "temperature": 1.0, "seed": 2}], ids=["greedy", "sampled"])
 def test_they_change_no_token(target: SamplingDecoder, prompts: list[list[int]], setting: dict[str, object]) -> None:
-    drafter = MedusaDrafter.from_pretrained(HEADS, target, tree=HEADS / "tree-8.json")
+    drafter = MedusaDrafter.from_pretrained(HEADS, target, draft_tree=HEADS / "tree-8.json")
     result = run(SpeculativeGenerator(drafter, target), setting, prompts=prompts, new=24)
     assert texts(result) == plain(target, setting, prompts=prompts, new=24)
     assert result.statistics.num_accepted_tokens > 0
@@ -45,5 +45,5 @@ def test_greedy_rounds_are_about_as_long_as_the_search_expected(
     target: SamplingDecoder, prompts: list[list[int]]
 ) -> None:
     """Published: 2.06 tokens a round with this tree. Two short texts stray, but damaged heads would give about 1."""
-    drafter = MedusaDrafter.from_pretrained(HEADS, target, tree=HEADS / "tree-8.json")
+    drafter = MedusaDrafter.from_pretrained(HEADS, target, draft_tree=HEADS / "tree-8.json")
     assert run(SpeculativeGenerator(drafter, target), {}, prompts=prompts, new=40).statistics.tau > 1.4

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.core.sampling import Sampling
 from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundReport, RoundResult
-from paceline.engine.batch import Batch, RoundShape
+from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.request import Request
-from paceline.engine.stopping import StopChecker
 from paceline.outputs import Statistics
 
 BUCKETS = (16, 24, 64)
@@ -70,7 +69,7 @@ def test_limits(data: st.DataObject) -> None:
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
 def test_several_tokens_at_once_end_a_text_where_single_ones_do(parts: list[list[int]], length: int) -> None:
     request = Request(0, (), Sampling(), length, frozenset([0, 3]))
-    whole, single = StopChecker(request), StopChecker(request)
+    whole, single = Slot(request), Slot(request)
     for tokens in parts:
         reasons = []
         for token in tokens:

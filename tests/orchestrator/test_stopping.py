@@ -21,8 +21,8 @@ from transformers import (
 from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import SamplingError
 from paceline.core.sampling import Sampling
+from paceline.engine.batch import Slot
 from paceline.engine.request import Request
-from paceline.engine.stopping import StopChecker
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
 from tests.draft.tokenizers_of_two import every_byte
@@ -142,9 +142,9 @@ def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None
 WORDS = every_byte()
 
 
-def checker(strings: StopStrings, prompt: Sequence[int] = ()) -> StopChecker:
+def checker(strings: StopStrings, prompt: Sequence[int] = ()) -> Slot:
     """Of a request with these strings, whose text is long enough."""
-    return StopChecker(Request(0, tuple(prompt), Sampling(), 100, stop_strings=strings, tokenizer=WORDS))
+    return Slot(Request(0, tuple(prompt), Sampling(), 100, stop_strings=strings, tokenizer=WORDS))
 
 
 @settings(max_examples=100)
