@@ -113,7 +113,7 @@ def _show_warnings(planned: ExperimentPlan, store: Store | None) -> None:
     for line in planned.warnings:
         console.say(console.err(), f"warning: {line}", style="yellow")
     if store is not None and (others := planned.of_other_programs()):
-        remedy = f"they are kept; to run all anew, name another folder or remove {store.cells}"
+        remedy = f"they are kept; to run all again, name another folder or remove {store.cells}"
         console.say(console.err(), f"warning: {others}; {remedy}", style="yellow")
 
 
@@ -304,7 +304,7 @@ def tune(
     if run is not None:
         typer.echo(f"run: {run.predicted:.1f} tokens/s predicted, {run.measured:.1f} measured, plain {run.plain:.1f}")
     if run is not None and run.speedup < 1:
-        said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding beside it. Run it again on a "
+        said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding. Run it again on a "
         console.say(console.err(), said + "quiet machine, and serve without a draft if it stays so", style="yellow")
     typer.echo(f"written: {out}")
 
