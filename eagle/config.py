@@ -198,7 +198,7 @@ class EagleConfig(LayerSizes):
         sizes = (self.draft_vocab_size, self.hidden_size)
         if self.shares_output and sizes != (self.vocab_size, self.target_hidden_size):
             raise MissingWeightsError(
-                "lm_head.weight: expected an output layer of its own for a head that drafts "
+                "lm_head.weight: expected a separate output layer for a head that drafts "
                 f"{self.draft_vocab_size} of {self.vocab_size} ids, or has another width than the target, got none; "
                 "download the checkpoint in full"
             )

@@ -65,7 +65,7 @@ _HARMLESS_KEYS = frozenset(
 _MUST_BE: dict[str, MustBe] = {
     "norm_bias": MustBe((False,), "norms have biases"),
     "qkv_bias": MustBe((False,), "queries, keys and values have biases and the output has none"),
-    "layernorms": MustBe((False,), "an EAGLE-1 head has norms of its own"),
+    "layernorms": MustBe((False,), "an EAGLE-1 head has separate norms"),
     "use_sliding_window": MustBe((False,), "attention sees a window of the text only"),
     "is_causal": MustBe((True,), "attention also looks ahead"),
     "use_mrope": MustBe((False,), "positions have several dimensions"),

@@ -144,7 +144,7 @@ HARMLESS: dict[str, str] = {
     "num_nextn_predict_layers": "says how many MTP layers draft, which no token depends on",
     "moe_norm_min": "keeps a sum of probabilities from being zero, which it is not",
     "attention_layers": "says what attention_types says",
-    "learned_pos_emb": "has no effect beside ALiBi, without which its family is refused",
+    "learned_pos_emb": "has no effect with ALiBi, without which its family is rejected",
     **dict.fromkeys(("pard_token", "spd_type"), "is of drafting in one pass, in `paceline.draft.pard`"),
     "max_window_layers": "says which layers slide in families that read it, and nothing in others",
 }  # fmt: skip

@@ -286,7 +286,7 @@ class Shard:
         begin = 0
         for rows, split in spec.blocks:
             own = self.slice_of(TensorSpec((rows,), split))
-            assert own is not None, "what is whole on every rank is a tensor of its own"
+            assert own is not None, "a replicated block must be a separate tensor"
             ranges += [(begin + a, begin + b) for a, b in own.ranges]
             sizes += own.sizes
             begin += rows

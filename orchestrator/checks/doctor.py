@@ -84,7 +84,7 @@ def _machine() -> Iterator[Finding]:
     try:
         yield Finding("xla", "ok", f"torch_xla {metadata.version('torch-xla')}")
     except metadata.PackageNotFoundError:
-        yield Finding("xla", "note", "torch_xla is not installed: backend 'xla' needs an environment of its own")
+        yield Finding("xla", "note", "torch_xla is not installed: backend 'xla' needs a separate environment")
 
 
 def _cache() -> Iterator[Finding]:

@@ -354,8 +354,8 @@ def _neighbours(subject: Subject, budget: Budget) -> Finding:
         one = Sampling(temperature=0.9 if drawing["do_sample"] else 0.0, seed=seeds[place])
         tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
         number += 1
-    tried = f"texts beside {subject.slots} others in {subject.slots} slots, and alone"
-    return tally.finding(name, subject, tried=tried, begin=begin, theirs="the texts alone")
+    tried = f"texts with {subject.slots} others in {subject.slots} slots, and at batch size 1"
+    return tally.finding(name, subject, tried=tried, begin=begin, theirs="the same texts at batch size 1")
 
 
 def _repeats(subject: Subject, budget: Budget) -> Finding:
@@ -468,10 +468,10 @@ def _read_anew(subject: Subject, budget: Budget) -> Finding:
                 continue  # prefill decides a near-tie differently
             compared += 1
             if (rest[0].drafted, rest[0].accepted) != (drafted, accepted):
-                other.append(f"behind {length} tokens {rest[0].accepted} of {rest[0].drafted} are accepted")
+                other.append(f"after {length} tokens {rest[0].accepted} of {rest[0].drafted} are accepted")
                 other[-1] += f", in the course of the text {accepted} of {drafted}"
         number += 1
-    seen = f"{len(other)} of {compared} rounds draft other tokens once the text is read anew"
+    seen = f"{len(other)} of {compared} rounds draft other tokens once the text is read again"
     if other:
         seen += f": {'; '.join(other[:2])}. Either the drafter learns from texts, or its cache is not that of the text"
     tried = f"rounds of {number} texts"

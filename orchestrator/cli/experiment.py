@@ -123,7 +123,7 @@ def _show_warnings(planned: ExperimentPlan, store: Store | None) -> None:
     for line in planned.warnings:
         console.say(console.err(), f"warning: {line}", style="yellow")
     if store is not None and (others := planned.of_other_programs()):
-        remedy = f"they are kept; to run all anew, name another folder or remove {store.cells}"
+        remedy = f"they are kept; to run all again, name another folder or remove {store.cells}"
         console.say(console.err(), f"warning: {others}; {remedy}", style="yellow")
 
 

@@ -257,7 +257,7 @@ class ExperimentConfig(_Strict):
         for key in ("targets", "drafters", "samplings", "prompt_sets"):
             names = [one.label for one in getattr(self, key)]
             if twice := [name for name in names if names.count(name) > 1]:
-                remedy = "leave one out" if key == "samplings" else "give each a `name` of its own"
+                remedy = "leave one out" if key == "samplings" else "give each a different `name`"
                 raise ConfigurationError(f"{key}: expected different names, got {twice[0]!r} twice; {remedy}")
         return self
 

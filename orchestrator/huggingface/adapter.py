@@ -335,7 +335,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
 
 _REFUSED: dict[str, str] = {
-    "custom_generate": "it would run a decoding loop of its own; write a drafter, or a logits processor",
+    "custom_generate": "it would run another decoding loop; write a drafter, or a logits processor",
     "inputs_embeds": "the compiled graphs read token ids",
     "position_ids": "positions follow from attention_mask",
     "negative_prompt_ids": "it needs a second text in the cache for every row",

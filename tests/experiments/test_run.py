@@ -87,7 +87,7 @@ def test_finished_cells_are_not_run_again_and_failed_ones_alone_are(home: Path, 
         ({"max_new_tokens": 500}, ContextError, "n_positions: expected at most"),
         ({"prompt_sets": "no/such/file.jsonl"}, PromptError, "file.jsonl"),
         ({"samplings": [{"temprature": 1}]}, ConfigurationError, "temprature"),
-        ({"drafters": ["ngram", "none", "ngram"]}, ConfigurationError, "'ngram' twice; give each a `name` of its own$"),
+        ({"drafters": ["ngram", "none", "ngram"]}, ConfigurationError, "'ngram' twice; give each a different `name`$"),
         ({"samplings": [{"temperature": 0}, {"top_k": 3}]}, ConfigurationError, "samplings: .*'greedy' twice"),
     ],
 )
@@ -274,5 +274,5 @@ def test_cells_of_another_commit_are_kept_and_said(home: Path, tmp_path: Path) -
     cell.write_text(json.dumps(values))
     said = " ".join(call(*run_again).stderr.split())
     assert "finished cells were made by another version: 1 by paceline" in said and "commit 0123abc" in said
-    assert "to run all anew, name another folder or remove" in said
+    assert "to run all again, name another folder or remove" in said
     assert json.loads(cell.read_text()) == values
