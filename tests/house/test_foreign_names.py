@@ -26,6 +26,8 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import INSTANCES
 from paceline.serving import metrics, ray_app
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest, ResponsesRequest
+from paceline.serving.parsers import REASONING
+from paceline.serving.tool_formats import TOOL_FORMATS
 from tests.house.test_structure import REPOSITORY
 
 NEURON = {
@@ -47,12 +49,24 @@ VLLM = {  # docs.vllm.ai, "Metrics", and vllm/v1/metrics/loggers.py, vllm/v1/spe
     "request_inference_time_seconds", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
 }  # fmt: skip
+TOOL_PARSERS = {  # vllm/tool_parsers/__init__.py
+    *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "cohere_command3", "cohere_command4", "ernie45"),
+    *("glm45", "glm47", "granite-20b-fc", "granite", "granite4", "hermes", "poolside_v1", "hunyuan_a13b", "hy_v3"),
+    *("internlm", "jamba", "lfm2", "kimi_k2", "kimi_k3", "llama3_json", "llama4_json", "llama4_pythonic", "longcat"),
+    *("mimo", "minimax_m2", "minimax_m3", "minicpm5", "mistral", "olmo3", "openai", "phi4_mini_json", "pythonic"),
+    *("qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5", "inkling", "xlam", "gigachat3", "functiongemma"),
+    *("gemma4", "apertus", "solar_open2"),
+}
+OWN_FORMATS = {  # without a parser there, or with one of several forms
+    *("muse_glimmer", "solar_open", "cohere2", "nemotron_json", "minimax", "functools", "gigachat3_10b", "functionary"),
+}
+REASONING_PARSERS = {"deepseek_r1", "mistral", "seed_oss"}  # vllm/reasoning/__init__.py, those of our markers
 OWN_FIELDS = {  # of vLLM, and of this project
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs", "structured_outputs",
     "chat_template_kwargs", "return_token_ids",
     "speculative", "return_token_origins", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
-_NAME = re.compile(r"\b(?:NEURON|RAY|TORCH_NEURONX|HF|OMP|GOMP)_[A-Za-z0-9_]+\b")
+_NAME = re.compile(r"\b(?:NEURON|RAY|TORCH_NEURONX|HF|OMP|GOMP|PJRT|XLA)_[A-Za-z0-9_]+\b")
 _OURS = {"RAY_ERRORS", "NEURON_DOUBLE_CORES"}  # constants of ours, and of the stand-in for the runtime
 
 
@@ -109,6 +123,18 @@ def test_a_tag_is_no_longer_than_the_monitor_reads() -> None:
 def test_metrics_are_those_of_vllm() -> None:
     names = [metric.name for metric in metrics.METRICS]
     assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == VLLM
+
+
+def test_formats_of_calls_have_the_names_of_vllms_parsers() -> None:
+    names = {row.name for row in TOOL_FORMATS}
+    assert names - TOOL_PARSERS == OWN_FORMATS and not OWN_FORMATS & TOOL_PARSERS
+    assert {row.name for row in REASONING} == REASONING_PARSERS
+
+
+def test_variables_of_xla_are_documented() -> None:
+    """In "PJRT Runtime" of torch_xla's documents and in XLA's, and a constant of torch-neuronx."""
+    known = {"PJRT_DEVICE", "XLA_FLAGS", "XLA_DTYPE_TO_METANEFF_DTYPE"}
+    assert {name for name in written() if name.startswith(("PJRT_", "XLA_"))} <= known
 
 
 def test_fields_are_those_of_openais_client() -> None:

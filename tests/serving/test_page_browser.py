@@ -282,6 +282,7 @@ def test_models_are_loaded_and_their_cores_shown(browser: Browser) -> None:
     with running(app) as address, opened(browser, address) as page:
         page.click("#open-models")
         late = page.locator("#model-list li", has_text="late")
+        page.wait_for_selector("#model-list >> text=the best of draft, ngram, up to 3 tokens a round")
         late.locator("text=State: unloaded").wait_for()
         assert page.locator("[aria-label='Unload m']").is_disabled()
         page.click("[aria-label='Load late']")
@@ -317,6 +318,14 @@ def test_an_error_is_shown_in_its_words(browser: Browser, served: tuple[str, Scr
         assert "4 requests wait" in page.locator(".message.assistant .error").inner_text()
 
 
+SQUEEZED = """() => {
+  const [verdict, lanes] = ["verdict", "lanes"].map(id => document.getElementById(id));
+  verdict.textContent = "word ".repeat(40);
+  lanes.style.height = "2000px";
+  return verdict.scrollHeight - verdict.clientHeight;
+}"""
+
+
 def test_the_page_fits_a_phone(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
     with opened(browser, served[0], viewport={"width": 360, "height": 640}, has_touch=True) as page:
         ask(page, "hostile")
@@ -327,6 +336,8 @@ def test_the_page_fits_a_phone(browser: Browser, served: tuple[str, ScriptedEngi
         for view in ("#view-race", "#view-chat"):
             page.click(view)
             assert page.evaluate("document.documentElement.scrollWidth") <= 360
+            if view == "#view-race":
+                assert page.evaluate(SQUEEZED) <= 0, "a verdict of several lines is above the lanes"
         assert page.locator("#send").bounding_box()["y"] < 640  # type: ignore[index]
 
 

@@ -138,7 +138,8 @@ function described(state, what, card) {
   if (state.running) made.append(element("p", `${state.running} requests run`, "quiet"));
   if (card) {
     const about = card.paceline, drafts = about.num_spec_tokens;
-    const drafting = drafts ? `${about.methods.join(", then ")}, up to ${drafts} tokens a round` : "no drafter";
+    const methods = about.drafters.length ? `the best of ${about.drafters.join(", ")}` : about.methods.join(", then ");
+    const drafting = drafts ? `${methods}, up to ${drafts} tokens a round` : "no drafter";
     made.append(element("p", `${drafting}; ${card.max_model_len} positions`, "quiet"));
   }
   if (state.state && !acting.has(name)) {
