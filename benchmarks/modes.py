@@ -12,8 +12,7 @@ with those of plain decoding: one that has other tokens is counted. Nothing else
 graphs is not measured. llama.cpp reads the GGUF file that was fetched, through the package llama-cpp-python.
 
 With ``--turns`` all drafters of a batch size and a sampling take turns on one batch, and the one called auto is
-compared with plain decoding and with the best of the others. ``half``: every other prompt is random ids, whose text no draft
-foresees.
+compared with plain decoding and the best of the others. ``half``: every other prompt is random ids.
 """
 
 from __future__ import annotations

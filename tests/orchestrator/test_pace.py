@@ -157,8 +157,8 @@ def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() 
 
 
 def virtual(suits: list[float], cost: tuple[float, float, float], *, fixed: int | None = None) -> float:
-    """Tokens a second in virtual time, of requests whose drafts stand with these probabilities. ``cost``: of a round, of
-    a draft, of a row.
+    """Tokens a second in virtual time, of requests whose drafts stand with these probabilities. ``cost``: of a round,
+    of a draft, of a row.
     """
     dice, slots = random.Random(0), len(suits)
     pace, seconds, tokens = Pace(DraftLengthController(DRAFT_LENGTHS), competes=True), 0.0, 0
