@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.core.errors import ConfigurationError, RequestError
@@ -185,6 +185,13 @@ class TraceableDrafter(Drafter):
         """Read the commits of `update` that no proposal followed. Called, in place of `update`, before the first round
         after them in which the step reads the newest commit itself.
         """
+
+
+@runtime_checkable
+class LimitedStep(Protocol):
+    """A drafter's step that also takes ``limit`` [B] int32, the limits of a round, and skips drafts after them."""
+
+    takes_limit: bool
 
 
 class Verifier(ABC):

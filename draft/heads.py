@@ -15,7 +15,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import TraceableDrafter, finish
+from paceline.core.sampling import IDLE_ROW
 from paceline.core.types import (
     PAD,
     Commit,
@@ -224,7 +225,9 @@ class ParallelHead(DraftHead):
 
 
 class ChainStep(nn.Module):
-    """Read a commit, then draft ``k`` tokens one by one. ``kind``: sampling mode of its rounds."""
+    """Read a commit, then draft ``k`` tokens one by one. ``kind``: sampling mode of its rounds. A `LimitedStep`."""
+
+    takes_limit = True
 
     def __init__(
         self,
@@ -241,17 +244,31 @@ class ChainStep(nn.Module):
         self._kept = kept or Kept(drawn)
 
     def forward(
-        self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
+        self,
+        tokens: Tensor,
+        count: Tensor,
+        first_row: Tensor,
+        params: Tensor,
+        seeds: Tensor,
+        *features: Tensor,
+        limit: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them
-        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are sampled, and those of ``reports``.
+        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are sampled, and those of ``reports``; any
+        after the ``limit`` of a slot.
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
         place = head.place(first_row - shift, tokens.shape[1], self._bucket, sampling=sampling)
+        if place.padded:
+            place = replace(place, count=count * sampling.seated)
         hidden = head.read(tokens.clamp(min=0), features[0] if features else None, place, last=count - 1)
         drafts = DraftedTokens(head.kernels, sampling, self._kept)
         for index in range(self._k):
+            if limit is not None:  # a slot that drafts no further is as one without a request
+                drafts.sampling = sampling = replace(
+                    sampling, params=torch.where((limit > index).unsqueeze(1), params, IDLE_ROW[0])
+                )
             position = first_row + count + index  # of the token being sampled
             if index:
                 place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
@@ -283,10 +300,10 @@ class Kept:
 
 
 class DraftedTokens:
-    """The tokens that a step has chosen so far, with what is kept of their choice."""
+    """The tokens that a step has chosen so far, with what is kept of their choice. ``sampling``: of the next choice."""
 
     def __init__(self, kernels: Kernels, sampling: SamplingTensors, kept: Kept) -> None:
-        self._kernels, self._sampling, self._kept = kernels, sampling, kept
+        self._kernels, self.sampling, self._kept = kernels, sampling, kept
         self._tokens: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._largest: list[Tensor] = []
@@ -307,8 +324,8 @@ class DraftedTokens:
             self._largest.append(probs.softmax(logits).amax(-1))
         stream = noise.DRAFT if kept.drawn else noise.TARGET
         if kept.drawn:
-            self._distributions.append(self._kernels.probabilities(logits, self._sampling))
-        self.add(self._kernels.sample_tokens(logits, positions, self._sampling, stream=stream))
+            self._distributions.append(self._kernels.probabilities(logits, self.sampling))
+        self.add(self._kernels.sample_tokens(logits, positions, self.sampling, stream=stream))
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Return the drafts [B, k] int32, their probabilities [B, k, V] if they are sampled, and those of

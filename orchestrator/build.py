@@ -130,7 +130,8 @@ class _Builder:
             plans = {most: self._plan(most)}
         else:
             plans = {length: self._plan(length) for length in self.controller.draft_lengths}
-            pace = Pace(self.controller, lines=target.lines_for if len(target.batch_buckets) > 1 else None)
+            lines = target.lines_for if len(target.batch_buckets) > 1 else None
+            pace = Pace(self.controller, lines=lines, competes=target.body.skips_idle and drafter.draft_shape.is_chain)
             if not self.fixed and drafter.reads is None and keeps_tokens(self.rule):
                 steps = min(_UNDRAFTED_STEPS, self.width)
                 rest = self._plain(steps, steps if self.own else self.width)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
+from paceline.core.protocols import LimitedStep
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels, Tree
@@ -169,6 +170,7 @@ class FusedStep(nn.Module):
     ) -> None:
         super().__init__()
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
+        self._limits_drafts = isinstance(draft, LimitedStep) and verify.body.skips_idle
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, limit: Tensor, *rest: Tensor
@@ -182,7 +184,8 @@ class FusedStep(nn.Module):
         params, seeds, *read = rest
         if self.carry is not None and not read:
             read = [self.carry.features]
-        proposed = self.draft(tokens, count, first_row, params, seeds, *read)
+        limits = {"limit": limit} if self._limits_drafts else {}
+        proposed = self.draft(tokens, count, first_row, params, seeds, *read, **limits)
         missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
         if missing:  # a chain shorter than the window, and so are its probabilities, if it has any
             proposed = [

@@ -100,10 +100,17 @@ class TableBody:
         return hidden, None if reads is None else hidden
 
     def window(self, tokens: Tensor, row: Tensor, reach: int, **asked: Any) -> tuple[Tensor, Tensor | None]:
-        tree, reads = asked.get("tree"), asked.get("reads")
+        tree, reads, used = asked.get("tree"), asked.get("reads"), asked.get("used")
         row = row.clamp(max=self._positions - 1)
         place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
-        return self(tokens, place, reads)
+        hidden, features = self(tokens, place, reads)
+        if used is not None:  # other rows are not computed
+            place_of = torch.arange(tokens.shape[1])
+            line, column = (place_of >= used.unsqueeze(1)).nonzero(as_tuple=True)
+            hidden[line, column] = 0
+            for cache in (self.cache, self.stamp):
+                cache[line, row[line].to(torch.int64) + column] = EMPTY
+        return hidden, features
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         row = row.clamp(max=self._positions - 1).to(torch.int64).unsqueeze(1)

@@ -126,8 +126,8 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]
 
-        Rows from ``count`` [b] on may hold anything finite. A count of -1 - n means n rows; the rest may be
-        anything, even NaN.
+        Rows from ``count`` [b] on may hold anything finite. A count of -1 - n means n rows, and the rest of the result
+        may be anything, even NaN.
         """
 
     def attend(

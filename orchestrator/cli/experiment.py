@@ -541,8 +541,8 @@ def _verified(folder: Path, trace: LoadedTrace, plans: Sequence[LoadPlan]) -> li
             figures = {"predicted": predicted, "measured": seen, "error": predicted / seen - 1}
             found.append({"batch_size": plan.batch_size, "label": label, **figures})
         if run.measured < run.plain:
-            said = f"warning: {drafting.label} was {run.measured / run.plain:.2f} times as fast as plain decoding "
-            said += "beside it. Run it again on a quiet machine, and serve without a draft if it stays so"
+            said = f"warning: {drafting.label} was {run.measured / run.plain:.2f} times as fast as plain decoding. "
+            said += "Run it again on a quiet machine, and serve without a draft if it stays so"
             console.say(console.err(), said, style="yellow")
     return found
 

@@ -1,4 +1,4 @@
-"""Draft lengths chosen again in every round, among lengths that all have graphs.
+"""Draft lengths chosen again in every round, among lengths that all have graphs, and of each request in it.
 
 The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17192, section 3, with acceptance measured
 for every position instead of one alpha): a round of k drafts yields 1 + sum over i <= k of P(first i drafts accepted)
@@ -7,6 +7,10 @@ tokens and takes the time measured for that length.
 The speed of a machine varies with time by more than lengths differ, and the times of a length are as old as its last
 round. So times are kept relative to a level, the current slowness of the machine, which every round shows; and the
 lengths next to the chosen one are explored at intervals, to be compared with it at one level.
+
+Where rows that are not used cost nothing, requests compete for the rows of a round: a drafted token is verified if the
+probability that it and those before it are accepted is worth more than the time of its row (`DraftLengthController.
+allot`). What is known before the drafts are drawn decides, so that the law of every acceptance rule stays.
 """
 
 from __future__ import annotations
@@ -55,17 +59,63 @@ again, twice as many after every trial that failed, up to the second number.
 """
 
 
+TRIAL_ROUNDS = 8
+"""Rounds of a trial after a pause while half of its drafts are accepted; then the cost model decides."""
+
+REQUEST_PRIOR = 2.0
+"""Weight, in drafts, of what all requests show against the history of one."""
+
+ROUNDS_PER_ALLOTMENT = 8
+"""Rounds between two allotments of rows, unless a request joins or leaves."""
+
+_UNSHARED = 0.5
+"""Share of the time between the shortest and the longest length that is taken for the time of their rows, until rounds
+of one length with other numbers of rows tell it.
+"""
+
+
 @dataclass(slots=True)
 class StepTimes:
-    """Time of a round of every length: ``typical``, in seconds at the machine's level of the first rounds."""
+    """Time of a round by its length and rows, in seconds at the machine's level of the first rounds. A row takes the
+    same time at each length.
+    """
 
-    typical: dict[int, float] = field(default_factory=dict)
-    _times: dict[int, list[float]] = field(default_factory=dict)
+    _times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # rows and seconds
     _ran: set[int] = field(default_factory=set)
     _recent: list[float] = field(default_factory=list)  # of the last rounds, relative to those lengths' typical times
     _last: int | None = None
 
-    def record(self, length: int, seconds: float | None) -> None:
+    def __contains__(self, length: int) -> bool:
+        return length in self._times
+
+    def at(self, length: int, rows: int | None = None) -> float:
+        """Return the typical time of a round of that length; None: with the rows that such rounds had."""
+        times = self._times[length]
+        typical = _middle([seconds for _, seconds in times])
+        if rows is None:
+            return typical
+        each = self.row_seconds
+        return max(typical / 4, _middle([seconds + each * (rows - had) for had, seconds in times]))
+
+    @property
+    def row_seconds(self) -> float:
+        """Time of one more row: the slope that rounds of one length share, by least squares."""
+        shared = spread = 0.0
+        middle: dict[int, tuple[float, float]] = {}
+        for length, times in self._times.items():
+            rows, typical = sum(had for had, _ in times) / len(times), _middle([seconds for _, seconds in times])
+            middle[length] = rows, typical
+            bounded = [(had, min(max(seconds, typical / 2), typical * 2)) for had, seconds in times]
+            mean = sum(seconds for _, seconds in bounded) / len(times)
+            shared += sum((had - rows) * (seconds - mean) for had, seconds in bounded)
+            spread += sum((had - rows) ** 2 for had, _ in bounded)
+        (fewest, shortest), (most, longest) = middle[min(middle)], middle[max(middle)]
+        if most <= fewest:
+            return max(0.0, shared / spread) if spread else 0.0
+        prior, weight = _UNSHARED * (longest - shortest) / (most - fewest), most**2 / 16
+        return max(0.0, (shared + prior * weight) / (spread + weight))
+
+    def record(self, length: int, seconds: float | None, rows: int) -> None:
         """Record the time of a round, or of one step if it has several; None if other work is included."""
         warm, self._last = length == self._last, length
         if length not in self._ran:  # it may include compiling a graph
@@ -75,10 +125,11 @@ class StepTimes:
         if seconds is None or not (warm or len(times) < ENOUGH_TIMES):
             return
         if times and warm:
-            self._recent = [*self._recent[1 - LEVEL_ROUNDS :], seconds / self.typical[length]]
+            same = all(had == rows for had, _ in times)
+            usual = self.at(length, None if same else rows)
+            self._recent = [*self._recent[1 - LEVEL_ROUNDS :], seconds / usual]
         level = _middle(self._recent) if self._recent else 1.0
-        self._times[length] = times = [*times[1 - KEPT_TIMES :], seconds / level]
-        self.typical[length] = _middle(times)
+        self._times[length] = [*times[1 - KEPT_TIMES :], (rows, seconds / level)]
 
 
 @dataclass(slots=True)
@@ -121,9 +172,15 @@ class DraftLengthController:
     same choices.
 
     Every length is tried twice first, from the longest down: the first round of a length may include making its
-    graph and is not counted. A trial after a pause continues while half of its drafts are accepted, so that a draft
-    that has become useful is soon used. ``rounds``: number of rounds of the last choice.
+    graph and is not counted. A trial after a pause continues for some rounds while half of its drafts are accepted, so
+    that a draft that has become useful is soon used.
+
+    rounds    number of rounds of the last choice
+    standing  for every request, the probability that its first 1, 2, ... proposed tokens are accepted, and the share of
+              the tokens asked of the drafter that it proposes. Empty: requests do not compete for rows
     """
+
+    standing: Sequence[tuple[Sequence[float], float]] = ()
 
     def __init__(self, draft_lengths: tuple[int, ...]) -> None:
         self.draft_lengths = draft_lengths
@@ -134,8 +191,8 @@ class DraftLengthController:
         """Forget the times and the choice, but not the acceptance statistics."""
         self.rounds, self._length, self._settled = 1, self.draft_lengths[-1], False
         self._step_times, self._exploration = StepTimes(), Exploration()
-        self._recorded: list[tuple[int, list[int], list[int], float | None]] = []
-        self._idle, self._pause = 0, PROBE_AFTER[0]
+        self._recorded: list[tuple[int, list[int], list[int], float | None, int]] = []
+        self._idle, self._pause, self._tried = 0, PROBE_AFTER[0], 0
 
     def sibling(self: ControllerSelf) -> ControllerSelf:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
@@ -153,19 +210,44 @@ class DraftLengthController:
         self._learn()
         longest = next((k for k in self.draft_lengths if k >= deepest), self.draft_lengths[-1])
         taken = self._chosen([k for k in self.draft_lengths if k <= longest])
-        self._settled = taken == self._length and taken in self._step_times.typical
+        self._settled = taken == self._length and taken in self._step_times
         self.rounds = ROUNDS_PER_CHOICE if self._settled else max(1, self._exploration.left)
         return taken
 
+    def allot(self, length: int) -> list[int] | None:
+        """Return how many drafts of each request to verify in a round of the chosen length; None: all, since the
+        length is on trial.
+        """
+        if not self._length or length not in self._step_times:
+            return None
+        least = self._best(length)[1]
+        return [sum(chance >= least for chance in chances[:length]) for chances, _ in self.standing]
+
+    def _best(self, length: int) -> tuple[float, float]:
+        """Return tokens a second of rounds of a length, and the least chance of a draft that is worth its row there."""
+        times, requests = self._step_times, len(self.standing)
+        if not requests:
+            return self.expected(length)[length] / times.at(length), 0.0
+        tokens, seconds, each = float(requests), times.at(length, requests), times.row_seconds
+        offers = sorted(
+            ((chance, share) for chances, share in self.standing for chance in chances[:length]), reverse=True
+        )
+        least = 1.0
+        for chance, share in offers:
+            if chance * seconds <= each * tokens:
+                break
+            tokens, seconds, least = tokens + share * chance, seconds + share * each, chance
+        else:
+            least = 0.0
+        return tokens / seconds, least
+
     def _chosen(self, draft_lengths: list[int]) -> int:
-        typical = self._step_times.typical
-        untimed = next((k for k in reversed(draft_lengths) if k not in typical), None)
+        untimed = next((k for k in reversed(draft_lengths) if k not in self._step_times), None)
         if untimed is not None:
             return untimed
         if self._length == 0 and self._idle < self._pause:
             return 0  # nothing is learnt until then
-        tokens = self.expected(draft_lengths[-1])
-        rates = {k: tokens[k] / typical[k] for k in draft_lengths}
+        rates = {k: self._best(k)[0] for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
         if self._length not in draft_lengths:  # only near an end
             return best
@@ -190,27 +272,31 @@ class DraftLengthController:
             expected.append(expected[-1] + standing)
         return expected
 
-    def record(self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
-        """Record a round of this length: drafts requested by every slot and drafts accepted.
+    def record(
+        self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None, rows: int = 0
+    ) -> None:
+        """Record a round of this length: drafts requested by every slot, drafts accepted, and rows that were computed.
 
         A draft that was requested and not proposed, because of low confidence or no match, counts as rejected.
         ``seconds`` is None if other work is included. At length 0 ``accepted`` counts plain steps after the first, if a
         round takes several: each of them is a round in the cost model.
         """
-        self._recorded.append((length, requested, accepted, seconds))
+        self._recorded.append((length, requested, accepted, seconds, rows))
 
     def _learn(self) -> None:
         """Take in all that was recorded."""
         self._exploration.ran(len(self._recorded))
-        for length, requested, accepted, seconds in self._recorded:
+        for length, requested, accepted, seconds, rows in self._recorded:
             steps = 1 + max(accepted) if length == 0 else 1
-            self._step_times.record(length, None if seconds is None else seconds / steps)
+            self._step_times.record(length, None if seconds is None else seconds / steps, rows)
             if length == 0:
                 self._idle += steps
             elif self._length:
-                self._idle, self._pause = 0, PROBE_AFTER[0]
-            elif 2 * sum(accepted) < sum(requested):
-                self._idle, self._pause = 0, min(2 * self._pause, PROBE_AFTER[1])
+                self._idle, self._pause, self._tried = 0, PROBE_AFTER[0], 0
+            else:
+                self._tried += 1
+                if self._tried == TRIAL_ROUNDS or 2 * sum(accepted) < sum(requested):
+                    self._idle, self._pause, self._tried = 0, min(2 * self._pause, PROBE_AFTER[1]), 0
             if any(requested):
                 self._count(requested, accepted)
         self._recorded = []
@@ -229,8 +315,52 @@ def _middle(numbers: list[float]) -> float:
     return sorted(numbers)[len(numbers) // 2]
 
 
+class History:
+    """What became of drafts by position, of one request or of all, decayed.
+
+    Only positions whose predecessors were accepted count. What was drafted after a rejected token is left out: it tells
+    of the noise that later drafts are drawn with, and a choice by it would change the law of rejection sampling.
+
+    hits, tries  of proposed tokens: accepted, and all
+    asked        of the drafter, and of these ``proposed``
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.hits, self.tries = [0.0] * positions, [0.0] * positions
+        self.asked = self.proposed = 0.0
+
+    def fade(self) -> None:
+        """Let a round pass: what is long ago counts less, also of a request that was given no row meanwhile."""
+        self.hits, self.tries = [DECAY * x for x in self.hits], [DECAY * x for x in self.tries]
+        self.asked, self.proposed = DECAY * self.asked, DECAY * self.proposed
+
+    def count(self, asked: int, proposed: int, accepted: int) -> None:
+        """Add a proposal."""
+        decided = min(asked, accepted + 1)
+        self.asked, self.proposed = self.asked + decided, self.proposed + min(proposed, decided)
+        for place in range(min(proposed, decided)):
+            self.tries[place] += 1
+            self.hits[place] += place < accepted
+
+    def beliefs(self) -> list[float]:
+        """Return the acceptance of a proposed token at each position, if those before it are accepted."""
+        found, (belief, worth) = [], PRIOR
+        for hits, tries in zip(self.hits, self.tries, strict=True):
+            belief = (hits + belief * worth) / (tries + worth)
+            found.append(belief)
+        return found
+
+    def standing(self, beliefs: Sequence[float], share: float, deepest: int) -> tuple[list[float], float]:
+        """Return an entry of `DraftLengthController.standing`; ``beliefs`` and ``share`` are those of all requests."""
+        found, chance = list[float](), 1.0
+        for hits, tries, belief in zip(self.hits[:deepest], self.tries, beliefs, strict=False):
+            chance *= (hits + belief * REQUEST_PRIOR) / (tries + REQUEST_PRIOR)
+            found.append(chance)
+        return found, (self.proposed + share * REQUEST_PRIOR) / (self.asked + REQUEST_PRIOR)
+
+
 class Pace:
-    """Chooses the draft length of every round, and learns from its result.
+    """Chooses the draft length of every round and of every request in it, and learns from its result.
 
     The cost of a round, and so the best length, depends on the number of requests in it: there is a controller for
     every fill. Fills within a factor of two share one, and all share the acceptance statistics.
@@ -238,19 +368,34 @@ class Pace:
     controller  chooses the length; those of other batch fills are its siblings
     lines       batch rows of the graph that serves a number of slots (0 = all), if they determine the cost of a round;
                 None: the number of requests does
+    competes    whether rows that are not used cost nothing, so that requests compete for them
     """
 
-    def __init__(self, controller: DraftLengthController, *, lines: Callable[[int | None], int] | None = None) -> None:
+    def __init__(
+        self,
+        controller: DraftLengthController,
+        *,
+        lines: Callable[[int | None], int] | None = None,
+        competes: bool = False,
+    ) -> None:
         self._first = self._controller = controller
+        self._competes, self._positions = competes, controller.draft_lengths[-1]
+        self._all, self._own = History(self._positions), dict[int, History]()
+        self._seated: list[int] = []
+        self._standing: list[tuple[int, tuple[list[float], float]]] = []  # of slots, for some rounds
+        self._allotted: dict[int, list[int]] = {}  # drafts of each of these in rounds of a length
+        self._rounds_left = 0
         self._lines, self._by_fill = lines, dict[int, DraftLengthController]()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
 
     def begin(self, slot: int) -> None:
         """A request takes part from now on; the drafter has read its prompt."""
         self._lagging.discard(slot)
+        self._own[slot] = History(self._positions)
 
     def move(self, slot: int, to: int) -> None:
         """The request in a slot has gone to another one."""
+        self._own[to] = self._own.pop(slot, History(self._positions))
         if slot in self._lagging:
             self._lagging.remove(slot)
             self._lagging.add(to)
@@ -275,8 +420,36 @@ class Pace:
         """
         fill = len(seated) if self._lines is None else self._lines(limits.used_slots) or len(limits.max_accept)
         self._controller = controller = self.at(fill)
+        self._seated = sorted(seated)
+        competes = self._competes and len(seated) > 1
+        if not competes:
+            controller.standing = ()
+        elif self._rounds_left <= 0 or [slot for slot, _ in self._standing] != self._seated:
+            self._weigh(limits.max_accept)
+            controller.standing, self._allotted = [one for _, one in self._standing], {}
         length = controller.choose(max(limits.max_accept))
+        if competes and length:
+            limits = replace(limits, max_accept=self._limited(length, limits.max_accept))
         return length, limits if limits.max_rounds == 1 else replace(limits, max_rounds=controller.rounds)
+
+    def _weigh(self, most: list[int]) -> None:
+        """Estimate how far the drafts of every request stand."""
+        beliefs, share = self._all.beliefs(), (1 + self._all.proposed) / (1 + self._all.asked)
+        self._standing = [(slot, self._own[slot].standing(beliefs, share, most[slot])) for slot in self._seated]
+        self._rounds_left = ROUNDS_PER_ALLOTMENT
+
+    def _limited(self, length: int, most: list[int]) -> list[int]:
+        """Return the limits of slots in a round of a length, within the rows that were allotted to them."""
+        counts = self._allotted.get(length)
+        if counts is None:
+            counts = self._controller.allot(length)
+            if counts is None:
+                return most
+            self._allotted[length] = counts
+        limits = [0] * len(most)
+        for slot, count in zip(self._seated, counts, strict=True):
+            limits[slot] = min(most[slot], count)
+        return limits
 
     def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
         """Report the results of rounds of this length to the controller.
@@ -290,9 +463,23 @@ class Pace:
             if any(drafted) or length == 0:
                 accepted = [len(tokens) - 1 for tokens in report.tokens]
                 seconds = None if catches_up else report.seconds
-                self._controller.record(length, requested=drafted, accepted=accepted, seconds=seconds)
+                rows = len(self._seated) + sum(report.drafted[slot] for slot in self._seated)
+                self._controller.record(length, requested=drafted, accepted=accepted, seconds=seconds, rows=rows)
+            if self._competes and any(drafted):
+                self._count(drafted, report.drafted, accepted)
             if length == 0:
                 self._lagging = set(range(len(drafted)))
             elif self._lagging:
                 self._lagging = {slot for slot in self._lagging if not drafted[slot]}
             remaining = [left - len(tokens) for left, tokens in zip(remaining, report.tokens, strict=True)]
+
+    def _count(self, asked: list[int], proposed: list[int], accepted: list[int]) -> None:
+        """Take in a round with drafts."""
+        self._rounds_left -= 1
+        self._all.fade()
+        for slot in self._seated:
+            own = self._own[slot]
+            own.fade()
+            if asked[slot]:
+                for one in (own, self._all):
+                    one.count(asked[slot], min(proposed[slot], asked[slot]), accepted[slot])

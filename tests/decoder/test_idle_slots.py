@@ -13,6 +13,8 @@ from paceline.core.protocols import finish
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.native import ops
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocab_map import VocabMap
 from paceline.target.verifier import CompiledVerifier
 from tests.decoder.tiny import Workshop, fresh
 
@@ -100,3 +102,26 @@ def test_rows_after_the_end_of_a_draft_are_neither_computed_nor_written(workshop
     for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
         rows = (old != new).any(3).any(1).sum(1).tolist()
         assert rows == [4, 1, 3, 2]
+
+
+def test_a_draft_model_drafts_no_further_than_a_limit(workshop: Workshop) -> None:
+    decoder = fresh(workshop.checkpoint("draft"), backend="native", batch_size=4)
+    size = decoder.config.vocab_size
+    drafter = ModelDrafter(decoder, 4, vocabulary=VocabMap(size, size))
+    step, sampling = drafter.step(decoder.n_positions, "full"), sampling_tensors([Sampling()] * 4)
+    for slot in range(4):
+        drafter.add_request(slot, PROMPTS[0])
+    tokens = torch.tensor([[3, PAD, PAD], [3, 5, PAD], [3, 5, 9], [3, 5, 9]], dtype=torch.int32)
+    count, start = torch.tensor([1, 2, 3, 3], dtype=torch.int32), torch.full((4,), len(PROMPTS[0])).int()
+    (every,) = step(tokens, count, start, sampling.params, sampling.seeds)
+    for pair in decoder.body.caches:
+        for one in pair:
+            one[:, :, len(PROMPTS[0]) :] = 0
+    before = [one.clone() for pair in decoder.body.caches for one in pair]
+    limit = torch.tensor([0, 1, 3, 4], dtype=torch.int32)
+    (drafts,) = step(tokens, count, start, sampling.params, sampling.seeds, limit=limit)
+    for slot, deep in enumerate(limit.tolist()):
+        assert torch.equal(drafts[slot, :deep], every[slot, :deep])
+    for old, new in zip(before, (one for pair in decoder.body.caches for one in pair), strict=True):
+        read_and_drafted = (old != new).any(3).any(1).sum(1).tolist()
+        assert read_and_drafted == [1, 2, 3 + 2, 3 + 3]

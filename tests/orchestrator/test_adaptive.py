@@ -29,7 +29,9 @@ class Told(DraftLengthController):
     def choose(self, deepest: int) -> int:
         return self.plan.pop(0)
 
-    def record(self, rung: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
+    def record(
+        self, rung: int, *, requested: list[int], accepted: list[int], seconds: float | None, rows: int = 0
+    ) -> None:
         self.heard.append((rung, seconds is not None))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from paceline import DRAFT_LENGTHS
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import Commit, RoundLimits, RoundReport, RoundResult
 from paceline.engine.adaptive import DraftLengthController, Pace
 
 
@@ -67,7 +69,7 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
     pace = DraftLengthController((0, 2))
     pace.record(2, requested=[2], accepted=[2], seconds=100.0)  # compiling
     pace.record(2, requested=[2], accepted=[2], seconds=1.0)
-    assert pace.choose(0) == 0 and pace._step_times.typical[2] == 1.0
+    assert pace.choose(0) == 0 and pace._step_times.at(2) == 1.0
 
 
 def test_a_time_taken_while_the_machine_was_slow_does_not_keep_a_rung_away() -> None:
@@ -130,7 +132,7 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     pace = DraftLengthController((0, 1))
     for _ in range(2):
         pace.record(0, requested=[0, 0], accepted=[4, 0], seconds=5.0)
-    assert pace.choose(1) == 1 and pace._step_times.typical[0] == 1.0 and pace._idle == 10
+    assert pace.choose(1) == 1 and pace._step_times.at(0) == 1.0 and pace._idle == 10
 
 
 def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() -> None:
@@ -152,3 +154,39 @@ def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() 
         assert sum(rung == 0 for rung in chosen[seated]) > 0.95 * len(chosen[seated])
     assert sum(rung > 1 for rung in chosen[1]) > 0.8 * len(chosen[1])
     assert spent < plain
+
+
+def virtual(suits: list[float], cost: tuple[float, float, float], *, fixed: int | None = None) -> float:
+    """Tokens a second in virtual time, of requests whose drafts stand with these probabilities. ``cost``: of a round,
+    of a draft, of a row.
+    """
+    dice, slots = random.Random(0), len(suits)
+    pace, seconds, tokens = Pace(DraftLengthController(DRAFT_LENGTHS), competes=True), 0.0, 0
+    for slot in range(slots):
+        pace.begin(slot)
+    for number in range(600):
+        limits = RoundLimits([DRAFT_LENGTHS[-1] if fixed is None else fixed] * slots, 9, slots)
+        rung, limits = pace.choose(limits, range(slots)) if fixed is None else (fixed, limits)
+        drafted = [min(rung, limit) for limit in limits.max_accept]
+        stood = [next((i for i in range(d) if dice.random() >= a), d) for a, d in zip(suits, drafted, strict=True)]
+        took = (cost[0] + cost[1] * rung + cost[2] * (slots + sum(drafted))) * (0.97 + 0.06 * dice.random())
+        report = RoundReport([[0] * (1 + one) for one in stood], drafted, took)
+        if fixed is None:
+            pace.learn(rung, RoundResult(Commit(*[torch.empty(0)] * 3), [report]), limits, early=False)
+        if number >= 200:
+            seconds, tokens = seconds + took, tokens + slots + sum(stood)
+    return tokens / seconds
+
+
+def test_rows_go_to_the_requests_whose_drafts_stand() -> None:
+    suits, cost = [0.9, 0.1] * 8, (30.0, 1.0, 0.5)
+    best = max(virtual(suits, cost, fixed=rung) for rung in DRAFT_LENGTHS)
+    assert virtual(suits, cost) > 1.15 * best
+
+
+@pytest.mark.parametrize("suits", [[0.8] * 16, [0.1] * 4, [0.9, 0.1] * 8, [0.95, 0.7, 0.5, 0.2] * 4])
+@pytest.mark.parametrize("cost", [(30.0, 1.0, 0.5), (10.0, 1.0, 1.0), (10.0, 8.0, 1.0)])
+def test_requests_that_compete_are_never_slower(suits: list[float], cost: tuple[float, float, float]) -> None:
+    """Also where good drafts do not pay: a trial ends."""
+    best = max(virtual(suits, cost, fixed=rung) for rung in DRAFT_LENGTHS)
+    assert virtual(suits, cost) > 0.97 * best

@@ -28,9 +28,14 @@ class Dice(DraftLengthController):
         self.turn = getattr(self, "turn", -1) + 1
         return (self.draft_lengths[-1], *self.draft_lengths)[self.turn % (len(self.draft_lengths) + 1)]
 
+    def allot(self, length: int) -> list[int]:
+        """By the history of each request: where drafts stood, more are verified."""
+        return [sum(chance >= 0.3 * (self.turn % 3) for chance in chances) for chances, _ in self.standing]
+
 
 def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
-    """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
+    """Rungs of a ladder in turn, each with a verifier and commits of its own width; requests compete for rows."""
+    target.body.skips_idle = True
     rungs = {
         depth: RoundPlan(
             source.shortened(depth) if depth else source,
@@ -40,7 +45,11 @@ def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> 
         )
         for depth in (0, 1, 2, K)
     }
-    return Rounds(source, rungs, pace=Pace(Dice((0, 1, 2, K))))
+    rounds = Rounds(source, rungs, pace=Pace(Dice((0, 1, 2, K)), competes=True))
+    for slot in range(target.batch_size):
+        rounds._seated.add(slot)
+        rounds._pace.begin(slot)
+    return rounds
 
 
 class Letters:
