@@ -149,7 +149,7 @@ class EagleDrafter(HeadDrafter):
             raise CheckpointError(
                 f"{folder}: expected a head trained from the one in use, got another kind; give one of its kind"
             )
-        weights = _weights(loaded, target.options.dtype, folder)
+        weights, _ = _weights(loaded, target.options.dtype, folder)
         if "ids" in weights and not weights["ids"].equal(self.head.ids.to(torch.int64)):
             raise CheckpointError(
                 f"{folder}: expected a head that drafts the ids of the one in use, got others; train it from that one"
