@@ -454,7 +454,7 @@ def plan_speed(
             if trace is not None and measured.verify:
                 checks = _verified(measured.experiment, trace, plans)
             if trace is not None and measured.out is not None:
-                _save_models(measured.out, measured.experiment, trace, plans[0])
+                _save_models(measured.out, measured.experiment, trace, plan=plans[0])
     if as_json:
         source = "measured" if measured.experiment is not None else "arithmetic, not measured"
         typer.echo(json.dumps({"times": source, "loads": [one.to_dict() for one in plans], "verified": checks}))
@@ -556,7 +556,7 @@ def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
     return result
 
 
-def _save_models(file: Path, folder: Path, trace: LoadedTrace, plan: LoadPlan) -> None:
+def _save_models(file: Path, folder: Path, trace: LoadedTrace, *, plan: LoadPlan) -> None:
     """Write the models file of the fastest candidate of a load."""
     from paceline.decoder.weights.atomic_write import save_bytes
     from paceline.experiments import store, tuned

@@ -107,7 +107,7 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
-    def add(name: str, path: str, kind: Generates, text: str) -> None:
+    def add(name: str, path: str, kind: Generates, *, text: str) -> None:
         @app.post(path, name=name, description=text, openapi_extra=_post_schema(kind))
         async def generate(request: Request) -> Response:
             generation_request = await _read(request, kind)
@@ -115,9 +115,9 @@ def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) ->
             items: AsyncIterator[Item] = router.stream(generation_request, context)
             return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
 
-    add("completions", "/v1/completions", CompletionRequest, "Continue prompts.")
-    add("chat_completions", "/v1/chat/completions", ChatRequest, "Answer a conversation.")
-    add("responses", "/v1/responses", ResponsesRequest, "Answer, by OpenAI's newer API. Nothing is kept.")
+    add("completions", "/v1/completions", CompletionRequest, text="Continue prompts.")
+    add("chat_completions", "/v1/chat/completions", ChatRequest, text="Answer a conversation.")
+    add("responses", "/v1/responses", ResponsesRequest, text="Answer, by OpenAI's newer API. Nothing is kept.")
 
 
 def _add_models(app: FastAPI, router: ModelRouter) -> None:

@@ -413,18 +413,18 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
     if request.tools_offered and form.tools is None:
         raise RefusedError(400, "tools: this model's chat template does not support tools; omit tools", param="tools")
-    parameters = inspect.signature(chat_tokenizer.apply_chat_template).parameters
-    for name in request.template_kwargs:
-        if name in parameters or name == "messages":
-            raise RefusedError(
-                400,
-                f"chat_template_kwargs: {name!r} cannot be passed to the template; omit it",
-                param="chat_template_kwargs",
-            )
+    given = request.template_kwargs
+    taken = {*inspect.signature(chat_tokenizer.apply_chat_template).parameters, "messages"} if given else set()
+    if (name := next((one for one in given if one in taken), None)) is not None:
+        raise RefusedError(
+            400,
+            f"chat_template_kwargs: {name!r} cannot be passed to the template; omit it",
+            param="chat_template_kwargs",
+        )
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in request.tools_offered] or None
     turns = for_template([_as_dict(message) for message in request.messages or ()], form.in_parts)
     opened = {"add_generation_prompt": request.opens_turn, "continue_final_message": request.continue_final_message}
-    kwargs = {**request.template_kwargs, **opened}
+    kwargs = {**given, **opened}
     try:
         return str(chat_tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **kwargs))
     except Exception as error:  # templates are programs that may raise any error

@@ -15,6 +15,7 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
+from paceline.text.tokenizer import decoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class CallState:
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
         """Create the state of a call. ``numbers``: the engine's numbers for its requests."""
         shared = call.requests[0].tokenizer
-        tokenizer = None if shared is None else GuardedTokenizer(shared)
+        tokenizer = None if shared is None else GuardedTokenizer(decoder_of(shared))
         guarded = [
             replace(request, index=number, tokenizer=tokenizer)
             for number, request in zip(numbers, call.requests, strict=True)
