@@ -200,11 +200,13 @@ class Proposal:
              a separate tree for every slot; None = a chain
     draft_probs      [B, N, V] float32, the distribution each token was SAMPLED from; None = not sampled (argmax,
                      n-gram, heads)
+    lengths  of the chains of every slot, if they were made from lists; None: to be read from the tokens
     """
 
     tokens: Tensor
     parents: tuple[int, ...] | Tensor | None = None
     draft_probs: Tensor | None = None
+    lengths: Sequence[int] | None = None
 
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]], depths: Sequence[int]) -> Proposal:
@@ -214,7 +216,8 @@ class Proposal:
         longest = max(len(row) for row in rows)
         nodes = next(depth for depth in depths if depth >= longest)
         padded = [[*row, *[PAD] * (nodes - len(row))] for row in rows]
-        return cls(torch.tensor(padded, dtype=torch.int32).view(len(rows), nodes))
+        lengths = [next((place for place, token in enumerate(row) if token < 0), len(row)) for row in rows]
+        return cls(torch.tensor(padded, dtype=torch.int32).view(len(rows), nodes), lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import DraftHead, HeadDrafter, at_index
 from paceline.heads.checkpoint import as_dtype, check, read
-from paceline.heads.layouts import Keys, MustBe, check_target, read_config
+from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
 from paceline.heads.options import Wanted
 
 _EPS = 1e-6
-_KEYS = Keys(
+_KEYS = HeadKeys(
     "an MLP speculator",
     {
         *("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),

@@ -40,7 +40,7 @@ from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, TableHead, at_index
 from paceline.heads.checkpoint import as_dtype, check, read
-from paceline.heads.layouts import Keys, MustBe, check_target, read_config
+from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
 from paceline.heads.options import Wanted
 
 _COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "shared_head.head.weight")
@@ -48,7 +48,7 @@ _COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MtpLayout:
     """Storage of a layer, and details of its computation.
 
     families      ``model_type`` of the targets, whose layer it has
@@ -68,12 +68,12 @@ class Layout:
     masks_first: bool = False
 
 
-MIMO = Layout("mimo", ("mimo",), "model.mtp_layers.0.", hidden_first=True, masks_first=True)
-NEXTN = Layout(
+MIMO = MtpLayout("mimo", ("mimo",), "model.mtp_layers.0.", hidden_first=True, masks_first=True)
+NEXTN = MtpLayout(
     "nextn", ("glm4_moe", "deepseek_v3"), "model.layers.{n}.", ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
 )
-SPECULATORS = Layout("speculators", ("qwen3",), "mtp_layers.0.")
-_SPECULATORS_KEYS = Keys(
+SPECULATORS = MtpLayout("speculators", ("qwen3",), "mtp_layers.0.")
+_SPECULATORS_KEYS = HeadKeys(
     "an MTP head",
     {
         *("transformer_layer_config", "speculators_config", "speculators_version", "architectures", "auto_map"),
@@ -92,7 +92,7 @@ _SPECULATORS_KEYS = Keys(
 class MtpConfig:
     """One layer: ``layer`` has its sizes and options."""
 
-    layout: Layout
+    layout: MtpLayout
     layer: ModelConfig
 
     @classmethod
@@ -105,7 +105,7 @@ class MtpConfig:
             PairingError: it is for another target.
         """
         fields = read_config(folder)
-        layouts: tuple[Layout, ...] = (MIMO, NEXTN)
+        layouts: tuple[MtpLayout, ...] = (MIMO, NEXTN)
         if "speculators_model_type" in fields.values:
             layouts, layer = (SPECULATORS,), cls._speculators(fields)
         else:

@@ -115,7 +115,7 @@ class RowDrafter(Drafter):
             tokens[slot] = torch.tensor(_placed(legal, line, size=tokens.shape[1]), dtype=torch.int32)
             if isinstance(parents, Tensor):
                 parents[slot] = torch.tensor(tree.chain(tokens.shape[1]), dtype=torch.int32)
-        return replace(proposal, tokens=tokens, parents=parents)
+        return Proposal(tokens, parents)
 
     def _others(
         self,

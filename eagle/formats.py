@@ -23,7 +23,7 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig, check_own, check_version, layers_of, overridden, parse_layers, parse_own
 from paceline.heads import layouts
-from paceline.heads.layouts import Keys, MustBe, head_format
+from paceline.heads.layouts import HeadKeys, MustBe, head_format
 from paceline.heads.options import Wanted
 
 log = logging.getLogger("paceline")
@@ -99,11 +99,11 @@ def _check_keys(config: Fields) -> None:
     _check_kind(config)
     nested, layer = config.child("eagle_config"), config.child("transformer_layer_config")
     head_keys = _HEAD_KEYS | ({"model_type"} if layer is not None else _LAYER_KEYS)
-    Keys(_OF, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE).check(config)
+    HeadKeys(_OF, head_keys | _HARMLESS_KEYS | {name for name, _ in _TWINS}, _MUST_BE).check(config)
     if nested is not None:
-        Keys(_OF, _EAGLE_CONFIG_KEYS, {**_MUST_BE, **_EAGLE_CONFIG}).check(nested)
+        HeadKeys(_OF, _EAGLE_CONFIG_KEYS, {**_MUST_BE, **_EAGLE_CONFIG}).check(nested)
     if layer is not None:
-        Keys(_OF, _LAYER_KEYS | _HARMLESS_KEYS, _MUST_BE).check(layer)
+        HeadKeys(_OF, _LAYER_KEYS | _HARMLESS_KEYS, _MUST_BE).check(layer)
     _check_attention(layer or config)
     for first_key, second_key in _TWINS:
         first, second = config.values.get(first_key), config.values.get(second_key)

@@ -32,7 +32,7 @@ class MustBe:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class HeadKeys:
     """Allowed keys of a config.json of heads.
 
     of      owner of the settings, for messages

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
-from paceline.heads.layouts import Keys, read_config
+from paceline.heads.layouts import HeadKeys, read_config
 from paceline.heads.options import TextOptions, TrainingOptions
 
 # Every key of heads; other keys are allowed in the target's file with these added.
-_KEYS = Keys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")
+_KEYS = HeadKeys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")
 
 
 def is_medusa_config(fields: Mapping[str, object]) -> bool:

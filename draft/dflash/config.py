@@ -17,7 +17,7 @@ from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.options import MAX_WIDTH
-from paceline.heads.layouts import Keys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
+from paceline.heads.layouts import HeadKeys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
 from paceline.heads.options import Wanted
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -203,9 +203,9 @@ def _flat(fields: Fields, target: ModelConfig) -> DFlashConfig:
     """z-lab, SpecForge, DeepSpec and NVIDIA: keys of a Qwen3 and of the head, some of these in ``dflash_config``."""
     must_be = {key: rule for key, rule in _LAYER_MUST_BE.items() if key != "is_causal"}
     outer = _READ | _BLOCK_KEYS | _VARIANT_KEYS | _FLAT_KEYS
-    Keys(_OF, outer, must_be | _FLAT_MUST_BE).check(fields)
+    HeadKeys(_OF, outer, must_be | _FLAT_MUST_BE).check(fields)
     inner = fields.child("dflash_config") or Fields({}, fields.where)
-    Keys(_OF, _BLOCK_KEYS | _VARIANT_KEYS | _INNER_KEYS | {"swa_window_size"}, _FLAT_MUST_BE).check(inner)
+    HeadKeys(_OF, _BLOCK_KEYS | _VARIANT_KEYS | _INNER_KEYS | {"swa_window_size"}, _FLAT_MUST_BE).check(inner)
     both = Fields({**fields.values, **{k: v for k, v in inner.values.items() if v is not None}}, fields.where)
     for key, value in inner.values.items():
         if fields.values.get(key) not in (None, value):
@@ -237,7 +237,7 @@ def _flat(fields: Fields, target: ModelConfig) -> DFlashConfig:
 
 def _of_transformers(fields: Fields, target: ModelConfig) -> DFlashConfig:
     """The assistant of transformers (5.24): its windows count the positions before a token."""
-    Keys(_OF, _READ | _BLOCK_KEYS, _LAYER_MUST_BE).check(fields)
+    HeadKeys(_OF, _READ | _BLOCK_KEYS, _LAYER_MUST_BE).check(fields)
     full = Fields({"vocab_size": target.vocab_size, "use_sliding_window": True, **fields.values}, fields.where)
     rules = tuple(LayerRule(window + 1 if window else 0) for window, _ in _windows(full))
     return _made(
@@ -257,8 +257,8 @@ def _of_speculators(fields: Fields) -> DFlashConfig:
         raise CheckpointError(f"{fields.where}: the key transformer_layer_config is missing; download the file again")
     known = _SPECULATORS_KEYS | _BLOCK_KEYS - {"target_layer_ids"} | _VARIANT_KEYS
     states = {"use_aux_hidden_state": MustBe((True,), "keys and values are made of the target's states")}
-    Keys(_OF, known, states).check(fields)
-    Keys(_OF, _READ, _LAYER_MUST_BE).check(layer)
+    HeadKeys(_OF, known, states).check(fields)
+    HeadKeys(_OF, _READ, _LAYER_MUST_BE).check(layer)
     if layer.text("model_type") not in ("qwen3", "llama"):
         raise UnknownArchitectureError(
             f"{layer.where}: model_type: expected qwen3 or llama in a DFlash head, got {layer.text('model_type')!r}; "

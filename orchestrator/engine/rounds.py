@@ -177,7 +177,8 @@ class Rounds:
             proposal, drafted = None, [0] * len(most)
             if plan.drafts and any(most):
                 proposal = drafter.propose(commit, sampling, limits)
-                drafted = drafted_depths(proposal, most)
+                lengths = proposal.lengths
+                drafted = drafted_depths(proposal, most) if lengths is None else list(map(min, lengths, most))
             middle = perf_counter()
             commit = verifier(commit, proposal if any(drafted) else None, sampling, limits)
             end = perf_counter()

@@ -15,7 +15,7 @@ from paceline.auto import SamplingDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorDrafter
-from paceline.draft.mtp import SPECULATORS, Layout, MtpConfig, MtpDrafter, MtpHead
+from paceline.draft.mtp import SPECULATORS, MtpConfig, MtpDrafter, MtpHead, MtpLayout
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], *, seed: int = 1) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def random_weights(shapes: dict[str, tuple[int, ...]], *, seed: int = 1) -> dict
     }
 
 
-def mtp_config(hidden_size: int, vocab_size: int, layout: Layout = SPECULATORS) -> MtpConfig:
+def mtp_config(hidden_size: int, vocab_size: int, layout: MtpLayout = SPECULATORS) -> MtpConfig:
     """A small layer of the layout's family."""
     fields = {
         "model_type": layout.families[0],
@@ -43,7 +43,7 @@ def mtp_config(hidden_size: int, vocab_size: int, layout: Layout = SPECULATORS) 
     return MtpConfig(layout, ModelConfig.from_fields(Fields(fields, "a random layer")))
 
 
-def mtp(target: SamplingDecoder, k: int, layout: Layout = SPECULATORS) -> MtpDrafter:
+def mtp(target: SamplingDecoder, k: int, layout: MtpLayout = SPECULATORS) -> MtpDrafter:
     """A drafter with a random layer."""
     made = mtp_config(target.config.hidden_size, target.config.vocab_size, layout)
     weights = {name: x.to(target.options.dtype) for name, x in random_weights(made.shapes()).items()}

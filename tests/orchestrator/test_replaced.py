@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.core.types import PAD, Proposal
-from paceline.engine.rounds import drafted_last
+from paceline.engine.rounds import drafted_depths, drafted_last
 
 
 def test_in_a_chain_it_is_the_one_after_those_accepted() -> None:
@@ -21,3 +21,8 @@ def test_in_a_tree_they_are_the_children_of_the_path() -> None:
         assert drafted_last(proposal, [[9]]) == [[5, 6, 5]]
         assert drafted_last(proposal, [[5, 9]]) == [[7, 8, 3]]
         assert drafted_last(proposal, [[6, 9]]) == [[]]
+
+
+def test_lengths_of_chains_are_those_of_their_tokens() -> None:
+    made = Proposal.chains([[5, -1, 7], [3], [], [1, 2, 3, 4]], (2, 4))
+    assert made.lengths == drafted_depths(Proposal(made.tokens), [4] * 4) == [1, 1, 0, 4]
