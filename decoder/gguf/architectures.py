@@ -55,7 +55,7 @@ _NEUTRAL: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The metadata below the prefix of an architecture."""
+    """Metadata under the key prefix of an architecture."""
 
     header: GgufHeader
     prefix: str
@@ -68,7 +68,7 @@ class Keys:
         return self.fields.integer(f"{self.prefix}.{key}", default)
 
     def whole(self, key: str) -> int:
-        """An integer of at least 0, which is also the default."""
+        """Return a non-negative integer; 0 if the key is absent."""
         return self.fields.integer(f"{self.prefix}.{key}", 0, minimum=0)
 
     def unless_zero(self, key: str, default: float | None) -> float | None:
