@@ -251,7 +251,7 @@ class SamplingTensors:
 
     @property
     def seated(self) -> Tensor:
-        """1 for every slot that holds a request, else 0: results of other slots are not used. [B] int32"""
+        """Flag of each slot: 1 if it holds a request, else 0; results of other slots are not used. [B] int32"""
         return (self.params[:, 0] >= 0).int()
 
 

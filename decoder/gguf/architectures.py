@@ -24,7 +24,7 @@ FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The metadata below the prefix of an architecture."""
+    """Metadata under the key prefix of an architecture."""
 
     header: GgufHeader
     prefix: str
@@ -37,7 +37,7 @@ class Keys:
         return self.fields.integer(f"{self.prefix}.{key}", default)
 
     def whole(self, key: str) -> int:
-        """An integer of at least 0, which is also the default."""
+        """Return a non-negative integer; 0 if the key is absent."""
         return self.fields.integer(f"{self.prefix}.{key}", 0, minimum=0)
 
     def unless_zero(self, key: str, default: float | None) -> float | None:

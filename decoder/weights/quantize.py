@@ -276,7 +276,7 @@ def beyond_e4m3(data: Tensor) -> Tensor:
 
 
 def return_free_memory() -> None:
-    """Ask the allocator to give the pages that it holds free back to the system; where it cannot, nothing happens.
+    """Ask the allocator to return its free pages to the system; has no effect if it cannot.
 
     glibc keeps what is freed in its heap. While a model is built, that is the parts of matrices that were joined;
     whether the next ones fit there depends on addresses, so the peak of a load grows by a number of megabytes that

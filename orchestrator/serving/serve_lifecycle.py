@@ -229,7 +229,7 @@ class ServeLifecycle:
 
 
 class ServeLoader:
-    """Loader over Ray Serve, a `Loader`: an unloaded model is a deployment without replicas, or none, so its cores and
+    """Loader of models on Ray Serve. An unloaded model is a deployment without replicas, or none, so its cores and
     memory are free. Errors omit Ray's text, since clients read them; the log has it.
 
     router  router to the models; None: a new one

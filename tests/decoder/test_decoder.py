@@ -22,7 +22,7 @@ from paceline.core.errors import (
 )
 from paceline.decoder import steps
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
-from tests.equality.settings import PROMPTS, SETTINGS, plain, run, texts
+from tests.equality.settings import PROMPTS, plain, run, texts
 
 
 def loaded(folder: Path, **options: object) -> SamplingDecoder:
@@ -158,14 +158,6 @@ def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop,
         for slot in (1, 0):
             made = steps.prefill(decoder, slot, prompt[0].tolist())[0]
             torch.testing.assert_close(made[0, 0], expected, rtol=1e-5, atol=2e-5)
-
-
-def test_chunks_change_no_token(workshop: Workshop) -> None:
-    prompts = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 40, 90)]
-    known = plain(workshop.decoder(), SETTINGS["cool"], prompts=prompts, new=8)
-    for chunks in ([3], [5, 20], [128]):
-        decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks)
-        assert plain(decoder, SETTINGS["cool"], prompts=prompts, new=8) == known
 
 
 # ---- who may use it

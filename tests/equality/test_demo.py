@@ -57,42 +57,6 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
         assert_rolled_back(result)
 
 
-def test_the_pair_alone_and_in_a_ragged_batch(prompts: list[list[int]]) -> None:
-    k = 8
-    for slots, texts_of, setting in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
-        draft, target = (
-            AutoDecoder.from_pretrained(
-                FOLDER / role,
-                batch_size=slots,
-                n_positions=256,
-                context_length_estimate=64,
-                amp="f32",
-                backend="native",
-            )
-            for role in ("draft", "target")
-        )
-        known = plain(target, SETTINGS[setting], width=k + 1, prompts=texts_of, new=8)
-        for source in (draft, "ngram"):
-            assert (
-                texts(run(SpeculativeGenerator(source, target, k=k), SETTINGS[setting], prompts=texts_of, new=8))
-                == known
-            )
-
-
-def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
-    draft, target = pairs["bf16"]
-    seen = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        try:
-            seen.append(
-                texts(run(SpeculativeGenerator(draft, target, k=4), SETTINGS["cool"], prompts=prompts, new=NEW))
-            )
-        finally:
-            torch.set_num_threads(1)
-    assert seen[0] == seen[1] == seen[2]
-
-
 def test_greedy_decoding_is_that_of_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
     model = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     expected = []
