@@ -83,10 +83,12 @@ $(OLDEST_PACKAGES)/.stamp:
 
 test-oldest: setup $(OLDEST_PACKAGES)/.stamp
 	PYTHONPATH=$(abspath $(OLDEST_PACKAGES)) $(PYTEST) -m "not full" tests/huggingface tests/serving/test_prompts.py \
-	  tests/serving/test_tool_formats.py
+	  tests/serving/test_tool_formats.py tests/orchestrator/test_stopping.py tests/orchestrator/test_quick_tokenizer.py \
+	  tests/orchestrator/test_against_transformers.py
 
-# Clients of the server from the package index, and guidellm, against it, in an environment of their own.
-CLIENTS ?= "transformers==4.57.*" guidellm==0.8.1 openai llama-index-llms-openai-like llm
+# Clients of the server from the package index, guidellm and lm-eval, against it, in an environment of their own.
+CLIENTS ?= "transformers==4.57.*" guidellm==0.8.1 openai llama-index-llms-openai-like langchain-openai llm \
+  "lm-eval[hf,api]==0.4.13"
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 
