@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-xla test-arm check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-oldest test-xla test-arm check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-xla | test-arm | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-oldest | test-xla | test-arm | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -72,8 +72,23 @@ $(PAGE_PACKAGES)/.stamp:
 
 test-page: setup $(PAGE_PACKAGES)/.stamp
 	PYTHONPATH=$(abspath $(PAGE_PACKAGES)) $(BIN)/python -m pytest -m page tests/serving/test_page_browser.py
-# Clients of the server from the package index, and guidellm, against it, in an environment of their own.
-CLIENTS ?= "transformers==4.57.*" guidellm==0.8.1 openai llama-index-llms-openai-like llm
+
+# The oldest transformers that pyproject.toml allows and the index still offers, before the newest in the path.
+OLDEST ?= transformers==4.57.1 "huggingface_hub==0.34.*" "tokenizers==0.22.*"
+OLDEST_PACKAGES ?= .venv-oldest
+
+$(OLDEST_PACKAGES)/.stamp:
+	$(PIP) install --no-deps --target $(OLDEST_PACKAGES) $(OLDEST)
+	@touch $@
+
+test-oldest: setup $(OLDEST_PACKAGES)/.stamp
+	PYTHONPATH=$(abspath $(OLDEST_PACKAGES)) $(PYTEST) -m "not full" tests/huggingface tests/serving/test_prompts.py \
+	  tests/serving/test_tool_formats.py tests/orchestrator/test_stopping.py tests/orchestrator/test_quick_tokenizer.py \
+	  tests/orchestrator/test_against_transformers.py
+
+# Clients of the server from the package index, guidellm and lm-eval, against it, in an environment of their own.
+CLIENTS ?= "transformers==4.57.*" guidellm==0.8.1 openai llama-index-llms-openai-like langchain-openai llm \
+  "lm-eval[hf,api]==0.4.13"
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 

@@ -205,12 +205,23 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # its signature says what `generate` takes
     def prepare_inputs_for_generation(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """Return a step's inputs without those that `transformers` 4.57 adds: `cache_position`, empty embeddings."""
+        """Return a step's inputs without those that `transformers` 4.57 adds: positions, empty embeddings."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **keywords)
-        inputs.pop("cache_position", None)
+        for name in ("cache_position", "position_ids"):
+            inputs.pop(name, None)
         if inputs.get("inputs_embeds") is None:
             inputs.pop("inputs_embeds", None)
         return inputs
+
+    def _get_initial_cache_position(self, seq_length: int, device: torch.device, model_kwargs: dict[str, Any]) -> Any:
+        """Let new tokens alone go on from a cache in `transformers` 4.57, which takes them for a part of all tokens;
+        later versions do not call this.
+        """
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        if cache is not None and mask is not None and mask.shape[1] > seq_length:
+            past = cache.get_seq_length()
+            return {**model_kwargs, "cache_position": torch.arange(past, past + seq_length, device=device)}
+        return super()._get_initial_cache_position(seq_length, device, model_kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
@@ -358,6 +369,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             "cache_implementation: expected none, since the decoder has its own cache, got "
             f"{options['cache_implementation']!r}; set n_positions and amp when it is loaded"
+        )
+    if (groups := options.get("num_beam_groups") or 1) > 1:
+        raise ConfigurationError(
+            f"num_beam_groups: expected 1, since groups are code of a repository, which is not executed, got {groups}; "
+            "omit it"
         )
     for name in ("output_attentions", "output_hidden_states", "token_healing"):
         if options.get(name):

@@ -44,9 +44,28 @@ def with_llama_index(address: str) -> dict[str, Any]:
     }
 
 
+def with_langchain(address: str) -> dict[str, Any]:
+    """LangChain: a chat, a completion, a stream, and an answer of a schema."""
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    options: Any = {"model": "m", "base_url": address, "api_key": "none", "max_tokens": 8, "seed": 1}
+    chat = ChatOpenAI(**options)
+    schema = {"title": "Answer", "type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+    more = {"max_tokens": 64, "extra_body": {"chat_template_kwargs": {"no_reasoning": True}}}
+    structured = ChatOpenAI(**{**options, **more}).with_structured_output(schema, method="json_schema")
+    return {
+        "whole": chat.invoke("abc").content,
+        "streamed": "".join(part.content for part in chat.stream("abc")),
+        "completion": OpenAI(**options).invoke("abc"),
+        "counted": chat.invoke("abc").usage_metadata["output_tokens"],
+        "structured": structured.invoke("abc")["a"],
+    }
+
+
 PROGRAMS: dict[str, Callable[[str], dict[str, Any]]] = {
     "openai": with_openai,
     "llama_index": with_llama_index,
+    "langchain": with_langchain,
 }
 
 if __name__ == "__main__":

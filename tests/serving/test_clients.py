@@ -11,12 +11,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.serving.api import create_app
+from paceline.serving.model_server import LocalRouter, ModelServer
+from paceline.serving.settings import ApiSettings
+from paceline.text.tokenizer import load_tokenizer
 from paceline.workers.shared_engine import SharedEngine
+from tests.house.test_structure import REPOSITORY
 from tests.serving.client_programs import PROGRAMS
-from tests.serving.edge import running
+from tests.serving.edge import card, running
 from tests.serving.test_edge_engine import TOKENIZER, application, generator
 
 
@@ -63,6 +70,85 @@ def test_llm_runs_on_the_command_line(python: str, address: str, tmp_path: Path)
         for more in ([], ["--no-stream"])
     ]
     assert said[0] == said[1] and len(said[0].strip()) > 1
+
+
+# ---- lm-eval
+
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": 0,
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+WRITING = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0},
+    "metric_list": [{"metric": "bypass"}],
+}
+TEXTS = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{question}}",
+    "metric_list": [{"metric": "word_perplexity"}],
+}
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "def add(a, b):\n    return", "choices": [" a + b", " import", "()"]},
+    {"question": "for index in range(", "choices": ["len(items)):", "while", "10"]},
+    {"question": "import", "choices": [" os", " sys\nimport os\n", "ant"]},
+    {"question": "class Tree:\n    def __init__(self", "choices": [", root):", " self", "):\n        pass"]},
+]
+
+
+def write_tasks(folder: Path) -> None:
+    """Tasks over questions of a file."""
+    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
+    for name, task in (("choices", CHOICES), ("writing", WRITING), ("texts", TEXTS)):
+        whole = {"task": f"our_{name}", "test_split": "test", **source, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # YAML, too
+
+
+@pytest.mark.clients
+def test_lm_eval_finds_what_its_own_model_gives(python: str, tmp_path: Path) -> None:
+    """In f32: each log-likelihood, whether it is the greedy text, and what is written, by rounds with drafts."""
+    write_tasks(tmp_path)
+    target = REPOSITORY / "examples/pycode/target"
+    decoder = AutoDecoder.from_pretrained(target, amp="f32", batch_size=4)
+    made = SpeculativeGenerator("suffix", decoder, k=4)
+    served = ModelServer(load_tokenizer(target), SharedEngine(made), made.limits, card=card())
+    with running(create_app(LocalRouter({"m": served}), ApiSettings())) as address:
+        asked = f"model=m,base_url={address}/v1/completions,tokenizer={target},max_length=1024"
+        for model, arguments in (
+            ("hf", f"pretrained={target},dtype=float32,max_length=1024"),
+            ("local-completions", asked),
+        ):
+            command = ["-m", "lm_eval", "--model", model, "--model_args", arguments, "--include_path", str(tmp_path)]
+            more = ["--tasks", "our_choices,our_writing,our_texts", "--log_samples", "--output_path", model]
+            run([python, *command, *more, "--batch_size", "2", "--device", "cpu"], tmp_path)
+    theirs, ours = (samples(tmp_path / model) for model in ("hf", "local-completions"))
+    assert theirs.keys() == ours.keys() and len(ours) == 3 * len(QUESTIONS)
+    for key, expected in theirs.items():
+        for right, found in zip(expected, ours[key], strict=True):
+            assert found[1:] == right[1:] and found[0] == pytest.approx(right[0], abs=2e-3), key
+    assert len({found[0] for answer in ours.values() for found in answer}) > 2 * len(QUESTIONS)
+
+
+def samples(folder: Path) -> dict[tuple[str, int], list[list[Any]]]:
+    """What lm-eval recorded of each question of each task: a text, or log-likelihoods and whether each is greedy."""
+    found = {}
+    for file in folder.rglob("samples_our_*.jsonl"):
+        for line in file.read_text().splitlines():
+            sample = json.loads(line)
+            answers = [one if isinstance(one, list) else [one] for one in sample["filtered_resps"]]
+            found[file.name.split("_20")[0], sample["doc_id"]] = [
+                [float(answer[0]), *map(str, answer[1:])] if "writing" not in file.name else [0.0, *answer]
+                for answer in answers
+            ]
+    return found
 
 
 # ---- load generators
