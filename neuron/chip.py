@@ -15,7 +15,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,7 +33,7 @@ from paceline.decoder.decoder import ModelWithCache, load_rank
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import parts_of
-from paceline.neuron import environment
+from paceline.neuron import chips, environment
 from paceline.neuron import sdk as neuron_sdk
 from paceline.neuron.graph_product import xla_product
 from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of
@@ -376,7 +376,7 @@ class Chip:
         self.resident: Resident | None = None
         self._made = 0
         self._pool: ThreadPoolExecutor | None = None  # exists while graphs are prepared
-        self._waiting: dict[Future[object], str] = {}
+        self._waiting: dict[str, Entry] = {}
         self.degree = 0  # of every decoder on this chip; 0 = no decoder yet
         self.ranks: Collectives | None = None
 
@@ -429,11 +429,12 @@ class Chip:
             yield
             return
         before = set(self.failed)
-        with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+        compilers = min(_MAX_COMPILERS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(compilers) as pool:
             self._pool = pool
             try:
                 yield
-                self._wait()
+                self._compile_waiting(pool, compilers)
             finally:
                 self._pool = None
                 self._waiting.clear()
@@ -456,7 +457,7 @@ class Chip:
         if self._pool is None:
             self._compiled(entry)
         else:
-            self._waiting[self._pool.submit(self._compiled, entry)] = key
+            self._waiting[key] = entry
         self.graphs[key] = entry
         return key
 
@@ -497,11 +498,19 @@ class Chip:
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _wait(self) -> None:
-        """Wait for the compilers, and report each finished graph; failed graphs are dropped."""
+    def _compile_waiting(self, pool: ThreadPoolExecutor, compilers: int) -> None:
+        """Say what is to be compiled, compile it, and report each finished graph; failed graphs are dropped."""
         total = len(self._waiting)
-        for done, future in enumerate(as_completed(self._waiting), start=1):
-            key = self._waiting[future]
+        if total:
+            minutes = chips.compile_seconds(total, compilers) / 60
+            memory = chips.programs(total, self.sdk.logical)
+            next(iter(self._waiting.values())).announce(
+                f"{total} graphs, {compilers} compilers at a time: about {minutes:.0f} minutes for those that the "
+                f"cache lacks, and {memory}; an estimate, never measured"
+            )
+        futures = {pool.submit(self._compiled, entry): key for key, entry in self._waiting.items()}
+        for done, future in enumerate(as_completed(futures), start=1):
+            key = futures[future]
             error = future.exception()
             if isinstance(error, BackendError):
                 self.graphs[key].announce(f"{done} of {total} graphs done; the compiler refused {self.graphs[key].key}")

@@ -28,6 +28,7 @@ class Capability:
     backends     backends that drive it, the recommended one first
     lines        SDK lines of that backend that were examined: 28 is SDK 2.28
     degrees      tensor-parallel degrees that the runtime supports
+    seldom       further ones, which one document names
     cores        logical cores of a chip, by default
     memory       bytes of device memory of such a core
     bandwidth    bytes/s that it reads from device memory
@@ -44,6 +45,7 @@ class Capability:
     bandwidth: int
     logical: tuple[int, ...] = (1,)
     attention: int | None = None
+    seldom: tuple[int, ...] = ()
 
 
 _GIB = 1 << 30
@@ -51,7 +53,7 @@ _GIB = 1 << 30
 _OLD, _NEW = "neuron", "neuron-native"
 
 CAPABILITIES = {
-    Chip.INF2: Capability((_OLD,), (28, 31), (1, 2, 4, 8, 24), 2, 16 * _GIB, 410 * _GIB),
+    Chip.INF2: Capability((_OLD,), (28, 31), (1, 2, 4, 8, 24), 2, 16 * _GIB, 410 * _GIB, seldom=(12,)),
     Chip.TRN1: Capability((_OLD,), (28, 31), (1, 2, 8, 16, 32), 2, 16 * _GIB, 410 * _GIB),
     Chip.TRN2: Capability(
         (_NEW, _OLD), (28, 29, 30, 31), (1, 2, 4, 8, 16, 32, 64), 4, 24 * _GIB, 725 * 10**9, (2, 1), attention=29
@@ -60,8 +62,8 @@ CAPABILITIES = {
 }
 """Lines are those of `neuron` where it drives the chip: 2.31 is the last with neuronx_distributed, and stays in
 maintenance for Inf2 and Trn1 (announcements of 2026-08-12 and 2026-10-16). Degrees of Trn3 are not documented: those of
-Trn2. Of Inf2, one guide names 12 (generative-llm-inference-with-neuron, 2026-08-21), no other list does; the runtime
-of Trn1 refuses 4 (optimum-neuron#619).
+Trn2. Of Inf2, one guide names 12 (generative-llm-inference-with-neuron, 2026-08-21), no other list does: it is never
+chosen, but accepted. No document names 4 for Trn1, whose runtime refuses it (optimum-neuron#619).
 
 Attention: from 2.29 on NxD Inference calls ``attention_cte`` of the NKI Library through `nki.jit`, on Trainium2 and
 newer only. In 2.28 it called private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1 not with
@@ -145,13 +147,45 @@ LAUNCH = Figure(
 BANDWIDTH_SHARE = Figure(
     0.57, "of the memory's bandwidth that reading weights reaches", "fitted with the collective's seconds, see there"
 )
+ROW = Figure(
+    126e-6,
+    "seconds that a further verified token takes, next to its operations",
+    "fitted to 0.2 ms for each verified token of Llama-3.1-8B on a Trainium2 chip (tp 4; vLLM's plug-in with DFlash). "
+    "The same source has 0.7 ms for Qwen3-4B, which no count of bytes and operations explains: it is the smaller model",
+)
 MAX_INSTRUCTIONS = Figure(5e6, "instructions of a compiled graph", "the compiler's limit: aws-neuron-sdk#819")
+COMPILE = Figure(
+    300.0,
+    "seconds in which a graph compiles, on one CPU",
+    "assumed: with -O1 a step of Llama-2-7B takes minutes, and hours at worst (transformers-neuronx#48, 2023-09)",
+)
+PROGRAM = Figure(
+    10 << 20,
+    "bytes of a compiled graph on a core",
+    "assumed: 64 bytes for each of the 150,000 instructions counted for a round of Llama-3-8B and Llama-3.2-1B",
+)
+MICRO_CODE = Figure(
+    96 << 20,
+    "bytes of micro-code on a physical core, next to the programs",
+    "neuron-runtime/explore/device-memory (SDK 2.33, 2026-10-15)",
+)
 TILE = Figure(
     128 * 512,
     "elements an instruction works on",
     "nl.tile_size of the SDK's matrix multiplication tutorial: pmax 128, gemm_moving_fmax 512, which are limits of the "
     "tensor engine; that other engines are given tiles of that size is assumed",
 )
+
+
+def compile_seconds(graphs: int, compilers: int) -> float:
+    """Return the estimated seconds in which graphs compile, ``compilers`` at a time."""
+    return -(-graphs // compilers) * COMPILE.value
+
+
+def programs(graphs: int, logical: int) -> str:
+    """Return the memory of programs on a core of ``logical`` physical ones, in words: before any is compiled."""
+    memory = logical * MICRO_CODE.value + graphs * PROGRAM.value
+    return f"about {memory / (1 << 20):.0f} MiB of programs a core, of which {logical * 96} MiB are micro-code"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.steps import PrefillStep
 from paceline.neuron import chips, compile_graphs
 from paceline.neuron.chips import CAPABILITIES, Chip
 from paceline.neuron.lowering import Lowered, lower
 from paceline.neuron.native import in_place
 from paceline.neuron.round_cost import counted, expected_seconds
-from paceline.neuron.round_graphs import RoundSetup, body_of, fused_round
+from paceline.neuron.round_graphs import RoundSetup, fused_round, prefill_step
 from paceline.neuron.sdk import Sdk
 from paceline.placement.planning.instances import Instance
 
@@ -96,14 +95,7 @@ def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module,
     """Return name, step and inputs of a prompt's chunk and of a round."""
     depth = min(layers or setup.target.num_layers, setup.target.num_layers)
     drafted = min(layers or setup.draft.layers, setup.draft.layers)
-    body = body_of(setup.target, depth, setup)
-    one = torch.ones(1, dtype=torch.int32)
-    prompt = torch.ones(1, body.options.chunks[-1], dtype=torch.int32)
-    step, example = fused_round(setup, depth, drafted)
-    return [
-        ("prefill", PrefillStep(body, setup.rows, setup.draft.features), (prompt, one, one, one)),
-        ("round", step, example),
-    ]
+    return [("prefill", *prefill_step(setup, depth)), ("round", *fused_round(setup, depth, drafted))]
 
 
 def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: bool) -> Path:

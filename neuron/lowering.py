@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,12 +280,11 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
         BackendError: it cannot be traced with fixed shapes.
     """
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _by_one_path(module):
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own trees
             program = torch.export.export(module, example, strict=False).run_decompositions(rewrites())
     except Exception as error:
-        hint = "; one decoder cannot be both sides of a fused round here: load it twice, or pass fused=False"
-        reason = f"{type(error).__name__}: {error}{hint if _shares_buffers(module) else ''}"
+        reason = f"{type(error).__name__}: {error}"
         raise BackendError(f"{name}: tracing failed ({reason}); rewrite the step, or use another backend") from error
     kinds = {InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
     signature = program.graph_signature
@@ -312,9 +312,26 @@ def constants_of(lowered: Lowered) -> dict[str, Tensor]:
     return {name: torch.as_tensor(lowered.program.constants[name]) for name in names}
 
 
-def _shares_buffers(module: nn.Module) -> bool:
-    """Return whether one buffer is reached by two paths. The exporter cannot follow changes through both."""
-    return len(list(module.named_buffers(remove_duplicate=False))) > len(list(module.named_buffers()))
+@contextmanager
+def _by_one_path(module: nn.Module) -> Iterator[None]:
+    """Register each submodule once inside the block, as by the target that drafts for itself and verifies: the exporter
+    cannot follow a buffer's changes through two paths.
+    """
+    seen, before = {id(module)}, list[tuple[nn.Module, dict[str, nn.Module | None]]]()
+    for parent in [*module.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if child is not None and id(child) in seen:
+                before.append((parent, dict(parent._modules)))
+                parent.__dict__[name] = parent._modules.pop(name)
+            seen.add(id(child))
+    try:
+        yield
+    finally:
+        for parent, children in reversed(before):
+            for name in children.keys() - parent._modules.keys():
+                del parent.__dict__[name]
+            parent._modules.clear()
+            parent._modules.update(children)
 
 
 def operator(target: object) -> str:

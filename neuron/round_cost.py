@@ -21,7 +21,15 @@ from paceline.core.types import DraftShape
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.parallel import sharding
 from paceline.neuron import chips
-from paceline.neuron.round_graphs import RoundSetup, body_of, model_memory, round_features, round_inputs
+from paceline.neuron.round_graphs import (
+    CHUNK,
+    RoundSetup,
+    body_of,
+    model_memory,
+    prefill_step,
+    round_features,
+    round_inputs,
+)
 from paceline.neuron.sdk import instance_family
 from paceline.neuron.step_work import Work, step_work
 from paceline.placement.planning.instances import INSTANCES, Instance
@@ -46,7 +54,8 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
-    expected = busy + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
+    chunk, prefill = _prefill(setup, instance)
+    expected = busy + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value + _row_seconds(setup)
     slower = collectives * (chips.COLLECTIVE_SLOW.value - chips.COLLECTIVE.value)
     memory = model_memory(setup.target, setup) - setup.saved(setup.target.num_layers)
     memory += setup.draft.memory(setup) if setup.k else 0
@@ -83,6 +92,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
             "collectives": _collectives(total),
             "memory_per_core": memory,
         },
+        "prefill": {"chunk": chunk, "expected_ms": round(prefill * 1e3, 3)},
         "parts_ms": {
             name: {kind: round(seconds * 1e3, 3) for kind, seconds in part.items()}
             for name, part in sorted(times.items(), key=lambda item: -sum(item[1].values()))
@@ -127,10 +137,15 @@ _FIGURES = (
     chips.COLLECTIVE,
     chips.COLLECTIVE_SLOW,
     chips.LAUNCH,
+    chips.ROW,
     chips.BANDWIDTH_SHARE,
     chips.MAX_INSTRUCTIONS,
     chips.TILE,
 )
+
+
+def _row_seconds(setup: RoundSetup) -> float:
+    return setup.k * (setup.lines or setup.slots) * chips.ROW.value
 
 
 def expected_seconds(work: Work, instance: Instance) -> float:
@@ -204,6 +219,16 @@ def _layers(setup: RoundSetup, *, drafts: bool) -> tuple[Work, Work]:
     return one.plus(one, -1).plus(layer, layers), one.plus(layer, -1)
 
 
+def _prefill(setup: RoundSetup, instance: Instance) -> tuple[int, float]:
+    """Return the tokens of a prompt's chunk, and the seconds of the target's graph for it."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = [prefill_step(setup, layers) for layers in (1, 2)]
+    one, two = (counted(setup, *each) for each in made)
+    total = one.plus(two.plus(one, -1), setup.target.num_layers - 1)
+    total.read -= setup.saved(setup.target.num_layers)
+    return min(CHUNK, setup.rows), expected_seconds(total, instance)
+
+
 def counted(setup: RoundSetup, step: nn.Module, inputs: Sequence[Tensor]) -> Work:
     """Count the work of one step of this round on one core."""
     return _counted(step, inputs, -(-setup.target.vocab_size // setup.degree))
@@ -272,15 +297,18 @@ class PartTimes:
 
 def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
     """Return whether weights and caches of these models fit on each core."""
-    needed = model_memory(setup.target, setup) if target else 0
+    needed = model_memory(setup.target, setup) - setup.saved(setup.target.num_layers) if target else 0
     return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
 
 
 def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
-    layers, rest = _layers(setup, drafts=drafts)
-    total = layers.plus(rest)
+    if drafts and setup.draft.layers == 1:
+        total = _work(setup, 1, drafts=True)
+    else:
+        layers, rest = _layers(setup, drafts=drafts)
+        total = layers.plus(rest)
     times, collectives = _times_of(total, instance), sum(total.collectives.values())
-    busy = sum(times.values())
+    busy = sum(times.values()) + (0.0 if drafts else _row_seconds(setup))
     return PartTime(
         max(times["memory"] * chips.BANDWIDTH_SHARE.value, times["tensor"]),
         busy + collectives * chips.COLLECTIVE.value,

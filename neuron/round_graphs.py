@@ -25,6 +25,7 @@ from paceline.decoder.options import DecoderOptions, LoadOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.steps import PrefillStep
 from paceline.draft.dflash.config import is_dflash_config
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
@@ -36,6 +37,8 @@ from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import FusedStep, VerifyStep
 
 Padding = dict[str, tuple[int, int]]
+CHUNK = 128
+"""Tokens of a prompt's chunk."""
 
 
 class RoundDraft(Protocol):
@@ -208,6 +211,14 @@ def fused_round(setup: RoundSetup, target_layers: int, draft_layers: int) -> tup
     return FusedStep(drafts, verify, carry), round_inputs(setup)
 
 
+def prefill_step(setup: RoundSetup, layers: int) -> tuple[PrefillStep, tuple[Tensor, ...]]:
+    """Return the step of a prompt's chunk with ``layers`` layers, and its inputs; as `fused_round`."""
+    one = torch.ones(1, dtype=torch.int32)
+    body = body_of(setup.target, layers, setup)
+    step = PrefillStep(body, setup.rows, setup.draft.features if setup.k else None)
+    return step, (torch.ones(1, min(CHUNK, setup.rows), dtype=torch.int32), one, one, one)
+
+
 def round_features(setup: RoundSetup, reads: FeatureSpec) -> Tensor:
     """Return the target's hidden states that a commit carries for a draft."""
     width = setup.target.hidden_size * max(1, len(reads.layers))
@@ -226,7 +237,7 @@ def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCac
     """Return rank 0's shard of a model with ``layers`` layers, in 16 bits."""
     config = replace(config, num_layers=layers)
     layout = sharding.layout(config, setup.degree)
-    options = DecoderOptions(LoadOptions(batch_size=setup.slots), (setup.rows,), (min(128, setup.rows),), layout)
+    options = DecoderOptions(LoadOptions(batch_size=setup.slots), (setup.rows,), (min(CHUNK, setup.rows),), layout)
     shard = Shard(config, layout)
     weights: Weights = {}
     for name, spec in registry.family(config.model_type).tensors(config).items():

@@ -136,7 +136,7 @@ class Sdk(Stack):
 
     def check_degree(self, degree: int) -> None:
         """Raise BackendError unless the chip supports this tensor-parallel degree."""
-        if degree not in self.capability.degrees:
+        if degree not in self.capability.degrees + self.capability.seldom:
             degrees = ", ".join(map(str, self.capability.degrees))
             raise BackendError(f"tp_degree: expected {degrees} on {self.chip.value}, got {degree}; use one of them")
 

@@ -28,6 +28,7 @@ from paceline.cli.options import (
     MaxDepth,
     MaxMinutes,
     OutFolder,
+    TargetFormat,
     Trace,
     command,
     neuron_instance,
@@ -403,6 +404,7 @@ class HardwareOptions:
         typer.Option("--tp-degree", "--tp", help="Tensor-parallel degrees to try: 2,4; repeatable. Default: all."),
     ] = None
     acceptance_error: Annotated[float, typer.Option(help="Uncertainty of --acceptance (absolute).")] = 0.05
+    quantization: TargetFormat = None
 
 
 @command(app, "plan-speed")
@@ -502,18 +504,20 @@ def _measured(
 
 def _hardware(options: HardwareOptions, asked: Asked, *, sizes: Sequence[int]) -> list[LoadPlan]:
     from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
-    from paceline.neuron.round_graphs import read_config
+    from paceline.neuron.round_graphs import read_config, read_draft
 
     if options.target is None or asked.draft is None or asked.acceptance is None:
         raise ConfigurationError("--acceptance: expected --target, --draft and --acceptance; give all three")
+    target = read_config(options.target)
     question = HardwareQuestion(
-        read_config(options.target),
-        read_config(Path(asked.draft)),
+        target,
+        read_draft(Path(asked.draft), target),
         neuron_instance(options.instance),
         shares(asked.acceptance, "--acceptance"),
         options.acceptance_error,
         asked.max_depth,
         numbers(",".join(options.tp_degree), "--tp-degree") if options.tp_degree else (),
+        quantization=options.quantization,
     )
     return from_hardware(question, sizes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -19,6 +19,7 @@ from paceline.cli.options import (
     FixedK,
     InstanceName,
     TargetFolder,
+    TargetFormat,
     TpDegree,
     checked,
     command,
@@ -96,9 +97,7 @@ class GraphOptions:
     ] = None
 
     context: Annotated[int, typer.Option(min=1, help="Positions of the cache, all of which a graph reads.")] = 2048
-    quantization: Annotated[
-        Literal["int8"] | None, typer.Option(help="Format of the target's weights. Default: 16 bits.")
-    ] = None
+    quantization: TargetFormat = None
 
     def lines(self) -> int:
         """Number of batch rows, for `RoundSetup.lines`.
@@ -149,6 +148,9 @@ def cost_of_round(
     console.out().print(table)
     for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather", "instructions"):
         console.say(console.out(), f"{name}: {whole[name]}")
+    prefill = found["prefill"]
+    assert isinstance(prefill, dict)
+    console.say(console.out(), f"prefill: {prefill['expected_ms']} ms for each {prefill['chunk']} tokens of a prompt")
     for side, filled in padding.items():
         for what, (has, computes) in filled.items():
             console.say(console.out(), f"filled up with zeros: {has} {what} of the {side} to {computes}")

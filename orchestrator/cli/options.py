@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -62,6 +62,9 @@ ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`
 TargetFolder = Annotated[
     Path,
     typer.Option(help="Target: a folder, a GGUF file, the name of a fetched model, or an id of the Hugging Face hub."),
+]
+TargetFormat = Annotated[
+    Literal["int8"] | None, typer.Option(help="Format of the target's weights, for estimates. Default: 16 bits.")
 ]
 ConfigFile = typer.Option(help="Target: its config.json, or a folder with one.")
 OutFolder = Annotated[

@@ -167,8 +167,10 @@ def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) ->
 
 def _read(source: Path | Sequence[Mapping[str, object]]) -> tuple[tuple[ModelSpec, ...], FaultPolicy]:
     if isinstance(source, Path):
-        return read_models(source), read_fault_policy(source)
-    return models_of(source, folder=Path(), where="the command line"), FaultPolicy()
+        models = read_models(source)
+        return models, read_fault_policy(source, models)
+    models = models_of(source, folder=Path(), where="the command line")
+    return models, FaultPolicy().for_models(models)
 
 
 _MIB = 1 << 20
@@ -185,6 +187,9 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
         return
     console.out().print(_plan_table(planned))
     console.say(console.out(), render_plan(planned))
+    for item in planned.placements:
+        if item.why:
+            console.say(console.out(), f"{item.label}: {item.why}; by arithmetic, not measured")
     left = planned.fragmentation
     runs = ", ".join(f"{count} of {degree}" for degree, count in left.runs if count)
     console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))

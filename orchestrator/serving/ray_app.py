@@ -82,9 +82,11 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         raise ConfigurationError(f"args: expected `models`, `instance` and `api`, got {accepted}; correct them")
     models, machine = arguments["models"], instance_named(arguments.get("instance"))
     if isinstance(models, list):
-        specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()
+        specs = models_of(models, folder=Path(), where="models")
+        policy = FaultPolicy().for_models(specs)
     else:
-        specs, policy = read_models(Path(models)), read_fault_policy(Path(models))
+        specs = read_models(Path(models))
+        policy = read_fault_policy(Path(models), specs)
     return application(plan_groups(specs, machine), policy, validate(ApiSettings, arguments.get("api", {}), "api"))
 
 

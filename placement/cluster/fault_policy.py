@@ -6,13 +6,14 @@ In a models file it is the mapping ``fault_policy``, next to ``models``; keys th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from paceline.placement.cluster.roles import MAKERS
-from paceline.placement.planning.model_specs import read_fault_policy_entry
+from paceline.placement.planning.model_specs import ModelSpec, read_fault_policy_entry
+from paceline.placement.planning.planner import compile_seconds
 from paceline.placement.planning.yaml_file import FORBID_EXTRA, Flag, Seconds, validate
 from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
@@ -22,7 +23,7 @@ from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 class FaultPolicy:
     """Timeouts and restarts of workers.
 
-    startup_timeout_s    seconds in which a worker must have loaded its model
+    startup_timeout_s    seconds in which a worker must have loaded its model; default 600, more if it compiles graphs
     stall_timeout_s      seconds without progress of an engine with requests, after which its target is replaced
     placement_timeout_s  seconds to wait for a node with enough free cores
     draft_ahead          draft models draft while their targets verify
@@ -41,11 +42,18 @@ class FaultPolicy:
 
     __pydantic_config__ = FORBID_EXTRA
 
+    def for_models(self, models: Sequence[ModelSpec]) -> FaultPolicy:
+        """Return a policy with time to compile: twice the estimate of each model."""
+        return replace(self, startup_timeout_s=max([self.startup_timeout_s, *(2 * compile_seconds(x) for x in models)]))
 
-def read_fault_policy(file: Path) -> FaultPolicy:
-    """Read the fault policy of a models file; without one, return the defaults.
+
+def read_fault_policy(file: Path, models: Sequence[ModelSpec] = ()) -> FaultPolicy:
+    """Read the fault policy of a models file; what it lacks has its default for these models.
 
     Raises:
         PlanError: the file cannot be read, or a value is wrong; the message names it.
     """
-    return validate(FaultPolicy, read_fault_policy_entry(file), f"{file}, fault_policy")
+    entry = read_fault_policy_entry(file)
+    policy = validate(FaultPolicy, entry, f"{file}, fault_policy")
+    given = isinstance(entry, Mapping) and "startup_timeout_s" in entry
+    return policy if given else policy.for_models(models)

@@ -18,13 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.core.errors import PlanError
-from paceline.neuron.chips import CAPABILITIES, Chip
+from paceline.neuron.chips import CAPABILITIES, MICRO_CODE, Chip
 
 GIB = 1 << 30
-CODE_BYTES = 96 << 20
-"""Bytes of micro-code on every physical core, to which each loaded program adds its own (Neuron SDK 2.32, "Device
-memory"); they all stay resident. A footprint counts one core's.
-"""
+CODE_BYTES = int(MICRO_CODE.value)
+"""A footprint counts one core's; programs add their own, and all stay resident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,7 @@ class Instance:
     bandwidth         bytes per second that a core reads from that memory
     vcpus             number of the host's vCPUs; host_memory in bytes
     degrees           tensor-parallel degrees, ascending; each divides the next, so that aligned runs nest
+    seldom            further ones, which one document names; taken where a model asks for one
     links             how the devices are connected: "ring", "torus", "switch" or "none"
     sdk               last version of the Neuron SDK that was examined for this family; "": no Neuron hardware
     logical           physical cores in a logical one (NEURON_LOGICAL_NC_CONFIG); 0: the family has no such setting
@@ -52,6 +51,7 @@ class Instance:
     links: str
     sdk: str
     logical: int = 0
+    seldom: tuple[int, ...] = ()
 
     @property
     def cores(self) -> int:
@@ -82,6 +82,7 @@ def _with(chip: Chip, size: str, devices: int, *, vcpus: int, host: int, degrees
         links={Chip.INF2: "ring", Chip.TRN3: "switch"}.get(chip, "torus"),
         sdk=f"2.{able.lines[-1]}",
         logical=able.logical[0] if len(able.logical) > 1 else 0,
+        seldom=tuple(degree for degree in able.seldom if degree <= devices * able.cores),
     )
 
 

@@ -21,6 +21,7 @@ class Placement:
     env         variables that must be set before the process starts
     affinity    CPUs of the host it may use: first and last
     timeout     seconds after which one execution counts as hung
+    why         reason for the degree, if `auto` chose it
     """
 
     model: ModelSpec
@@ -31,6 +32,7 @@ class Placement:
     affinity: tuple[int, int]
     drafts_for: tuple[tuple[str, int], ...] = ()
     timeout: float = 600.0
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -60,6 +62,7 @@ class Placement:
             "scratch_bytes": self.footprint.scratch,
             "cpus": list(self.affinity),
             "timeout": self.timeout,
+            "why": self.why,
             "env": dict(self.env),
         }
 

@@ -95,13 +95,13 @@ def degrees_of(model: ModelSpec, instance: Instance) -> list[int]:
                 break
             best = wider
         return [d for d in reversed(fits) if d <= best]
-    if model.degree not in instance.degrees:
+    if model.degree not in instance.degrees + instance.seldom:
         raise PlanError(
             f"{name}: tp_degree: expected one of {', '.join(map(str, instance.degrees))} on {instance.name}, got "
             f"{model.degree}; use one of them"
         )
-    if model.degree not in legal:
-        raise PlanError(f"{name}: tp_degree: {_why_not(model, model.degree)}; use one of {', '.join(map(str, legal))}")
+    if refused := _why_not(model, model.degree):
+        raise PlanError(f"{name}: tp_degree: {refused}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise RoomError(
@@ -117,6 +117,35 @@ def token_seconds(model: ModelSpec, instance: Instance, degree: int) -> float:
     read = (size.weights + size.cache) / instance.bandwidth / chips.BANDWIDTH_SHARE.value
     collectives = 2 * (model.config.num_layers + 1) if degree > 1 else 0
     return read + collectives * chips.COLLECTIVE.value + chips.LAUNCH.value
+
+
+_GRAPHS_OF_ONE, _GRAPHS = 16, 28
+"""Graphs of a pair with one slot and with 16, at most, unless lists ask for more."""
+_COMPILERS = 4
+
+
+def compile_seconds(model: ModelSpec) -> float:
+    """Return the estimated seconds in which a model's graphs compile; 0 for a backend that compiles none."""
+    graphs = _GRAPHS_OF_ONE if model.options.slots == 1 else _GRAPHS
+    return chips.compile_seconds(graphs, _COMPILERS) if BACKENDS[model.options.backend].compiles else 0.0
+
+
+def why(model: ModelSpec, instance: Instance, degree: int) -> str:
+    """Tell why `auto` took this degree; "" if the models file gives one, or the backend has no other."""
+    if model.degree is not None or not BACKENDS[model.options.backend].divided:
+        return ""
+    choices = degrees_of(model, instance)
+    legal = [d for d in instance.degrees if not _why_not(model, d)]
+    wider, narrower = [d for d in legal if d > degree][:1], [d for d in choices if d < degree][:1]
+
+    def told(d: int) -> str:
+        return f"tp {d} about {token_seconds(model, instance, d) * 1e3:.1f} ms a token"
+
+    against = "less than a fifth faster" if degree == choices[0] else "without room"
+    found = [told(degree), *(f"{told(d)}, {against}" for d in wider)]
+    found += [told(d) for d in narrower]
+    size = _size(model, degree).total
+    return f"{'; '.join(found)}; {size // _MIB:,} of {instance.memory // _MIB:,} MiB a core"
 
 
 def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> dict[str, int]:
@@ -268,7 +297,8 @@ def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: i
     first, last = cpus_of(instance, cores)
     threads = last - first + 1 if instance.sdk else share
     env = environment.planned(instance, cores, label=label, threads=threads, timeout=_TIMEOUT)
-    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT)
+    because = why(need.model, instance, need.degree)
+    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT, because)
 
 
 def check(plan: Plan) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
 from paceline.draft.heads import ChainStep, Kept, ReadStep
+from paceline.draft.layerskip import EarlyExitHead
+from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from paceline.draft.model import ModelHead
+from paceline.draft.mtp import MIMO, SPECULATORS, MtpHead
+from paceline.draft.mtp import Layout as MtpLayout
 from paceline.draft.pard import PardStep
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.eagle.division import part_of, shard_of
 from paceline.eagle.head import EagleHead
+from paceline.eagle.network import masked_state
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaHead, MedusaStep
@@ -38,14 +44,17 @@ from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.draft.block_heads import fields, tensors
+from tests.draft.random_heads import mtp_config, random_weights
+from tests.eagle.heads import NEWER, PARALLEL, random_head
 from tests.eagle.heads import config as eagle_config
-from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
 FEATURES = {
     "fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 2": 32,
     "fused DFlash": 2 * 32, "fused DFlash 2": 2 * 32, "fused DSpark": 2 * 32,
     "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
+    "fused eagle 3.1": 3 * 32, "fused P-EAGLE": 3 * 32, "fused P-EAGLE, static tree": 3 * 32,
+    "fused MTP": 32, "fused MTP, MiMo": 32, "fused MLP speculator": 32,
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
@@ -90,18 +99,27 @@ def medusa(body: ModelWithCache, reach: int, *, carry: bool = False, kind: Sampl
 
 
 def eagle(
-    body: ModelWithCache, reach: int, *, version: int, draft_tree: DraftTree, kind: SamplingKind = "full"
+    body: ModelWithCache,
+    reach: int,
+    *,
+    version: int,
+    draft_tree: DraftTree,
+    kind: SamplingKind = "full",
+    changes: Mapping[str, object] = MappingProxyType({}),
 ) -> nn.Module:
     """A random head that borrows of the target, and the target."""
-    head = eagle_head(body, version)
+    head = eagle_head(body, version, **changes)
     reads = head.config.reads
     checked = verify(body, reach, draft_shape=draft_tree.draft_shape, reads=reads, kind=kind)
     return FusedStep(draft_tree.step(head, reach, kind), checked)
 
 
-def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
-    found = random_head(eagle_config(body.config, version))
+def eagle_head(body: ModelWithCache, version: int, **changes: object) -> EagleHead:
+    found = random_head(eagle_config(body.config, version, **changes))
     degree, weights = body.group.degree, dict(found.weights)
+    if found.config.mask_token is not None:
+        weights["masked"] = masked_state(found.config, weights)
+        del weights["mask_hidden"]
     if degree > 1:
         weights = part_of(weights, found.config, shard_of(found.config, degree, body.shard.rank))
     return EagleHead(
@@ -133,6 +151,26 @@ def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind 
     return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
 
 
+def mtp(body: ModelWithCache, reach: int, *, layout: MtpLayout, kind: SamplingKind = "full") -> nn.Module:
+    """A random MTP layer, and the target."""
+    config = mtp_config(body.config.hidden_size, VOCABULARY, layout)
+    weights = random_weights(config.shapes())
+    head = MtpHead(config, weights, lent=body.lent, kernels=body.kernels, options=body.options)
+    return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
+
+
+def mlp_speculator(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """Random stages, and the target."""
+    config = MlpSpeculatorConfig(NODES, body.config.hidden_size, 24, VOCABULARY, tied=False, scale_input=True)
+    head = MlpSpeculatorHead(config, random_weights(config.shapes()), kernels=body.kernels, options=body.options)
+    return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
+
+
+def layerskip(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """The target's first layer drafts for it."""
+    return FusedStep(EarlyExitHead(body, 1).step(NODES, reach, kind), verify(body, reach, kind=kind))
+
+
 STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "prefill": PrefillStep,
     "prefill, states": partial(PrefillStep, reads=FeatureSpec((0, 2))),
@@ -161,6 +199,13 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused eagle 3, chain": partial(eagle, version=3, draft_tree=Chain(NODES)),
     **{f"fused {variant}": partial(block, variant=variant) for variant in ("DFlash", "DFlash 2", "DSpark")},
     "fused eagle 3, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0))),
+    "fused eagle 3.1": partial(eagle, version=3, draft_tree=Chain(NODES), changes=NEWER),
+    "fused P-EAGLE": partial(eagle, version=3, draft_tree=Chain(NODES), changes=PARALLEL),
+    "fused P-EAGLE, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0)), changes=PARALLEL),
+    "fused MTP": partial(mtp, layout=SPECULATORS),
+    "fused MTP, MiMo": partial(mtp, layout=MIMO),
+    "fused MLP speculator": mlp_speculator,
+    "fused LayerSkip": layerskip,
 }
 
 SAMPLED = tuple(name for name in STEPS if name.startswith(("verify", "draft", "fused", "plain")))
@@ -206,6 +251,7 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     more: dict[str, tuple[Tensor, ...]] = {
         "verify nothing": (),
         "fused": (),
+        "fused LayerSkip": (),
         "fused medusa, kept": (),
         "plain": (),
         "verify, reject, drawn": (drafts, distribution),

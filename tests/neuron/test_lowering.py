@@ -36,6 +36,11 @@ CASES = (
     "draft",
     "fused medusa",
     "fused eagle 3",
+    "fused eagle 3.1",
+    "fused P-EAGLE",
+    "fused MTP",
+    "fused MLP speculator",
+    "fused LayerSkip",
 )
 
 

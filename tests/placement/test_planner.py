@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import PlanError
 from paceline.decoder.options import LoadOptions
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
-from paceline.placement import INSTANCES, Instance, Plan, plan
+from paceline.placement import INSTANCES, FaultPolicy, Instance, Plan, plan
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
 from paceline.placement.planning.footprint import footprint
 from paceline.placement.planning.groups import plan_groups
@@ -171,6 +171,36 @@ def test_auto_takes_cores_while_a_token_gets_faster_and_leaves_room_for_the_othe
     assert degrees_of(model("big", None, of=EIGHT), machine) == [1], "native runs a model on one"
     groups = plan_groups([big, draft, model("other", None, of=EIGHT, backend="neuron")], machine)
     assert [group.num_cores for group in groups] == [(8, 2), (8,)], "groups are made for one machine"
+
+
+def test_auto_says_why() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    big, draft = model("big", None, of=EIGHT, backend="neuron"), model("draft", 2, draft_of=("big",))
+    alone, fixed = plan([big], machine).placements[0].why, plan([big, draft], machine).placements
+    assert alone.startswith("tp 24 about ") and "; tp 8 about " in alone and " of 16,384 MiB a core" in alone
+    (narrowed,) = (one.why for one in fixed if one.name == "big")
+    assert narrowed.startswith("tp 8 about ") and "tp 24 about" in narrowed and "without room" in narrowed
+    small = plan([model("small", None, backend="neuron")], machine).placements[0].why
+    assert small.startswith("tp 1 about ") and "less than a fifth faster" in small
+    assert [one.why for one in fixed if one.name == "draft"] == [""], "the file gives the degree"
+
+
+def test_a_degree_that_one_document_names_is_taken_only_if_asked_for() -> None:
+    wide = config(heads=48, layers=2, hidden=768, vocab=96, kv=12)
+    assert [len(p.cores) for p in plan([model("m", 12, of=wide)], INSTANCES["inf2.48xlarge"]).placements] == [12]
+    assert 12 not in degrees_of(model("m", None, of=wide, backend="neuron"), INSTANCES["inf2.48xlarge"])
+    with pytest.raises(PlanError, match=r"tp_degree: expected one of 1, 2, 8, 16, 32 on trn1\.32xlarge, got 4"):
+        plan([model("m", 4, of=wide)], INSTANCES["trn1.32xlarge"])
+
+
+def test_a_start_may_take_as_long_as_its_graphs_are_estimated_to_compile() -> None:
+    def seconds(backend: str, slots: int) -> float:
+        one = model("m", 1, backend=backend)
+        batched = replace(one, options=replace(one.options, batch_size=slots))
+        return FaultPolicy().for_models([batched]).startup_timeout_s
+
+    assert seconds("native", 16) == FaultPolicy().startup_timeout_s == 600
+    assert seconds("neuron", 1) == 2 * 4 * 300 and seconds("neuron", 16) == 2 * 7 * 300
 
 
 def test_auto_leaves_headroom_where_it_can() -> None:

@@ -11,7 +11,7 @@ from paceline import AutoDecoder
 from paceline.neuron import hlo_lint
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
-from tests.xla.hlo_text import census, hlo, lint
+from tests.xla.hlo_text import MAX_INSTRUCTIONS, census, hlo, lint
 
 BUDGETS = {
     "prefill": 1_000, "prefill, states": 750, "window": 700, "window, tree": 1_100, "keep": 400,
@@ -24,7 +24,8 @@ BUDGETS = {
 }  # fmt: skip
 """HLO instructions of each graph at most: what it has, with about a tenth of room.
 
-Prefill and window of a tree have more: other kinds of models are held to them too.
+Steps of later drafters have not been counted. Prefill and window of a tree have more: other kinds of models are held to
+them too.
 """
 
 
@@ -41,7 +42,7 @@ Made = tuple[str, nn.Module, str]
 
 def test_no_finding(graph: Made) -> None:
     name, _, text = graph
-    found = lint(text, budget=BUDGETS[name])
+    found = lint(text, budget=BUDGETS.get(name, MAX_INSTRUCTIONS))
     counts = census(text)
     beyond = sorted(set(counts) - hlo_lint.LISTED)
     print(f"{name}: {sum(counts.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
