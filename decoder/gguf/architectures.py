@@ -398,6 +398,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": _GPT_OSS,
     "glm4moe": _GLM4_MOE,
     "granitemoe": _GRANITE_MOE,
+    "phimoe": Architecture(
+        "phimoe",
+        reads=(*_EXPERTS, "attention.sliding_window"),
+        present=_BIAS,
+        more=lambda keys: {
+            **_mixture("num_local_experts")(keys),
+            "sliding_window": keys.whole("attention.sliding_window") or None,
+            "lm_head_bias": keys.holds("output.bias"),
+        },
+    ),
     "ernie4_5-moe": _ERNIE_MOE,
     "nemotron": Architecture("nemotron", epsilon=_LAYER_NORM, present=_BIASES),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", present=_BIAS),

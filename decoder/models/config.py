@@ -323,6 +323,9 @@ class ModelConfig:
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
         local, sizes = values.pop("local_rope"), values.pop("layer_sizes")
         values |= {"layer_sizes": sizes} if sizes else {}
+        for rope in filter(None, (values["rope"], local)):
+            if rope["type"] != "proportional":
+                del rope["share"]
         return {**values, **({"blueprint": chosen} if chosen else {}), **({"local_rope": local} if local else {})}
 
     def fingerprint(self) -> str:

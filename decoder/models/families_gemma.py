@@ -175,6 +175,31 @@ def _of_experts(config: ModelConfig) -> dict[str, int]:
     return {} if mixture is None else {"expert gate": mixture.width, "expert up": mixture.width}
 
 
+def _told_sizes(config: Fields, said: object, usual: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of layers that ``per_layer_config`` lists, and the usual ones of the others."""
+    names = ("head_dim", "num_key_value_heads")
+    numbers = [str(layer) for layer in range(config.integer("num_hidden_layers"))]
+    layers: dict[str, object] = said if isinstance(said, dict) and set(said) <= set(numbers) else {"0": None}
+    made: list[tuple[int, int]] = []
+    for layer in numbers:
+        own = layers.get(layer, {})
+        if not isinstance(own, dict) or not set(own) <= set(names):
+            raise UnknownArchitectureError(
+                f"{config.where}: per_layer_config: expected head_dim and num_key_value_heads of layers by their "
+                "numbers, got other values, which is not supported; use another model"
+            )
+        fields = Fields(own, config.where)
+        made.append((fields.integer(names[0], usual[0]), fields.integer(names[1], usual[1])))
+    told = (config.values.get("global_head_dim"), config.values.get("num_global_key_value_heads"))
+    full = [sizes for sizes, slides in zip(made, _kinds(config), strict=True) if not slides]
+    if any(one not in (None, size) for sizes in full for one, size in zip(told, sizes, strict=True)):
+        raise CheckpointError(
+            f"{config.where}: global_head_dim: expected it and num_global_key_value_heads to say what "
+            "per_layer_config says, or nothing, got other values; correct the file"
+        )
+    return tuple(made)
+
+
 class _Gemma4(Family):
     def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
         """Return the sizes that the file gives layers, or those of layers without a window."""
@@ -184,34 +209,16 @@ class _Gemma4(Family):
             heads = config.integer("num_global_key_value_heads", usual[1])
             heads = heads if config.flag("attention_k_eq_v", False) else usual[1]
             wide = (config.integer("global_head_dim", 512), heads)
-            return tuple(usual if slides else wide for slides in _kinds(config))
-        names = ("head_dim", "num_key_value_heads")
-        numbers = set(map(str, range(config.integer("num_hidden_layers"))))
-        layers: dict[str, object] = said if isinstance(said, dict) and set(said) <= numbers else {"0": None}
-        made: list[tuple[int, int]] = []
-        for layer in range(config.integer("num_hidden_layers")):
-            own = layers.get(str(layer), {})
-            if not isinstance(own, dict) or not set(own) <= set(names):
-                raise UnknownArchitectureError(
-                    f"{config.where}: per_layer_config: expected head_dim and num_key_value_heads of layers by their "
-                    "numbers, got other values, which is not supported; use another model"
-                )
-            fields = Fields(own, config.where)
-            made.append((fields.integer(names[0], usual[0]), fields.integer(names[1], usual[1])))
-        told = (config.values.get("global_head_dim"), config.values.get("num_global_key_value_heads"))
-        full = [sizes for sizes, slides in zip(made, _kinds(config), strict=True) if not slides]
-        if any(one not in (None, size) for sizes in full for one, size in zip(told, sizes, strict=True)):
-            raise CheckpointError(
-                f"{config.where}: global_head_dim: expected it and num_global_key_value_heads to say what "
-                "per_layer_config says, or nothing, got other values; correct the file"
-            )
+            made = tuple(usual if slides else wide for slides in _kinds(config))
+        else:
+            made = _told_sizes(config, said, usual)
         for width, heads in made:
             if width % 2 or config.integer("num_attention_heads") % heads:
                 raise CheckpointError(
-                    f"{config.where}: per_layer_config: expected an even head_dim, and K/V heads that divide the query "
-                    f"heads, got {width} and {heads}; correct the file"
+                    f"{config.where}: head_dim: expected an even number, and K/V heads that divide the query heads, in "
+                    f"every layer, got {width} and {heads}; correct the file"
                 )
-        return tuple(made)
+        return made
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor has no effect, as keys and values of layers that read others'."""

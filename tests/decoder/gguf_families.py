@@ -113,6 +113,10 @@ CASES: dict[str, Case] = {
             "residual_scale": 0.7, "logit_scale": 4.0,
         },
     ),
+    "phimoe": Case(
+        "phimoe", "phi moe", {"router_jitter_noise": 0.01},
+        {"expert_count": 5, "expert_used_count": 2, "attention.sliding_window": 11},
+    ),
     "ernie4_5-moe": Case(
         "ernie4_5-moe", "ernie moe", {"moe_layer_end_index": -1},
         {

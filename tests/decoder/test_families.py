@@ -112,6 +112,19 @@ def test_plain_and_drafted_give_the_greedy_text_of_transformers(
         ("deepseek v3", {"v_head_dim": 14}, ["v_head_dim: expected at most", "= 12, got 14"]),
         ("minimax", {"rotary_dim": 10}, ["rotated dimensions per head, at most head_dim = 8, got 10"]),
         ("qwen3 slides", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
+        ("falcon", {"alibi": True}, ["alibi: expected False", "'falcon'"]),
+        ("gpt oss", {"swiglu_limit": 5.0}, ["swiglu_limit: expected 7.0", "got 5.0"]),
+        ("gpt oss", {"hidden_act": "gelu"}, ["hidden_act: expected 'silu', got 'gelu'"]),
+        ("phi moe", {"num_experts_per_tok": 3}, ["num_experts_per_tok: expected 2", "got 3"]),
+        ("llama4", {"num_experts_per_tok": 2}, ["num_experts_per_tok: expected 1", "got 2"]),
+        ("llama4", {"layer_types": ["sliding_attention"] * 3}, ["expected full_attention and chunked_attention"]),
+        ("gemma4", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "got 'all'"]),
+        ("gemma4", {"per_layer_config": {"2": {"hidden_size": 8}}}, ["per_layer_config: expected head_dim"]),
+        (
+            "gemma4",
+            {"vocab_size_per_layer_input": 99},
+            ["vocab_size_per_layer_input: expected at most", "= 96, got 99"],
+        ),
     ],
 )
 def test_what_would_change_the_output_is_refused(

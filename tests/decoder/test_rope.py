@@ -147,7 +147,7 @@ def test_impossible_sizes(head_dim: int, positions: int) -> None:
 
 
 def test_unknown_type_and_wrong_number_of_factors() -> None:
-    with pytest.raises(UnknownArchitectureError, match="longrope, got 'su'"):
+    with pytest.raises(UnknownArchitectureError, match="proportional, got 'su'"):
         rope_tables(RopeConfig("su"), HEAD, 4)
     with pytest.raises(UnknownArchitectureError, match=r"short_factor: expected 8 entries .*, got 1"):
         rope_tables(RopeConfig("longrope", short_factor=(1.0,)), HEAD, 4)
