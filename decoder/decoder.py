@@ -141,7 +141,7 @@ class ModelWithCache(nn.Module):
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
     def sample_tokens(
-        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, used: Tensor | None = None
     ) -> Tensor:
         """Return the tokens that `Kernels.sample_tokens` samples from `logits`, which a sharded model need not gather
         for it.

@@ -128,7 +128,7 @@ class VerifyStep(nn.Module):
             proposal = replace(proposal, draft_probs=pad_vocabulary(draft_probs[0], self.body.config.vocab_size))
         depth, kernels = self.draft_shape.depth, self.body.kernels
         if self._rule.needs == "choices":  # a sharded model need not gather its logits for these
-            choices = self.body.sample_tokens(hidden, positions, sampling, used)
+            choices = self.body.sample_tokens(hidden, positions, sampling, used=used)
             seen = TargetView(positions, sampling, depth, choices, sample_tokens=kernels.sample_tokens)
         else:
             logits = self.body.logits(hidden, None if used is None else self.body.real_rows(sampling, used))

@@ -129,7 +129,7 @@ class TableBody:
         return self._table[pair[..., 0], pair[..., 1]]
 
     def sample_tokens(
-        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, used: Tensor | None = None
     ) -> Tensor:
         return self.kernels.sample_tokens(self.logits(hidden), positions, sampling)
 

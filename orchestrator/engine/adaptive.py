@@ -109,6 +109,8 @@ class StepTimes:
             mean = sum(seconds for _, seconds in bounded) / len(times)
             shared += sum((had - rows) * (seconds - mean) for had, seconds in bounded)
             spread += sum((had - rows) ** 2 for had, _ in bounded)
+        if not middle:
+            return 0.0
         (fewest, shortest), (most, longest) = middle[min(middle)], middle[max(middle)]
         if most <= fewest:
             return max(0.0, shared / spread) if spread else 0.0
@@ -162,6 +164,15 @@ class Exploration:
         return beside[-1 if self._deeper else 0] if beside else length
 
 
+@dataclass(slots=True)
+class Rest:
+    """Drafting that pauses: rounds since then, rounds after which it is tried, and rounds of that trial."""
+
+    idle: int = 0
+    after: int = PROBE_AFTER[0]
+    tried: int = 0
+
+
 ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
 
 
@@ -192,7 +203,7 @@ class DraftLengthController:
         self.rounds, self._length, self._settled = 1, self.draft_lengths[-1], False
         self._step_times, self._exploration = StepTimes(), Exploration()
         self._recorded: list[tuple[int, list[int], list[int], float | None, int]] = []
-        self._idle, self._pause, self._tried = 0, PROBE_AFTER[0], 0
+        self._rest = Rest()
 
     def sibling(self: ControllerSelf) -> ControllerSelf:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
@@ -245,7 +256,7 @@ class DraftLengthController:
         untimed = next((k for k in reversed(draft_lengths) if k not in self._step_times), None)
         if untimed is not None:
             return untimed
-        if self._length == 0 and self._idle < self._pause:
+        if self._length == 0 and self._rest.idle < self._rest.after:
             return 0  # nothing is learnt until then
         rates = {k: self._best(k)[0] for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
@@ -290,13 +301,13 @@ class DraftLengthController:
             steps = 1 + max(accepted) if length == 0 else 1
             self._step_times.record(length, None if seconds is None else seconds / steps, rows)
             if length == 0:
-                self._idle += steps
+                self._rest.idle += steps
             elif self._length:
-                self._idle, self._pause, self._tried = 0, PROBE_AFTER[0], 0
+                self._rest = Rest()
             else:
-                self._tried += 1
-                if self._tried == TRIAL_ROUNDS or 2 * sum(accepted) < sum(requested):
-                    self._idle, self._pause, self._tried = 0, min(2 * self._pause, PROBE_AFTER[1]), 0
+                self._rest.tried += 1
+                if self._rest.tried == TRIAL_ROUNDS or 2 * sum(accepted) < sum(requested):
+                    self._rest = Rest(after=min(2 * self._rest.after, PROBE_AFTER[1]))
             if any(requested):
                 self._count(requested, accepted)
         self._recorded = []
@@ -316,7 +327,7 @@ def _middle(numbers: list[float]) -> float:
 
 
 class History:
-    """What became of drafts by position, of one request or of all, decayed.
+    """Fates of drafts by position, of one request or of all, decayed.
 
     Only positions whose predecessors were accepted count. What was drafted after a rejected token is left out: it tells
     of the noise that later drafts are drawn with, and a choice by it would change the law of rejection sampling.

@@ -80,7 +80,7 @@ class LaterNoise(TableBody):
     """Draws with the noise of the next position where it verifies."""
 
     def sample_tokens(
-        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, used: Tensor | None = None
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, used: Tensor | None = None
     ) -> Tensor:
         return super().sample_tokens(hidden, positions + (hidden.shape[1] > 1), sampling)
 

@@ -132,7 +132,7 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     pace = DraftLengthController((0, 1))
     for _ in range(2):
         pace.record(0, requested=[0, 0], accepted=[4, 0], seconds=5.0)
-    assert pace.choose(1) == 1 and pace._step_times.at(0) == 1.0 and pace._idle == 10
+    assert pace.choose(1) == 1 and pace._step_times.at(0) == 1.0 and pace._rest.idle == 10
 
 
 def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() -> None:

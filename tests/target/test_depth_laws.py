@@ -45,10 +45,11 @@ def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> 
         )
         for depth in (0, 1, 2, K)
     }
-    rounds = Rounds(source, rungs, pace=Pace(Dice((0, 1, 2, K)), competes=True))
+    pace = Pace(Dice((0, 1, 2, K)), competes=True)
+    rounds = Rounds(source, rungs, pace=pace)
     for slot in range(target.batch_size):
         rounds._seated.add(slot)
-        rounds._pace.begin(slot)
+        pace.begin(slot)
     return rounds
 
 
