@@ -38,7 +38,8 @@ from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.draft.heads import AutoregressiveHead, HeadDrafter, TableHead, at_index
+from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
+from paceline.draft.table_head import TableHead
 from paceline.heads.checkpoint import as_dtype, check, read
 from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
 from paceline.heads.options import Wanted

@@ -27,7 +27,8 @@ from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, rank, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.formats import WeightFormat
-from paceline.draft.heads import AutoregressiveHead, TableHead, at_index
+from paceline.draft.heads import AutoregressiveHead, at_index
+from paceline.draft.table_head import TableHead
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import Attend, EagleNetwork, EagleWeights, LayerWeights, Qkv
 

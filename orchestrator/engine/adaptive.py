@@ -341,7 +341,7 @@ class History:
         self.asked = self.proposed = 0.0
 
     def fade(self) -> None:
-        """Let a round pass: what is long ago counts less, also of a request that was given no row meanwhile."""
+        """Let a round pass: what is long ago counts less, also of a request that got no row."""
         self.hits, self.tries = [DECAY * x for x in self.hits], [DECAY * x for x in self.tries]
         self.asked, self.proposed = DECAY * self.asked, DECAY * self.proposed
 

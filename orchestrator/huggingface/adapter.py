@@ -151,7 +151,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return result
 
     def reset_generation(self) -> None:
-        """Do nothing, since every call begins anew."""
+        """Do nothing: calls keep no state."""
 
     def generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **keywords: Any
@@ -214,7 +214,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return inputs
 
     def _get_initial_cache_position(self, seq_length: int, device: torch.device, model_kwargs: dict[str, Any]) -> Any:
-        """Let new tokens alone go on from a cache in `transformers` 4.57, which takes them for a part of all tokens;
+        """Accept only the new tokens with a cache in `transformers` 4.57, which takes them for a part of all tokens;
         later versions do not call this.
         """
         cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")

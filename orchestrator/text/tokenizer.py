@@ -187,7 +187,7 @@ class TokenBytes:
 
 
 class LibraryDecoder:
-    """Decodes by the `tokenizers` library alone, as a tokenizer of transformers does with more work around it."""
+    """A decoder of the `tokenizers` library, without the work that a tokenizer of transformers adds."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
