@@ -39,7 +39,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
     "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"plan-speed"}, {"experiment export"}],
     "--prompts": [{"doctor"}, {"medusa-tree"}, {"verify"}],  # may be left out
-    "--quantization": [{"cost"}],  # the graphs that are counted know int8 alone
+    "--quantization": [{"cost", "plan-speed"}],  # the graphs that are counted know int8 alone
     "--sampling": [{"compile"}],  # several
     "--seed": [{"verify"}, TRAINING],
     "--target": [{"doctor"}, CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],
