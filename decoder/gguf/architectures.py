@@ -393,7 +393,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(
         "olmo2",
         present=_BIAS,
-        windowed=Architecture("olmo3", reads=_WINDOW, present=_BIAS, more=lambda keys: _slides(keys, 4)),
+        windowed=Architecture(
+            "olmo3",
+            reads=(*_WINDOW, "rope.freq_base_swa"),
+            present=_BIAS,
+            more=lambda keys: {
+                **_slides(keys, 4),
+                "rope_local_base_freq": keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0)),
+            },
+        ),
     ),
     "gpt-oss": _GPT_OSS,
     "glm4moe": _GLM4_MOE,
@@ -409,7 +417,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "ernie4_5-moe": _ERNIE_MOE,
-    "nemotron": Architecture("nemotron", epsilon=_LAYER_NORM, present=_BIASES),
+    "nemotron": Architecture(
+        "nemotron",
+        epsilon=_LAYER_NORM,
+        reads=("attention.layer_norm_rms_epsilon",),  # the same number once more
+        present=_BIASES,
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", present=_BIAS),
     "dots1": _DOTS1,
     "minimax-m2": _MINIMAX_M2,

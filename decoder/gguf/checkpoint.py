@@ -247,6 +247,7 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
     hidden, head_dim = keys.integer("embedding_length"), keys.head_dim
     embedding = header.tensors.get("token_embd.weight")
     rows = None if embedding is None else embedding.shape[0]
+    scaling = _rope_scaling(keys, factors, truncate=row.truncate)
     return {
         "model_type": row.family,
         "vocab_size": keys.integer("vocab_size", _num_tokens(header) or rows),
@@ -261,7 +262,8 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
         "rms_norm_eps": keys.number(row.epsilon),
         "max_position_embeddings": keys.integer("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(keys, factors, truncate=row.truncate),
+        "rope_scaling": scaling,
+        "rope_parameters": None if scaling else {"rope_type": "default"},
         **_turned(keys, row.family_row()),
         "sliding_window": None,
         "tie_word_embeddings": not keys.holds("output.weight"),

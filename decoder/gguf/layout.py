@@ -103,7 +103,7 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
             lifted = kind == "weight" and part.endswith("norm") and family.plan.norm.endswith("plus one")
             order = _order(part, keys, row)
             single = len(tensor.shape) == 1 and (part == "shared router" or (part == "router bias" and row.row_bias))
-            vector = len(tensor.shape) == 2 and kind == "bias"  # of experts
+            vector = len(tensor.shape) == 2 and kind == "bias" and part != "router bias"  # of experts
             shift = 1.0 if lifted else 0.0
             made[label] = Piece(
                 stored, first, count, order, transposed=turned, shift=shift, single=single, vector=vector
