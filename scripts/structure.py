@@ -23,7 +23,7 @@ PARTS: dict[str, frozenset[str]] = {
     "target": frozenset({"core", "decoder", "target"}),
     "heads": frozenset({"core", "decoder", "heads"}),
     "medusa": frozenset({"core", "decoder", "draft.heads", "heads", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.heads", "heads", "eagle"}),
+    "eagle": frozenset({"core", "decoder", "draft.heads", "draft.table_head", "heads", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
         {"core", "decoder", "draft", "target", "heads", "medusa", "eagle", "placement", "orchestrator", "neuron"}
