@@ -168,7 +168,7 @@ def draft_shape(
     divided: object = None,
     quantization: object = None,
 ) -> DraftShape:
-    """Check the options of a draft, which are those of `EagleDrafter.from_pretrained`, and the config.json if it is of
+    """Check the options of a draft (those of `EagleDrafter.from_pretrained`), and the config.json if it is of
     our own layout: others are identified by their tensors. -> the shape of its drafts
 
     Raises:

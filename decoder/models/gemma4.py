@@ -144,7 +144,7 @@ class Gemma4Layer(nn.Module):
 
 
 class BesideExperts(nn.Module):
-    """Experts that read what the MLP's norm reads, by a router with a norm of its own."""
+    """Experts that read what the MLP's norm reads, by a router with a separate norm."""
 
     def __init__(self, part: Part, weights: Weights, inner: Mapping[str, str]) -> None:
         super().__init__()
