@@ -28,8 +28,7 @@ from paceline.draft.heads import ChainStep, Kept, ReadStep
 from paceline.draft.layerskip import EarlyExitHead
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from paceline.draft.model import ModelHead
-from paceline.draft.mtp import MIMO, SPECULATORS, MtpHead
-from paceline.draft.mtp import Layout as MtpLayout
+from paceline.draft.mtp import MIMO, SPECULATORS, MtpHead, MtpLayout
 from paceline.draft.pard import PardStep
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.eagle.division import part_of, shard_of
